@@ -1,0 +1,58 @@
+"""Llama-family language models in JAX: load a Hugging Face checkpoint, generate text, train."""
+
+from jaxllm import layers, ops
+from jaxllm.cache import KVCache
+from jaxllm.checkpoint.hf import load, save
+from jaxllm.checkpoint.shipped import shipped_checkpoint
+from jaxllm.compile_cache import enable_compile_cache
+from jaxllm.config import GenerationDefaults, ModelConfig, Rope, Runtime
+from jaxllm.generate import TextStream, generate, stream, warmup
+from jaxllm.layers import Block
+from jaxllm.model import Transformer
+from jaxllm.programs import (
+    Decoded,
+    DecodeState,
+    Weights,
+    compile_count,
+    decode,
+    decode_step,
+    flatten,
+    prefill,
+)
+from jaxllm.results import GenerationResult, Timings
+from jaxllm.sampling import Sampling
+from jaxllm.tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Block",
+    "DecodeState",
+    "Decoded",
+    "GenerationDefaults",
+    "GenerationResult",
+    "KVCache",
+    "ModelConfig",
+    "Rope",
+    "Runtime",
+    "Sampling",
+    "TextStream",
+    "Timings",
+    "Tokenizer",
+    "Transformer",
+    "Weights",
+    "compile_count",
+    "decode",
+    "decode_step",
+    "enable_compile_cache",
+    "flatten",
+    "generate",
+    "layers",
+    "load",
+    "ops",
+    "prefill",
+    "save",
+    "shipped_checkpoint",
+    "stream",
+    "warmup",
+]

@@ -1,0 +1,7 @@
+"""`python -m jaxllm`: the command line without its script."""
+
+import sys
+
+from jaxllm.cli import main
+
+sys.exit(main())

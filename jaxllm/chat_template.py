@@ -1,0 +1,265 @@
+"""Chat templates: a list of messages -> the text that a model was trained to see.
+
+A template is a Jinja program that comes with a checkpoint: foreign code. Jinja's sandbox keeps it
+from Python's internals but hardly bounds its work, so `_Sandbox` also counts what loops, calls and
+growing values cost. A template that takes more than its share, or reaches for what is private,
+ends in one ValueError. Tags, globals and filters are those that transformers gives to templates.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+from jinja2 import nodes, pass_context
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+# A step is an item or character that is read or made, or about 0.1 us of other work.
+_STEPS, _STEPS_A_CHARACTER, _STEPS_A_CALL = 2_000_000, 1000, 100
+# Filters and methods that make much out of little: their integers count as steps.
+_WIDTHS = frozenset(
+    ("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "truncate")
+    + ("wordwrap", "zfill")
+)
+# Filters that take a list or dict and look no deeper; others may write or compare all within
+_SHALLOW = frozenset(
+    ("batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject")
+    + ("rejectattr", "reverse", "select", "selectattr", "slice")
+)
+_WIDE = re.compile(  # "%9999d", "%*d", "{:9999}", "{:{}}"
+    r"%[^a-zA-Z%]*(\d{4}|\*)|\{[^{}]*:[^{}]*(\d{4}|\{)"
+)
+
+
+def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """`messages` as the template `source` writes them; it sees plain JSON values only.
+
+    Entries of a message that are None are dropped, as transformers drops them.
+    Raises: ValueError if the messages are not JSON objects, or if the template has a syntax error,
+    calls raise_exception, fails, or asks for what the sandbox refuses.
+    """
+    if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+        raise ValueError("chat template: messages must be a list of dicts with role and content")
+    if not messages:
+        raise ValueError("chat template: the list of messages is empty; at least one is needed")
+    chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    try:
+        plain = json.dumps({**variables, "messages": chat})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"chat template: messages must be made of plain JSON values: {error}"
+        ) from None
+    sandbox = _Sandbox(_STEPS + _STEPS_A_CHARACTER * len(plain))
+    try:
+        code, names = _compile(source), sandbox.make_globals(None)
+        template = sandbox.template_class.from_code(sandbox, code, names)
+        return template.render(json.loads(plain))
+    except Exception as error:  # foreign code may raise anything; its user gets one sentence
+        reason = " ".join(str(error).split())[:500] or "no reason given"
+        if type(error) is TemplateError:  # what raise_exception raises
+            raise ValueError(f"chat template: refuses these messages: {reason}") from None
+        raise ValueError(f"chat template: refused: {type(error).__name__}: {reason}") from None
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str) -> CodeType:
+    return _Sandbox(_STEPS).compile(source)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant said, for training masks; here its body alone."""
+
+    tags = {"generation"}  # noqa: RUF012 (the type is Jinja's)
+
+    def parse(self, parser: Any) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox for one rendering of at most `steps` steps."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, steps: int):
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            finalize=self._print,
+            optimized=False,  # what is folded at compile time would cost nothing when it runs
+        )
+        self.limit = self.left = steps
+        self.filters["tojson"] = _tojson
+        for name, function in self.filters.items():
+            self.filters[name] = self._paying(function, name, deep=name not in _SHALLOW)
+        for name, function in self.tests.items():
+            compares = name == "in" or function.__module__ == "_operator"
+            self.tests[name] = self._paying(function, name, deep=compares)
+        self.filters["charge"] = self._charge
+        del self.globals["lipsum"]
+        self.globals.update(
+            dict=lambda *args, **kwargs: dict(*args, **kwargs),  # not the type and its methods
+            namespace=_namespace,
+            raise_exception=_raise_exception,
+            strftime_now=lambda form: datetime.datetime.now().strftime(form),
+        )
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Charges().visit(super()._parse(source, name, filename))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            return self.unsafe_undefined(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        # Jinja's own answer is an Undefined, which prints as nothing
+        raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is unsafe")
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # str.format comes wrapped by the sandbox, which keeps the method beside it
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        name = getattr(function, "__name__", "") if isinstance(owner, str) else ""
+        self._pay_call(name, isinstance(owner, str | list | dict), owner, *args, *kwargs.values())
+        return self._paid(super().call(context, function, *args, **kwargs))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%":
+            self._pay_call("format", True, left, right)
+        elif operator in ("*", "**"):
+            for value, times in ((left, right), (right, left)):
+                grows = isinstance(times, int) and (operator == "**" or hasattr(value, "__len__"))
+                self._pay(self._size(value) * (max(times, 0) if grows else 1))
+        return self._paid(super().call_binop(context, operator, left, right))
+
+    @pass_context  # for Jinja prints constants at compile time unless this needs the context
+    def _print(self, context: Any, value: Any) -> Any:
+        return self._paid(value, deep=True)
+
+    @pass_context
+    def _charge(self, context: Any, value: Any, times: int, deep: bool) -> Any:
+        return self._paid(value, times, deep)
+
+    def _paying(self, function: Callable, name: str, deep: bool) -> Callable:
+        """A filter or test that pays for what it reads and makes."""
+
+        @functools.wraps(function)  # with Jinja's marks on the function
+        def paying(*args: Any, **kwargs: Any) -> Any:
+            self._pay_call(name, deep, *args, *kwargs.values())
+            return self._paid(function(*args, **kwargs))
+
+        return paying
+
+    def _pay_call(self, name: str, deep: bool, first: Any, *others: Any) -> None:
+        """Pays as if all others took the place of each item of the largest argument."""
+        if name in ("format", "format_map") and isinstance(first, str) and _WIDE.search(first):
+            raise SecurityError("a format is wider than 999 or takes its width from an argument")
+        widths = name in _WIDTHS
+        sizes = [self._size(first, deep)]
+        sizes += [v if widths and isinstance(v, int) else self._size(v, deep) for v in others]
+        self._pay(_STEPS_A_CALL + max(sizes) * (1 + sum(sizes) - max(sizes)))
+
+    def _paid(self, value: Any, times: int = 1, deep: bool = False) -> Any:
+        """The value, or the list of an iterator's items."""
+        if isinstance(value, Iterator):
+            value = list(itertools.islice(value, self.left + 1))
+        self._pay(self._size(value, deep) * times)
+        return value
+
+    def _pay(self, steps: int) -> None:
+        self.left -= max(steps, 0)
+        if self.left < 0:
+            raise SecurityError(f"it needs more than the {self.limit} steps that it is given")
+
+    def _size(self, value: Any, deep: bool = False) -> int:
+        """Steps to read a value, if `deep` its items and theirs too; counted up to what is left."""
+        total, stack = 0, [value]
+        while stack and total <= self.left:
+            value = stack.pop()
+            if deep and isinstance(value, dict):
+                stack += [*value, *value.values()]
+            elif deep and isinstance(value, list | tuple):
+                stack += value
+            elif isinstance(value, int):
+                total += (value.bit_length() // 64) ** 2  # to print or multiply it
+            elif hasattr(type(value), "__len__"):
+                total += len(value)
+            total += 1
+        return total
+
+
+class _Charges(NodeTransformer):
+    """Puts the filter `charge` around what takes time or grows without a call."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 (these names are Jinja's)
+        # What the body does anyway, each time, and the texts that it may print
+        steps = sum(1 + len(getattr(part, "data", "")) for part in node.find_all(nodes.Node))
+        steps += sum(len(str(part.value)) for part in node.find_all(nodes.Const))
+        self.generic_visit(node)
+        node.iter = _charged(node.iter, steps)
+        return node
+
+    def visit_Operand(self, node: nodes.Operand) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = _charged(node.expr, deep=True)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.nodes = [_charged(part, deep=True) for part in node.nodes]
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _charged(node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_List(self, node: Any) -> nodes.Node:  # noqa: N802
+        # All within, so that lists of lists of the same list stay small
+        self.generic_visit(node)
+        return node if getattr(node, "ctx", "load") != "load" else _charged(node, deep=True)
+
+    visit_Tuple = visit_Dict = visit_List  # noqa: N815
+
+    def visit_NSRef(self, node: nodes.NSRef) -> nodes.Node:  # noqa: N802
+        _check_names([node.attr])
+        return node
+
+
+def _charged(node: Any, times: int = 1, deep: bool = False) -> nodes.Expr:
+    arguments = [nodes.Const(value, lineno=node.lineno) for value in (times, deep)]
+    return nodes.Filter(
+        node, "charge", arguments, [], None, None, lineno=node.lineno, environment=node.environment
+    )
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if any(name.startswith("_") for name in names):
+        raise SecurityError("names of a namespace must not begin with an underscore")
+
+
+def _namespace(*args: Any, **kwargs: Any) -> Namespace:
+    values = dict(*args, **kwargs)
+    _check_names([str(name) for name in values])
+    return Namespace(values)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,0 +1,216 @@
+"""A Hugging Face folder, up to its weights: found, its JSON and its tensors' headers checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from jaxllm.checkpoint.safetensors_file import Tensor, read_header
+from jaxllm.config import GenerationDefaults, ModelConfig
+from jaxllm.families import from_hf
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# What is taken from the hub: no second copy of the weights in another format.
+HUB_FILES: list[str] = [
+    *("config.json", "generation_config.json"),
+    *(WEIGHTS, INDEX, "model-*.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
+]
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def find_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """The folder of that name, or else the model `org/name` of the Hugging Face hub, downloaded.
+
+    Raises: FileNotFoundError if there is neither; ValueError if it is a file.
+    """
+    name = os.fspath(path_or_hub_id)
+    folder = Path(os.path.expanduser(name))
+    if name and folder.is_dir():
+        return folder
+    if name and folder.exists():
+        raise ValueError(f"{name} is a file; give the folder of the checkpoint")
+    # A path such as checkpoints/typo looks like org/name too; its first part tells them apart.
+    is_id = isinstance(path_or_hub_id, str) and _HUB_ID.fullmatch(name)
+    if not is_id or folder.parent.exists():
+        raise FileNotFoundError(
+            f"there is no folder {name!r}; give a checkpoint's folder, or the id of a model on "
+            "the Hugging Face hub (org/name)"
+        )
+    return _download(name)
+
+
+def _download(hub_id: str) -> Path:
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError:
+        raise FileNotFoundError(
+            f"there is no folder {hub_id}, and to take it from the Hugging Face hub "
+            "huggingface_hub is needed: pip install 'jaxllm[hub]'"
+        ) from None
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
+    except errors.GatedRepoError:
+        reason = "its licence must be accepted on its page there first; then run: hf auth login"
+    except errors.RepositoryNotFoundError:
+        reason = "there is no such model, or it is private; check the name, or run: hf auth login"
+    except Exception as error:  # the hub's client and its HTTP library share no base class
+        first_line = (str(error).splitlines() or [""])[0]
+        reason = f"{type(error).__name__}: {first_line}; check the network, or give a folder"
+    raise FileNotFoundError(
+        f"there is no folder {hub_id}, and the Hugging Face hub does not give it: {reason}"
+    )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises: ValueError if the file holds anything else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: must hold a JSON object, found {type(content).__name__}")
+    return content
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """What config.json says, as a ModelConfig and as it stands there.
+
+    Raises: FileNotFoundError, ValueError as `from_hf`; NotImplementedError if it is quantised.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder}: there is no config.json; give a checkpoint's folder")
+    hf = read_json(file)
+    for part in (hf, _text_config(hf)):
+        if quantised := part.get("quantization_config") or part.get("compression_config"):
+            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+            raise NotImplementedError(
+                f"{file}: the checkpoint is quantised ({method or quantised}), which is not "
+                "supported yet; load the one it was made from"
+            )
+    try:
+        return from_hf(hf, owner=str(file)), hf
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{file}: a value is of the wrong kind: {error}") from error
+
+
+def _text_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = hf.get("text_config")
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def stated_dtype(hf: Mapping[str, Any]) -> str | None:
+    """The dtype that a config.json gives, under its new or its old key."""
+    for part in (hf, _text_config(hf)):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) is not None:
+                return str(part[key]).removeprefix("torch.")
+    return None
+
+
+def list_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint's one or many safetensors files; their data is not read.
+
+    Raises: FileNotFoundError, ValueError if files or headers are missing, damaged, or disagree.
+    """
+    if (folder / WEIGHTS).is_file():
+        return read_header(folder / WEIGHTS)
+    if (folder / INDEX).is_file():
+        return _list_sharded(folder)
+    others = sorted(file.name for file in folder.iterdir())
+    if any(name.endswith(".safetensors") for name in others):
+        found = ", ".join(name for name in others if name.endswith(".safetensors"))
+        cure = f"it has {found}; {INDEX} is needed to read several files"
+    elif any(name.startswith(("pytorch_model", "consolidated")) for name in others):
+        cure = (
+            "its PyTorch files are not read, since a pickle can run code; convert it with "
+            "transformers: AutoModelForCausalLM.from_pretrained(a).save_pretrained(b)"
+        )
+    else:
+        cure = f"weights must be there as {WEIGHTS}, or as several files with {INDEX}"
+    raise FileNotFoundError(f"{folder}: there is no {WEIGHTS}; {cure}")
+
+
+def _list_sharded(folder: Path) -> dict[str, Tensor]:
+    index = folder / INDEX
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ValueError(f"{index}: needs a weight_map from tensor names to file names")
+    headers: dict[str, dict[str, Tensor]] = {}
+    for name in sorted(set(places.values())):
+        # By name only: in the hub's cache, files of the folder are links to files outside it.
+        parts = PurePosixPath(name.replace("\\", "/")).parts
+        if Path(name).is_absolute() or ".." in parts or not parts:
+            raise ValueError(f"{index}: names {name!r}, which is not a file of this folder")
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{index}: names {name}, which is not there; download it again")
+        headers[name] = read_header(folder / name)
+    lost = [f"{name} in {file}" for name, file in places.items() if name not in headers[file]]
+    unlisted = [
+        f"{name} of {file}" for file, header in headers.items() for name in header.keys() - places
+    ]
+    if lost or unlisted:
+        raise ValueError(
+            f"{index}: disagrees with the files: "
+            + "; ".join(
+                [f"{len(lost)} tensors are not where it says: {enumerate_some(lost)}"] * bool(lost)
+                + [f"{len(unlisted)} are not listed: {enumerate_some(unlisted)}"] * bool(unlisted)
+            )
+        )
+    return {name: headers[file][name] for name, file in places.items()}
+
+
+def enumerate_some(items: list[str], most: int = 20) -> str:
+    """Items with commas, and how many more there are than `most`."""
+    more = f", and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(sorted(items)[:most]) + more
+
+
+def read_generation(folder: Path, hf: Mapping[str, Any]) -> GenerationDefaults:
+    """Token ids and sampling of generation_config.json; ids that it lacks come from config.json.
+
+    Filters that the file does not name are off (transformers would take top_k 50). Other keys are
+    not read: searches and limits that `generate` does not have.
+    Raises: ValueError if a value is of the wrong kind.
+    """
+    file = folder / "generation_config.json"
+    said = read_json(file) if file.is_file() else {}
+
+    def ids(key: str) -> tuple[int, ...]:
+        for owner, part in ((file, said), ("config.json", hf), ("config.json", _text_config(hf))):
+            value: Any = part.get(key)
+            if value is not None:
+                values = value if isinstance(value, list) else [value]
+                if not all(type(x) is int for x in values):
+                    raise ValueError(f"{owner}: {key} must be token ids, got {value!r}")
+                return tuple(x for x in values if x >= 0)  # some files say -1 for none
+        return ()
+
+    def number(key: str, default: float) -> float:
+        value = said.get(key)
+        if value is None:
+            return default
+        if type(value) not in (int, float):
+            raise ValueError(f"{file}: {key} must be a number, got {value!r}")
+        return value
+
+    off = GenerationDefaults()
+    return GenerationDefaults(
+        stop_ids=ids("eos_token_id"),
+        bos_id=next(iter(ids("bos_token_id")), None),
+        pad_id=next(iter(ids("pad_token_id")), None),
+        do_sample=bool(said.get("do_sample")),
+        temperature=float(number("temperature", off.temperature)),
+        top_k=int(number("top_k", off.top_k)),
+        top_p=float(number("top_p", off.top_p)),
+        min_p=float(number("min_p", off.min_p)),
+        repetition_penalty=float(number("repetition_penalty", off.repetition_penalty)),
+    )

@@ -1,0 +1,259 @@
+"""A Hugging Face folder to a model, tensor by tensor, and back. Strict both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
+
+from jaxllm.checkpoint.folder import (
+    INDEX,
+    WEIGHTS,
+    find_folder,
+    list_tensors,
+    read_config,
+    read_generation,
+    stated_dtype,
+)
+from jaxllm.checkpoint.placement import Placement, check_memory, to_host
+from jaxllm.checkpoint.safetensors_file import FLOATS, Source, Tensor, write
+from jaxllm.checkpoint.tensor_names import match, stored_tensors
+from jaxllm.config import DTYPES, GenerationDefaults, ModelConfig, Runtime
+from jaxllm.families import FAMILIES, to_hf
+from jaxllm.model import Transformer
+from jaxllm.tokenizer import Tokenizer
+
+Shape = tuple[int, ...]
+
+
+def load(
+    path_or_hub_id: str | os.PathLike[str],
+    dtype: Any = "bfloat16",
+    runtime: Runtime | None = None,
+    sharding: Sharding | Callable[[str, Shape], Sharding] | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Transformer, Tokenizer | None]:
+    """The model and the tokenizer (None if there is none) of a Hugging Face folder or hub id.
+
+    dtype: of the parameters: "float32", "bfloat16", "float16", or None for what config.json says
+        (the widest that is stored, if it says nothing). Stored float64 and float8 are cast too.
+    runtime: its param_dtype must be None or agree with dtype.
+    sharding: where parameters go: None for the default device, one Sharding for all, or a function
+        from parameter path ("layers.0.mlp.up_proj.weight") and shape to one. A process reads only
+        the rows that its devices need.
+    progress: called with (bytes read, bytes to read), from the first tensor on.
+
+    The checkpoint is never held twice: beside the parameters, one block of a file (one whole
+    tensor on its way to a device that is not the CPU). A tied checkpoint may hold `lm_head.weight`
+    too if it equals the embedding.
+    Raises: FileNotFoundError, ValueError, NotImplementedError (quantised), one sentence each.
+    """
+    folder = find_folder(path_or_hub_id)
+    config, hf = read_config(folder)
+    tensors = list_tensors(folder)
+    runtime = _with_weight_dtype(runtime, dtype, hf, tensors)
+    if config.num_hidden_layers > len(tensors):  # before a million layers are built
+        raise ValueError(
+            f"{folder}: config.json says {config.num_hidden_layers} layers, but there are only "
+            f"{len(tensors)} tensors"
+        )
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: Transformer(config, runtime, rngs=nnx.Rngs(0))), nnx.Param
+    )
+    parameters = _by_path(state)
+    places = match(
+        folder,
+        tensors,
+        {path: parameter.shape for path, parameter in parameters.items()},
+        fused=FAMILIES[config.model_type].fused,
+        tied=config.tie_word_embeddings,
+    )
+    placements = [
+        Placement(
+            path,
+            parameters[path].shape,
+            np.dtype(parameters[path].dtype),
+            *place,
+            sharding(path, parameters[path].shape) if callable(sharding) else sharding,
+        )
+        for path, place in places.items()
+    ]
+    check_memory(folder, placements)
+    tokenizer = _read_tokenizer(folder)
+    generation = read_generation(folder, hf)
+    if not generation.stop_ids and tokenizer is not None and tokenizer.eos_id is not None:
+        generation = dataclasses.replace(generation, stop_ids=(tokenizer.eos_id,))
+
+    done, total = 0, sum(placement.read_bytes() for placement in placements)
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    for placement in sorted(placements, key=lambda p: (p.tensor.file, p.tensor.offset, p.first)):
+        parameters[placement.path].set_value(placement.load(on_bytes))
+    model = nnx.merge(graph, state)
+    model.generation = generation
+    return model, tokenizer
+
+
+def _by_path(state: nnx.State) -> dict[str, Any]:
+    return {".".join(map(str, path)): param for path, param in nnx.to_flat_state(state)}
+
+
+def _with_weight_dtype(
+    runtime: Runtime | None, dtype: Any, hf: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Runtime:
+    """The runtime with the dtype that parameters get."""
+    runtime = runtime or Runtime()
+    asked = None if dtype is None else dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    if asked is not None and asked not in DTYPES:
+        raise ValueError(f"load: dtype {asked!r} is not one of {', '.join(DTYPES)}, None")
+    if asked and runtime.param_dtype and asked != runtime.param_dtype:
+        raise ValueError(
+            f"load: dtype is {asked!r}, but the runtime's param_dtype is {runtime.param_dtype!r}; "
+            "give one of them, or both the same"
+        )
+    asked = asked or runtime.param_dtype or stated_dtype(hf)
+    if asked not in DTYPES:
+        stored = {FLOATS[tensor.dtype] for tensor in tensors.values() if tensor.dtype in FLOATS}
+        asked = _widest(stored) if stored else "float32"
+    return dataclasses.replace(runtime, param_dtype=asked)
+
+
+def _widest(dtypes: Collection[np.dtype]) -> str:
+    """The narrowest dtype of a model that holds all of these float dtypes (float64 apart)."""
+    if all(dtype == np.float16 for dtype in dtypes):
+        return "float16"
+    narrow = [dtype.itemsize == 1 or dtype == jnp.bfloat16 for dtype in dtypes]
+    return "bfloat16" if all(narrow) else "float32"
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer | None:
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((folder / name).exists() for name in names):
+        return None
+    return Tokenizer.from_folder(folder)
+
+
+def save(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int = 5_000_000_000,
+) -> None:
+    """Write a folder that `load`, and transformers, read: config, weights, generation, tokenizer.
+
+    Weights keep their dtypes, bit for bit; more than `max_shard_size` bytes of them go to several
+    files. Files get their names only when all are written; what other weights the folder had under
+    those names is removed.
+    Raises: ValueError if the path is a file or the config cannot be said in a config.json;
+    NotImplementedError if a parameter is spread over several processes.
+    """
+    folder = Path(os.path.expanduser(path))
+    existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
+    if existing is not None and not existing.is_dir():
+        raise ValueError(f"save: {existing} is a file; give a folder")
+    if max_shard_size < 1:
+        raise ValueError(f"save: max_shard_size must be at least 1 byte, got {max_shard_size}")
+    arrays = {path: p.get_value() for path, p in _by_path(nnx.state(model, nnx.Param)).items()}
+    ids = _token_ids(model.generation, tokenizer)
+    config = {**to_hf(model.config), "dtype": _common_dtype(arrays.values()).name, **ids}
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    stage = Path(tempfile.mkdtemp(prefix=".save-", dir=folder))
+    try:
+        _write_weights(stage, _sources(arrays, model.config), max_shard_size)
+        if tokenizer is not None:
+            tokenizer.save(stage)
+        _write_json(stage / "generation_config.json", ids | _sampling(model.generation))
+        _write_json(stage / "config.json", config)
+        names = sorted(file.name for file in stage.iterdir())
+        for name in names:
+            os.replace(stage / name, folder / name)
+        for file in folder.iterdir():
+            if file.name not in names and _WEIGHT_FILE.fullmatch(file.name):
+                file.unlink()  # a reader would take the old weights for the new model's
+    finally:
+        shutil.rmtree(stage)
+        if new and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+_WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
+
+def _token_ids(generation: GenerationDefaults, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The keys for token ids. None is written too: transformers has ids of its own as defaults."""
+    stops = generation.stop_ids
+    bos = generation.bos_id
+    if tokenizer is not None:
+        bos = tokenizer.bos_id if bos is None else bos
+        stops = stops or (() if tokenizer.eos_id is None else (tokenizer.eos_id,))
+    eos = stops[0] if len(stops) == 1 else list(stops) or None
+    return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": generation.pad_id}
+
+
+def _sampling(generation: GenerationDefaults) -> dict[str, Any]:
+    """What a generation_config.json says of sampling: the fields that are not at their defaults."""
+    said, off = dataclasses.asdict(generation), dataclasses.asdict(GenerationDefaults())
+    return {key: said[key] for key in said if key not in _ID_FIELDS and said[key] != off[key]}
+
+
+_ID_FIELDS = ("stop_ids", "bos_id", "pad_id")
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _sources(arrays: Mapping[str, jax.Array], config: ModelConfig) -> list[Source]:
+    """The tensors to write; a fused one comes from the parameters whose rows it holds."""
+    shapes = {path: array.shape for path, array in arrays.items()}
+    fused = FAMILIES[config.model_type].fused
+    sources = []
+    for name, stored in stored_tensors(shapes, fused=fused).items():
+        parts = [arrays[path] for path in stored.parameters]
+        make = functools.partial(map, to_host, parts)
+        sources.append(Source(name, _common_dtype(parts), stored.shape, make))
+    return sources
+
+
+def _common_dtype(arrays: Iterable[jax.Array]) -> np.dtype:
+    """The narrowest dtype that holds all of these; it is theirs where they have one."""
+    return np.dtype(functools.reduce(jnp.promote_types, {array.dtype for array in arrays}))
+
+
+def _write_weights(stage: Path, sources: Sequence[Source], max_shard_size: int) -> None:
+    shards: list[list[Source]] = [[]]
+    for source in sources:
+        size = sum(other.size_bytes for other in shards[-1])
+        if shards[-1] and size + source.size_bytes > max_shard_size:
+            shards.append([])
+        shards[-1].append(source)
+    if len(shards) == 1:
+        return write(stage / WEIGHTS, sources)
+    places = {}
+    for i, shard in enumerate(shards, 1):
+        name = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        write(stage / name, shard)
+        places |= {source.name: name for source in shard}
+    total = sum(source.size_bytes for source in sources)
+    _write_json(stage / INDEX, {"metadata": {"total_size": total}, "weight_map": places})

@@ -1,0 +1,130 @@
+"""From file to device and back: which rows are read for a parameter, and where they go."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+from rich.filesize import decimal
+
+from jaxllm import memory
+from jaxllm.checkpoint.safetensors_file import BITS, Tensor, read
+
+Shape = tuple[int, ...]
+Bounds = tuple[tuple[int, int], ...]  # begin and end, an axis each
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A parameter: rows of a stored tensor from `first` on, to be put where `sharding` says.
+
+    Without a sharding it goes to the default device, and stays free to follow other arrays.
+    """
+
+    path: str
+    shape: Shape
+    dtype: np.dtype
+    tensor: Tensor
+    first: int
+    sharding: Sharding | None
+
+    def __post_init__(self) -> None:
+        try:
+            if self.sharding is not None:
+                self.sharding.shard_shape(self.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path} of shape {self.shape} cannot be spread as {self.sharding}: {error}"
+            ) from None
+
+    def shards(self) -> dict[Any, Bounds]:
+        """What each device of this process gets."""
+        if self.sharding is None:
+            (device,) = jnp.zeros(()).devices()
+            return {device: tuple((0, size) for size in self.shape)}
+        return {
+            device: tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
+            for device, index in self.sharding.addressable_devices_indices_map(self.shape).items()
+            if index is not None
+        }
+
+    def read_bytes(self) -> int:
+        """Bytes that `load` reads from the file."""
+        row_bits = math.prod(self.shape[1:]) * BITS[self.tensor.dtype]
+        ranges = {bounds[0] for bounds in self.shards().values()}
+        return sum(end - begin for begin, end in ranges) * row_bits // 8
+
+    def load(self, on_bytes: Callable[[int], None]) -> jax.Array:
+        """The parameter. On the CPU its memory is the memory that the file was read into."""
+        if self.sharding is None:
+            rows = slice(self.first, self.first + self.shape[0])
+            whole = read(self.tensor, self.dtype, rows, on_bytes)
+            return jax.block_until_ready(jax.device_put(whole))
+        shards = self.shards()
+        arrays = {}
+        for begin, end in sorted({bounds[0] for bounds in shards.values()}):
+            rows = read(
+                self.tensor, self.dtype, slice(self.first + begin, self.first + end), on_bytes
+            )
+            for device, (row_bounds, *others) in shards.items():
+                if row_bounds == (begin, end):
+                    part = rows[:, *(slice(*bounds) for bounds in others)]
+                    target = SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
+                    arrays[device] = jax.device_put(np.ascontiguousarray(part), target)
+            # Before the next rows are read: a copy under way holds the host's memory.
+            jax.block_until_ready(list(arrays.values()))
+        return jax.make_array_from_single_device_arrays(
+            self.shape, self.sharding, [arrays[device] for device in shards]
+        )
+
+
+def check_memory(folder: Path, placements: Iterable[Placement]) -> None:
+    """Raises: ValueError if the parameters need more memory than a device, or the host, has."""
+    wanted: dict[Any, int] = {}
+    device_of = {}
+    for placement in placements:
+        shared = set()  # CPU devices are one memory, where equal shards are one array
+        for device, bounds in placement.shards().items():
+            if device.platform == "cpu" and bounds in shared:
+                continue
+            shared.add(bounds)
+            place = "the CPU" if device.platform == "cpu" else device
+            size = math.prod(end - begin for begin, end in bounds) * placement.dtype.itemsize
+            wanted[place] = wanted.get(place, 0) + size
+            device_of[place] = device
+    for place, size in wanted.items():
+        free = memory.free_bytes(device_of[place])
+        if free is not None and size > free:
+            raise ValueError(
+                f"{folder}: the parameters take {decimal(size)} on {place}, where "
+                f"{decimal(free)} are free; choose a smaller dtype, spread them over more "
+                "devices with sharding=, or free memory"
+            )
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """The values of an array, on the CPU without a copy.
+
+    Raises: NotImplementedError if other processes hold a part of it.
+    """
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        raise NotImplementedError("save: a parameter is spread over several processes; gather it")
+    shards = {str(shard.index): shard for shard in array.addressable_shards}.values()
+    # The copy on the device is for a jax.Array, which keeps the host's copy as long as it lives.
+    values = (
+        np.asarray(shard.data if shard.device.platform == "cpu" else shard.data.copy())
+        for shard in shards
+    )
+    if len(shards) == 1:
+        return next(values)
+    whole = np.empty(array.shape, array.dtype)
+    for shard, value in zip(shards, values, strict=True):
+        whole[shard.index] = value
+    return whole

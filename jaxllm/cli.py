@@ -1,0 +1,478 @@
+"""The `jaxllm` command: generate, chat, inspect.
+
+It parses, prints and calls; the library does the work. It is over its budget of 250 lines, for the
+options with their help and the tables of `inspect` are half of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+import jaxllm
+from jaxllm import ops
+from jaxllm.cache import KVCache
+from jaxllm.checkpoint import folder as checkpoint_folder
+from jaxllm.checkpoint.shipped import shipped_checkpoint
+from jaxllm.compile_cache import enable_compile_cache
+from jaxllm.config import DTYPES, ModelConfig, Runtime
+
+DEFAULT_PROMPT = "ROMEO:\n"
+SETTINGS = [field.name for field in dataclasses.fields(jaxllm.Sampling)]
+CUT_SHORT = {
+    "length": "the answer ended at --max-new-tokens",
+    "context": "the answer ended at the model's last position; /reset begins anew",
+}
+
+
+class _Console(Console):
+    """Prints brackets as they are, for a path may hold them; `main` handles a closed pipe."""
+
+    def __init__(self, **options: Any):
+        super().__init__(highlight=False, markup=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+errors = _Console(stderr=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    0; 2 for bad input, with one sentence; 130 for Ctrl-C; 141 where nobody reads the output.
+    """
+    args = _parser().parse_args(arguments)
+    try:
+        if getattr(args, "compile_cache", False):
+            _keep_programs()
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python flushes once more at its end, and would complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, NotImplementedError, MemoryError) as error:
+        print(f"jaxllm: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first_line = str(error).splitlines()[0]
+        print(f"jaxllm: the device ran out of memory: {first_line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _sentence(error: Exception) -> str:
+    """What is wrong; the system's own errors without their number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _keep_programs() -> None:
+    try:
+        enable_compile_cache()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        print(
+            f"jaxllm: compiled programs are not kept: {_sentence(error)}; "
+            "--no-compile-cache silences this",
+            file=sys.stderr,
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxllm", description=jaxllm.__doc__)
+    parser.add_argument("--version", action="version", version=f"jaxllm {jaxllm.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="continue a prompt")
+    _add_model(generate)
+    generate.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="the text to continue; '-' reads it from standard input; several are run as one batch",
+    )
+    generate.add_argument(
+        "--chat", action="store_true", help="put each prompt into the model's chat template"
+    )
+    _add_sampling(generate, max_new_tokens=128)
+    generate.add_argument(
+        "--ignore-eos", action="store_true", help="do not end at the checkpoint's stop ids"
+    )
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="talk with a model, by its own chat template")
+    _add_model(chat)
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    _add_sampling(chat, max_new_tokens=512)
+    chat.set_defaults(run=_chat)
+
+    inspect = commands.add_parser(
+        "inspect", help="what a checkpoint holds, and what would run it here"
+    )
+    inspect.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a folder or a hub id (default: the shipped one)"
+    )
+    inspect.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a Hugging Face folder or hub id (default: the checkpoint that ships with jaxllm)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="auto: bfloat16 on a GPU, float32 on a CPU",
+    )
+    parser.add_argument(
+        "--implementation",
+        default="auto",
+        metavar="NAME",
+        help="xla, or op=name,op=name such as attention=cudnn (default: auto)",
+    )
+    parser.add_argument(
+        "--no-compile-cache",
+        dest="compile_cache",
+        action="store_false",
+        help="do not keep compiled programs in ~/.cache/jaxllm",
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    group = parser.add_argument_group(
+        "sampling (what is not given: greedy; chat: as the checkpoint says)"
+    )
+    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N")
+    for name, kind, text in (
+        ("temperature", float, "0 takes the likeliest token"),
+        ("top-k", int, "keep the K likeliest; 0 keeps all"),
+        ("top-p", float, "keep the likeliest tokens that hold this mass"),
+        ("min-p", float, "keep tokens with this share of the likeliest one's probability"),
+        ("repetition-penalty", float, "above 1: tokens that occurred become less likely"),
+        ("presence-penalty", float, "taken off the score of tokens already generated"),
+        ("frequency-penalty", float, "the same, for each time"),
+        ("seed", int, "of the random draws"),
+    ):
+        group.add_argument(f"--{name}", type=kind, metavar=name[-1].upper(), help=text)
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text"
+    )
+
+
+def _settings(args: argparse.Namespace, rows: int) -> dict[str, Any]:
+    """The sampling settings that were given, checked before anything is loaded."""
+    settings = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    jaxllm.Sampling.of(rows, **settings)
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    if "" in args.stop:
+        raise ValueError("--stop must be a text of at least one character, got ''")
+    return settings
+
+
+def _path(args: argparse.Namespace) -> Any:
+    return shipped_checkpoint() if args.model is None else args.model
+
+
+def _dtype(name: str) -> str:
+    if name != "auto":
+        return name
+    return "bfloat16" if jax.default_backend() == "gpu" else "float32"
+
+
+def _implementation(text: str) -> str | dict[str, str]:
+    if "=" not in text:
+        return text
+    pairs = [part.split("=", 1) for part in text.split(",")]
+    for pair in pairs:
+        if len(pair) != 2 or pair[0] not in ops.OPS:
+            raise ValueError(
+                f"--implementation: {'='.join(pair)!r} is not op=name; the ops are "
+                f"{', '.join(ops.OPS)}"
+            )
+    return dict(pairs)
+
+
+def _load(args: argparse.Namespace) -> tuple[jaxllm.Transformer, Any]:
+    path = _path(args)
+    dtype = _dtype(args.dtype)
+    runtime = Runtime(param_dtype=dtype, implementation=_implementation(args.implementation))
+    with _bar(f"loading {path}", DownloadColumn()) as progress:
+        return jaxllm.load(path, dtype=dtype, runtime=runtime, progress=progress)
+
+
+@contextlib.contextmanager
+def _bar(text: str, column: Any) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on the terminal; nothing where standard error is none."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), column)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    texts = args.prompt or [DEFAULT_PROMPT]
+    if "-" in texts:
+        texts = [sys.stdin.read() if text == "-" else text for text in texts]
+    for i, text in enumerate(texts):
+        if not text:
+            raise ValueError(f"prompt {i} is empty; give at least one character")
+    settings = _settings(args, len(texts))
+    model, tokenizer = _load(args)
+    if tokenizer is None:
+        raise ValueError(f"{_path(args)}: there is no tokenizer.json, which a text prompt needs")
+    prompts: list[Any] = texts
+    if args.chat:
+        prompts = [[{"role": "user", "content": text}] for text in texts]
+    options = {
+        "max_new_tokens": args.max_new_tokens,
+        "stop": args.stop,
+        "stop_ids": [] if args.ignore_eos else None,
+        **settings,
+    }
+    if len(prompts) > 1:
+        with _bar("generating", MofNCompleteColumn()) as progress:
+            result = jaxllm.generate(model, tokenizer, prompts, progress=progress, **options)
+        assert result.texts is not None
+        for text, continuation in zip(texts, result.texts, strict=True):
+            print(text if not args.chat else f"> {text}\n", continuation, sep="", end="\n\n")
+        _print_speed(result, note="compilation counted in")
+        return 0
+    pieces = jaxllm.stream(model, tokenizer, prompts[0], **options)
+    with errors.status("compiling") if errors.is_terminal else contextlib.nullcontext():
+        pieces.compile()
+    if not args.chat:
+        print(texts[0], end="", flush=True)
+    _print_pieces(pieces)
+    _print_speed(pieces.result)
+    return 0
+
+
+def _print_pieces(pieces: jaxllm.TextStream) -> None:
+    """The text as it comes, and an end of line."""
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print(flush=True)
+
+
+def _print_speed(result: jaxllm.GenerationResult, note: str = "") -> None:
+    timings = result.timings
+    reasons = ", ".join(sorted(set(result.finish_reasons)))
+    errors.print(
+        f"prefill {timings.prefill_tokens} tokens, {timings.prefill_tokens_per_s:,.0f} tokens/s; "
+        f"decode {timings.decode_tokens} tokens, {timings.decode_tokens_per_s:,.0f} tokens/s; "
+        f"ended by: {reasons}{'; ' + note if note else ''}",
+        style="dim" if errors.is_terminal else None,
+        soft_wrap=True,
+    )
+
+
+def _chat(args: argparse.Namespace) -> int:
+    given = _settings(args, 1)
+    model, tokenizer = _load(args)
+    if tokenizer is None or not tokenizer.has_chat_template:
+        raise ValueError(f"{_path(args)}: there is no chat template; use jaxllm generate")
+    options = {"max_new_tokens": args.max_new_tokens, "stop": args.stop}
+    defaults = model.generation
+    if defaults.do_sample:
+        options |= {name: getattr(defaults, name) for name in SETTINGS if hasattr(defaults, name)}
+    options |= given
+    start = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(start)
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):  # a Python may be built without it
+            import readline  # noqa: F401  gives `input` line editing and history
+        errors.print(
+            "A line is a message. /reset begins anew, /exit (or Ctrl-D) ends.", style="dim"
+        )
+    while True:
+        try:
+            line = input("> " if terminal else "")
+        except EOFError:
+            return 0
+        if line.strip() in ("/exit", "/quit"):
+            return 0
+        if line.strip() == "/reset":
+            messages = list(start)
+            continue
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            _check_room(model, tokenizer, messages)
+            pieces = jaxllm.stream(model, tokenizer, messages, **options)
+        except (ValueError, MemoryError) as error:
+            print(f"jaxllm: {error}; /reset begins anew", file=sys.stderr)
+            if not terminal:
+                return 2
+            messages.pop()
+            continue
+        text = _answer(pieces, terminal)
+        if text is None:  # nothing was said, and many templates want the roles to alternate
+            messages.pop()
+        else:
+            messages.append({"role": "assistant", "content": text})
+
+
+def _check_room(
+    model: jaxllm.Transformer, tokenizer: jaxllm.Tokenizer, messages: list[dict[str, str]]
+) -> None:
+    """As `stream` does, but in the words of a conversation."""
+    held, limit = len(tokenizer.apply_chat_template(messages)), model.config.max_position_embeddings
+    if held >= limit:
+        raise ValueError(f"the conversation has {held} tokens, but the model has {limit} positions")
+
+
+def _answer(pieces: jaxllm.TextStream, terminal: bool) -> str | None:
+    """Print an answer and return it; None if Ctrl-C came before its first character.
+
+    In a terminal Ctrl-C ends the answer, not the conversation.
+    """
+    interrupted = False
+    try:
+        _print_pieces(pieces)
+    except KeyboardInterrupt:
+        if not terminal:
+            raise
+        interrupted = True
+        print()
+    finally:
+        pieces.close()
+    result = pieces.result
+    assert result.texts is not None
+    [text], [reason] = result.texts, result.finish_reasons
+    if interrupted:
+        return text or None
+    if reason in CUT_SHORT:
+        errors.print(CUT_SHORT[reason], style="dim" if errors.is_terminal else None, soft_wrap=True)
+    return text
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    folder = checkpoint_folder.find_folder(_path(args))
+    config, _ = checkpoint_folder.read_config(folder)
+    tensors = checkpoint_folder.list_tensors(folder)
+    out = _Console()
+    by_dtype: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for tensor in tensors.values():
+        by_dtype[tensor.dtype][0] += math.prod(tensor.shape)
+        by_dtype[tensor.dtype][1] += tensor.size_bytes
+
+    facts = Table(title=Text(str(folder)), show_header=False, title_justify="left")
+    for name, value in _facts(config).items():
+        facts.add_row(name, value)
+    parameters = sum(count for count, _ in by_dtype.values())
+    facts.add_row("parameters", f"{parameters:,} in {len(tensors)} tensors")
+    for dtype, (count, size) in sorted(by_dtype.items()):
+        facts.add_row(f"stored as {dtype}", f"{count:,} numbers, {decimal(size)}")
+    out.print(facts)
+
+    dtype = _dtype(args.dtype)
+    device = jax.devices()[0]
+    choice = Table(title=Text(f"on {device.device_kind}, {dtype}"), title_justify="left")
+    for column in ("op", "call", "runs with", "why not the others"):
+        choice.add_column(column)
+    for op, call, reasons in _explained(config, dtype):
+        taken = next(name for name, reason in reasons.items() if reason is None)
+        others = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+        choice.add_row(op, call, taken, others or "-")
+    out.print(choice)
+    return 0
+
+
+def _facts(config: ModelConfig) -> dict[str, str]:
+    kinds = collections.Counter(config.layer_types)
+    rope = config.rope
+    n, k, h = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    head = "tied" if config.tie_word_embeddings else "own"
+    layers = (f"{count} {kind.removesuffix('_attention')}" for kind, count in kinds.items())
+    positions = f"{config.max_position_embeddings:,}"
+    facts = {
+        "family": config.model_type,
+        "layers": ", ".join(layers),
+        "width (D)": f"{config.hidden_size:,}",
+        "MLP width (F)": f"{config.intermediate_size:,}, {config.hidden_act}",
+        "heads (N, K, H)": f"{n} query, {k} key/value, {h} wide",
+        "vocabulary (V)": f"{config.vocab_size:,}, {head} head",
+        "positions": f"{positions}, {rope.rope_type} rope, theta {rope.rope_theta:g}",
+    }
+    if config.sliding_window and "sliding_attention" in kinds:
+        facts["window"] = f"{config.sliding_window:,} tokens"
+    token = 2 * config.num_hidden_layers * k * h
+    facts["cache"] = f"{decimal(2 * token)} a token in 16 bits, before windows"
+    return facts
+
+
+def _explained(config: ModelConfig, dtype: str) -> Iterator[tuple[str, str, dict[str, str | None]]]:
+    """Each op as this model calls it, with the reasons of `ops.explain`."""
+
+    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    d, f, n, k, h = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
+    positions = config.max_position_embeddings
+    t, lengths = min(512, positions), array(1, dtype="int32")
+    cache = jax.eval_shape(lambda: KVCache.create(config, 1, positions, jnp.dtype(dtype)))
+    for call, queries in (("prefill", t), ("decode", 1)):
+        for kind in sorted(set(config.layer_types)):
+            i = config.layer_types.index(kind)
+            new = array(1, queries, k, h)
+            # The cache itself says which keys the layer sees: its ring, or all.
+            keys = jax.eval_shape(
+                lambda layer, k, v: layer.append(k, v)[1], cache.layer(i, lengths), new, new
+            )
+            reasons = ops.explain(
+                "attention",
+                array(1, queries, n, h),
+                **keys,
+                window=config.window(i),
+                softcap=config.attn_logit_softcapping,
+            )
+            yield "attention", f"{call}, {kind.removesuffix('_attention')}", reasons
+    x = array(1, t, d)
+    rotary = array(1, t, config.rotary_dim(config.layer_types[0]) // 2, dtype="float32")
+    gate = array(1, t, f)
+    for op, operands, named in (
+        ("linear", (x, array(f, d)), {}),
+        ("embedding", (array(config.vocab_size, d), array(1, t, dtype="int32")), {}),
+        ("rms_norm", (x, array(d)), {"eps": config.rms_norm_eps}),
+        ("rope", (array(1, t, n, h), array(1, t, k, h), rotary, rotary), {}),
+        ("glu", (gate, gate), {"activation": config.hidden_act}),
+    ):
+        yield op, "both", ops.explain(op, *operands, **named)

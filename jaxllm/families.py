@@ -1,0 +1,547 @@
+"""The table of families: a Hugging Face `config.json` to a `ModelConfig`, and back.
+
+Strict both ways: a key that could change the result and is not understood stops the load, and a
+config that no `config.json` of its family can say stops the save. To add a family, add a row.
+Source: the configuration and modeling files of transformers 5.23. Longer than the house's budget,
+since reading and writing one file are one idea: `to_hf` reads again what it wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxllm.config import LAYER_TYPES, ROPE_TYPES, ModelConfig, Rope
+
+
+class _Keys:
+    """An object of a `config.json`, which remembers the keys that were read; null is absent."""
+
+    def __init__(self, hf: Mapping[str, Any], owner: str) -> None:
+        self.hf, self.owner, self.read = hf, owner, set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        value = self.hf.get(key)
+        return default if value is None else value
+
+    def need(self, key: str, default: Any = None) -> Any:
+        value = self.get(key, default)
+        if value is None:
+            raise ValueError(f"{self.owner}: the key {key!r} is missing")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.need(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{self.owner}: {key} must be a positive integer, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.need(key, default)
+        if not _is_number(value):
+            raise ValueError(f"{self.owner}: {key} must be a number, got {value!r}")
+        return float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        value = self.get(key, [])
+        if not isinstance(value, list | tuple) or not all(map(_is_number, value)):
+            raise ValueError(f"{self.owner}: {key} must be a list of numbers, got {value!r}")
+        return tuple(map(float, value))
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.owner}: {key} must be true or false, got {value!r}")
+        return value
+
+    def names(self, key: str) -> list[str]:
+        value = self.get(key, [])
+        if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
+            raise ValueError(f"{self.owner}: {key} must be a list of names, got {value!r}")
+        return list(value)
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{self.owner}: {key} must be a dictionary, got {value!r}")
+        return value
+
+    def unless_null(self, read: Callable[[str, Any], Any], key: str, default: Any) -> Any:
+        """What `read` makes of the key, for keys where null says "off" instead of `default`."""
+        self.read.add(key)
+        return None if self.hf.get(key, default) is None else read(key, default)
+
+    def unread(self) -> list[str]:
+        return sorted(set(self.hf) - self.read)
+
+
+def _is_number(value: Any) -> bool:
+    # The range of float32; NaN, which JSON as Python reads it may hold, is not in it.
+    return isinstance(value, int | float) and type(value) is not bool and -3e38 < value < 3e38
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One row of the table: what a `model_type` computes, where its file does not say it plainly.
+
+    `fields` returns the `ModelConfig` fields that differ from Llama's; `fused` says that q/k/v and
+    gate/up are stored as one tensor each; `write` returns the keys that only this family's
+    `config.json` has.
+    """
+
+    architecture: str
+    fields: Callable[[_Keys], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    fused: bool = False
+    tied_by_default: bool = False
+    head_dim_by_default: int | None = None
+
+
+def _llama(hf: _Keys) -> dict[str, Any]:
+    bias = hf.flag("attention_bias", False)
+    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": hf.flag("mlp_bias", False)}
+
+
+def _window_everywhere(hf: _Keys, default: int | None) -> dict[str, Any]:
+    window = hf.unless_null(hf.size, "sliding_window", default)
+    if window is None:
+        return {}
+    layers = hf.size("num_hidden_layers")
+    return {"sliding_window": window, "layer_types": ("sliding_attention",) * layers}
+
+
+def _window_above(hf: _Keys) -> dict[str, Any]:
+    """Qwen: layers from max_window_layers on, or as listed, slide if use_sliding_window is set."""
+    layers, first = hf.size("num_hidden_layers"), hf.number("max_window_layers", 28)
+    types = hf.names("layer_types")
+    on = hf.flag("use_sliding_window", False)
+    window = hf.unless_null(hf.size, "sliding_window", 4096) if on else hf.get("sliding_window")
+    if not (on and window):
+        if "sliding_attention" in types:
+            raise ValueError(
+                f"{hf.owner}: layer_types has sliding layers, but use_sliding_window or "
+                "sliding_window is off"
+            )
+        return {}
+    types = types or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+    ]
+    if "sliding_attention" not in types:
+        return {}
+    return {"sliding_window": window, "layer_types": tuple(types)}
+
+
+def _qwen3(hf: _Keys) -> dict[str, Any]:
+    bias = hf.flag("attention_bias", False)
+    return {"qk_norm": True, "qkv_bias": bias, "o_bias": bias, **_window_above(hf)}
+
+
+def _gemma(hf: _Keys, *, period: int) -> dict[str, Any]:
+    """Gemma 2 and 3: every layer slides but the last one of each `period`."""
+    types = hf.names("layer_types") or [
+        "sliding_attention" if (i + 1) % period else "full_attention"
+        for i in range(hf.size("num_hidden_layers"))
+    ]
+    # The first files of Gemma 3 name the window so; transformers reads sliding_window only.
+    older = hf.unless_null(hf.size, "sliding_window_attention_size", None)
+    window = hf.unless_null(hf.size, "sliding_window", older or 4096)
+    activation = hf.get("hidden_activation", "gelu_pytorch_tanh")
+    # Two more keys that transformers does not read: they may repeat what is in force, no more.
+    in_force = {"sliding_window_attention_size": window, "hidden_act": activation}
+    for key, value in in_force.items():
+        if hf.get(key, value) != value:
+            raise ValueError(
+                f"{hf.owner}: {key} is {hf.get(key)!r}, but the model computes with {value!r}"
+            )
+    pattern = hf.names("global_local_attention_pattern")
+    words = {"GLOBAL": "full_attention", "SLIDING_LOCAL": "sliding_attention"}
+    if pattern and types != [words.get(pattern[i % len(pattern)]) for i in range(len(types))]:
+        raise ValueError(
+            f"{hf.owner}: global_local_attention_pattern {pattern} is not that of the layers: "
+            f"{', '.join(types)}"
+        )
+    bias = hf.flag("attention_bias", False)
+    return {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "zero_centered_norm": True,
+        "post_norms": True,
+        "scale_embedding": True,
+        "hidden_act": activation,
+        "query_pre_attn_scalar": hf.number("query_pre_attn_scalar", 256),
+        "sliding_window": window,
+        "layer_types": tuple(types),
+    }
+
+
+def _gemma3(hf: _Keys) -> dict[str, Any]:
+    gemma = _gemma(hf, period=hf.size("sliding_window_pattern", 6))
+    return {"qk_norm": True, **gemma, **_soft_caps(hf, None, None)}
+
+
+def _soft_caps(hf: _Keys, attention: float | None, final: float | None) -> dict[str, Any]:
+    defaults = {"attn_logit_softcapping": attention, "final_logit_softcapping": final}
+    return {key: hf.unless_null(hf.number, key, default) for key, default in defaults.items()}
+
+
+def _write_window(config: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": config.sliding_window}
+
+
+def _write_qwen(config: ModelConfig) -> dict[str, Any]:
+    slides = "sliding_attention" in config.layer_types
+    return {
+        "use_sliding_window": slides,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": config.num_hidden_layers,
+        "layer_types": list(config.layer_types),
+    }
+
+
+def _whole(number: float | None) -> float | None:
+    """256.0 as 256: transformers 5 refuses a float where its config declares an int."""
+    return int(number) if number is not None and number == int(number) else number
+
+
+def _write_gemma(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden_activation": config.hidden_act,
+        "attention_bias": config.o_bias,
+        "query_pre_attn_scalar": _whole(config.query_pre_attn_scalar),
+        "sliding_window": config.sliding_window,
+        "layer_types": list(config.layer_types),
+        "attn_logit_softcapping": config.attn_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        _llama,
+        write=lambda config: {"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias},
+    ),
+    "mistral": Family(
+        "MistralForCausalLM", lambda hf: _window_everywhere(hf, 4096), write=_write_window
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", lambda hf: {"qkv_bias": True, **_window_above(hf)}, write=_write_qwen
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _qwen3,
+        write=lambda config: {"attention_bias": config.o_bias, **_write_qwen(config)},
+        head_dim_by_default=128,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        lambda hf: _window_everywhere(hf, None),
+        write=lambda config: {
+            **_write_window(config),
+            "original_max_position_embeddings": config.rope.original_max_position_embeddings
+            or config.max_position_embeddings,
+        },
+        fused=True,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        lambda hf: {**_gemma(hf, period=2), **_soft_caps(hf, 50.0, 30.0)},
+        write=_write_gemma,
+        tied_by_default=True,
+        head_dim_by_default=256,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _gemma3,
+        write=_write_gemma,
+        tied_by_default=True,
+        head_dim_by_default=256,
+    ),
+}
+
+# What a multimodal Gemma 3 file's text_config leaves out.
+# Source: Gemma3TextConfig, transformers 5.23; what it has in common with the row is not repeated.
+GEMMA3_TEXT = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+}
+# Keys of such a file beside text_config that the text model does without.
+BESIDE_TEXT = frozenset(
+    """ vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index
+    boi_token_id eoi_token_id image_token_id
+    """.split()
+)
+# Keys that cannot change the logits of a forward pass: names, training-time settings, and token
+# ids, which are read elsewhere.
+INERT = frozenset(
+    """ architectures attention_dropout auto_map bos_token_id cache_implementation dtype embd_pdrop
+    eos_token_id id2label initializer_range is_llama_config label2id max_window_layers model_type
+    name_or_path original_max_position_embeddings pad_token_id pretraining_tp resid_pdrop tokenizer
+    tokenizer_class torch_dtype transformers.js_config transformers_version use_cache _name_or_path
+    _attn_implementation attn_implementation output_attentions output_hidden_states return_dict
+    problem_type chunk_size_feed_forward unsloth_fixed unsloth_version mask_value unk_token_id
+    sep_token_id cls_token_id _sliding_window_pattern
+    """.split()
+)
+# Keys that are harmless at these values only.
+INERT_AT: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
+    "is_decoder": (False, True),
+    "is_encoder_decoder": (False,),
+    "layer_types": (None,),
+    "lm_head_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1,),
+    "qk_layernorm": (False,),
+    "rope_interleaved": (False,),
+    "rope_local_base_freq": (None,),
+    "sliding_window": (None,),
+    "sliding_window_pattern": (None,),
+    "tie_encoder_decoder": (False,),
+    "use_bidirectional_attention": (False, None),
+    "use_mrope": (False,),
+    "use_res_clamp": (False,),
+    "use_sliding_window": (False,),
+}
+# The same for keys of a rope that its kind does not read; the length says nothing by itself.
+ROPE_INERT_AT = {"factor": 1, "attention_factor": 1, "partial_rotary_factor": 1}
+ROPE_INERT = {"original_max_position_embeddings"}
+
+
+def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, phi: bool) -> Rope:
+    """One `rope_parameters` (or `rope_scaling`); `theta` and the rest of the file fill its gaps."""
+    kind = spec.get("rope_type") or spec.get("type") or "default"
+    if kind in ("su", "yarn") and phi:
+        kind = "longrope"  # the names Phi-3 gave it before the field had one
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"{hf.owner}: rope_type {kind!r} is not supported; supported are "
+            f"{', '.join(ROPE_TYPES)}"
+        )
+    rope = _Keys(
+        {key: value for key, value in spec.items() if key not in ("rope_type", "type")},
+        f"{hf.owner}: the {kind} rope",
+    )
+    values: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.number("rope_theta", theta)}
+    if phi:  # the only one of these families whose modeling file can leave part of a head as it is
+        whole = hf.number("partial_rotary_factor", 1.0)
+        values["partial_rotary_factor"] = rope.number("partial_rotary_factor", whole)
+    positions = original = hf.size("max_position_embeddings")
+    if kind in ("llama3", "yarn", "longrope"):
+        # The entry beside the dictionary wins over the one inside, and so does Phi3Config's default
+        inside = 4096 if phi else rope.size("original_max_position_embeddings", positions)
+        original = hf.size("original_max_position_embeddings", inside)
+        values["original_max_position_embeddings"] = original
+    if kind in ("linear", "llama3"):
+        values["factor"] = rope.number("factor")
+    if kind == "llama3":
+        for key in ("low_freq_factor", "high_freq_factor"):
+            values[key] = rope.number(key)
+    if kind in ("yarn", "longrope"):
+        factor = rope.number("factor", positions / original)
+        attention = 1.0
+        if kind == "yarn":
+            values["factor"] = factor
+            for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+                values[key] = rope.number(key, default) or default
+            values["truncate"] = rope.flag("truncate", True)
+            if factor > 1:
+                attention = 0.1 * math.log(factor) + 1.0
+        else:
+            values |= {key: rope.numbers(key) for key in ("short_factor", "long_factor")}
+            if factor > 1 and original > 1:  # Rope refuses an original of 1
+                attention = math.sqrt(1 + math.log(factor) / math.log(original))
+        values["attention_factor"] = rope.number("attention_factor", attention)
+    strange = [
+        key
+        for key in rope.unread()
+        if rope.hf[key] is not None
+        and key not in ROPE_INERT
+        and not (key in ROPE_INERT_AT and rope.hf[key] == ROPE_INERT_AT[key])
+    ]
+    if strange:
+        raise ValueError(
+            f"{rope.owner} of this family does not read "
+            + ", ".join(f"{key}={rope.hf[key]!r}" for key in strange)
+            + f"; it reads {', '.join(sorted(rope.read))}"
+        )
+    try:
+        return Rope(**values)
+    except ValueError as error:
+        raise ValueError(f"{hf.owner}: {error}") from None
+
+
+def _ropes(hf: _Keys, model_type: str) -> dict[str, Rope]:
+    """`rope`, and `sliding_rope` where the family has two."""
+    scaling, parameters = hf.mapping("rope_scaling"), hf.mapping("rope_parameters")
+    phi = model_type == "phi3"
+    if model_type != "gemma3_text":
+        # Llama 2's first files carry no rope_theta: it was a constant, 10,000.
+        theta = hf.number("rope_theta", 1e4)
+        if scaling and parameters and scaling != parameters:
+            raise ValueError(f"{hf.owner}: rope_scaling and rope_parameters are there and differ")
+        return {"rope": _rope(hf, scaling or parameters, theta=theta, phi=phi)}
+    if unknown := sorted(set(parameters) - set(LAYER_TYPES)):
+        raise ValueError(
+            f"{hf.owner}: rope_parameters has unknown keys {', '.join(unknown)}; {model_type} has "
+            f"one dictionary for each of {', '.join(LAYER_TYPES)}"
+        )
+    kinds = _Keys(parameters, f"{hf.owner}: rope_parameters")
+    full, sliding = (kinds.mapping(kind) for kind in LAYER_TYPES)
+    theta, local = hf.number("rope_theta", 1e6), hf.number("rope_local_base_freq", 1e4)
+    return {
+        "rope": _rope(hf, {**full, **scaling}, theta=theta, phi=phi),
+        "sliding_rope": _rope(hf, sliding, theta=local, phi=phi),
+    }
+
+
+def from_hf(hf: Mapping[str, Any], *, owner: str = "config.json") -> ModelConfig:
+    """The `ModelConfig` of a `config.json`, in the old spelling of its keys or the new one.
+
+    `owner` is the name that error sentences give the file.
+    Raises: ValueError for a `model_type` that is not in `FAMILIES`, a missing key, a value that
+    cannot be, or a key that is not understood.
+    """
+    keys = _Keys(hf, owner)
+    model_type = keys.need("model_type")
+    if model_type == "gemma3":
+        if hf.get("text_config") is not None:
+            return _from_wrapped(keys)
+        model_type = "gemma3_text"  # some text-only files use the short name
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(
+            f"{owner}: model_type {model_type!r} is not supported; supported are "
+            f"{', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    heads, width = keys.size("num_attention_heads"), keys.size("hidden_size")
+    values: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": keys.size("vocab_size"),
+        "hidden_size": width,
+        "intermediate_size": keys.size("intermediate_size"),
+        "num_hidden_layers": keys.size("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.size("num_key_value_heads", heads),
+        "head_dim": keys.size("head_dim", family.head_dim_by_default or width // heads),
+        "max_position_embeddings": keys.size("max_position_embeddings"),
+        "rms_norm_eps": keys.number("rms_norm_eps"),
+        "hidden_act": keys.get("hidden_act", "silu"),
+        "tie_word_embeddings": keys.flag("tie_word_embeddings", family.tied_by_default),
+        **_ropes(keys, model_type),
+        **family.fields(keys),
+    }
+    _refuse_unread(keys)
+    try:
+        return ModelConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{owner}: {error}") from None
+
+
+def _from_wrapped(hf: _Keys) -> ModelConfig:
+    """The text model of a multimodal Gemma 3 file; what else the file says must not concern it."""
+    text = {"model_type": "gemma3_text", **GEMMA3_TEXT, **hf.mapping("text_config")}
+    if text["model_type"] != "gemma3_text":
+        raise ValueError(
+            f"{hf.owner}: text_config has model_type {text['model_type']!r}; that of a gemma3 file "
+            "is gemma3_text"
+        )
+    config = from_hf(text, owner=f"{hf.owner}: text_config")
+    if hf.flag("tie_word_embeddings", config.tie_word_embeddings) != config.tie_word_embeddings:
+        raise ValueError(f"{hf.owner}: tie_word_embeddings differs from that of text_config")
+    _refuse_unread(hf, also_inert=BESIDE_TEXT)
+    return config
+
+
+def _refuse_unread(keys: _Keys, *, also_inert: frozenset[str] = frozenset()) -> None:
+    strange = [
+        key
+        for key in keys.unread()
+        if key not in INERT | also_inert
+        and not (key in INERT_AT and keys.hf[key] in INERT_AT[key])
+        and keys.hf[key] not in (None, {}, [])
+    ]
+    if strange:
+        raise ValueError(
+            f"{keys.owner}: keys that this library does not know and that could change the "
+            "result: " + ", ".join(f"{key}={keys.hf[key]!r}" for key in strange)
+        )
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` that says this config, in the spelling of transformers 5.
+
+    Its dtype and its token ids are not a config's: whoever writes the file adds them.
+
+    Raises: ValueError if the family named by `model_type` cannot say every field.
+    """
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"config: model_type {config.model_type!r} is not supported; supported are "
+            f"{', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[config.model_type]
+    phi = config.model_type == "phi3"
+    rope: dict[str, Any] = _write_rope(config.rope, phi=phi)
+    if config.model_type == "gemma3_text":
+        rope = {
+            "full_attention": rope,
+            "sliding_attention": _write_rope(config.sliding_rope or config.rope, phi=phi),
+        }
+    hf = {
+        "architectures": [family.architecture],
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": config.hidden_act,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "rope_parameters": rope,
+        **family.write(config),
+    }
+    again = from_hf(hf, owner=f"config of model_type {config.model_type!r}")
+    lost = [
+        f.name
+        for f in dataclasses.fields(ModelConfig)
+        if getattr(again, f.name) != getattr(config, f.name)
+    ]
+    if lost:
+        raise ValueError(
+            f"config: a config.json of model_type {config.model_type!r} cannot say "
+            + ", ".join(f"{name}={getattr(config, name)!r}" for name in lost)
+            + f"; families are {', '.join(FAMILIES)}"
+        )
+    return hf
+
+
+def _write_rope(rope: Rope, *, phi: bool) -> dict[str, Any]:
+    names = {
+        "default": "",
+        "linear": "factor",
+        "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+        "yarn": "factor beta_fast beta_slow truncate attention_factor "
+        "original_max_position_embeddings",
+        "longrope": "short_factor long_factor attention_factor original_max_position_embeddings",
+    }[rope.rope_type].split()
+    written = {"rope_type": rope.rope_type, "rope_theta": rope.rope_theta}
+    if phi:  # no other family reads it
+        written["partial_rotary_factor"] = rope.partial_rotary_factor
+    for name in names:
+        value = getattr(rope, name)
+        written[name] = list(value) if isinstance(value, tuple) else value
+    return written

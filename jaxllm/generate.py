@@ -1,0 +1,185 @@
+"""Text out of a model: `generate`, `stream`, and `warmup` to compile ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+from jaxllm.model import Transformer
+from jaxllm.prompts import Prompt
+from jaxllm.results import GenerationResult
+from jaxllm.run import Run
+from jaxllm.tokenizer import Tokenizer
+
+
+def generate(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int | Sequence[int] = 64,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    repetition_penalty: float | Sequence[float] = 1.0,
+    presence_penalty: float | Sequence[float] = 0.0,
+    frequency_penalty: float | Sequence[float] = 0.0,
+    seed: int | Sequence[int] = 0,
+    stop_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
+    top_logprobs: int = 0,
+    steps_per_dispatch: int = 16,
+    prefill_chunk: int = 512,
+    progress: Callable[[int, int], None] | None = None,
+) -> GenerationResult:
+    """Continue each prompt: a text, a chat (a list of messages) or a list of token ids.
+
+    Greedy by default: temperature 0 takes the likeliest token, top_k 0, top_p 1, min_p 0 keep all,
+    penalties of 1 (repetition) and 0 change nothing. Settings, seeds and max_new_tokens are one
+    value for all rows or one a row. In float32 a row's tokens depend on its own prompt, settings
+    and seed alone; in 16 bits a batch of another size may round otherwise.
+    `stop_ids` end a row (None: the checkpoint's own; []: none), and so do the texts of `stop`.
+    `top_logprobs` alternatives are returned for every token. `steps_per_dispatch` tokens are made
+    on the device between two looks from the host; prompts longer than `prefill_chunk` go in by
+    chunks. `progress` is called with the tokens made and the most there can be.
+    Raises: ValueError for a prompt that is empty or longer than the model's positions, ids outside
+    the vocabulary, settings out of range; MemoryError, before anything is allocated, if the batch
+    does not fit.
+    """
+    run = Run(
+        model,
+        tokenizer,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        settings={
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+        },
+        stop_ids=stop_ids,
+        stop=stop,
+        top_logprobs=top_logprobs,
+        steps_per_dispatch=steps_per_dispatch,
+        prefill_chunk=prefill_chunk,
+    )
+    total = sum(row.budget for row in run.rows)
+    for _ in run.dispatches():
+        if progress is not None:
+            progress(sum(len(row.tokens) for row in run.rows), total)
+    return run.result()
+
+
+class TextStream(Iterator[str]):
+    """The pieces of a text as they become certain. Closing it, or its end, frees the cache."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._pieces = _pieces(run)
+        self._begun = False
+
+    def __next__(self) -> str:
+        self._begun = True
+        return next(self._pieces)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it here."""
+        self._pieces.close()
+
+    def compile(self) -> None:
+        """Compile the programs now, so that timings and the first piece do not wait for it."""
+        if self._begun:
+            raise ValueError("stream: it has begun; compile it before the first piece")
+        self._run.compile()
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole result; if pieces are still to come, what there is so far."""
+        return self._run.result()
+
+
+def _pieces(run: Run):
+    for _ in run.dispatches():
+        if piece := run.rows[0].piece():
+            yield piece
+
+
+def stream(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 64,
+    stop_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
+    top_logprobs: int = 0,
+    steps_per_dispatch: int = 16,
+    prefill_chunk: int = 512,
+    **settings: Any,
+) -> TextStream:
+    """The text of one prompt, piece by piece; never half a character, never part of a stop string.
+
+    Arguments and errors as for `generate` (`settings`: temperature, top_k, top_p, min_p, the
+    penalties, seed); they are checked here, before the first piece is asked for. A piece is what
+    `steps_per_dispatch` tokens gave.
+    """
+    if tokenizer is None:
+        raise ValueError("stream: text needs a tokenizer; generate gives token ids without one")
+    return TextStream(
+        Run(
+            model,
+            tokenizer,
+            [prompt],
+            max_new_tokens=max_new_tokens,
+            settings=settings,
+            stop_ids=stop_ids,
+            stop=stop,
+            top_logprobs=top_logprobs,
+            steps_per_dispatch=steps_per_dispatch,
+            prefill_chunk=prefill_chunk,
+        )
+    )
+
+
+def warmup(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    *,
+    batch_size: int = 1,
+    prompt_lengths: Sequence[int] = (512,),
+    max_new_tokens: int = 64,
+    top_logprobs: int = 0,
+    steps_per_dispatch: int = 16,
+    prefill_chunk: int = 512,
+    **settings: Any,
+) -> None:
+    """Compile ahead what `generate` and `stream` need for batches whose longest prompt is as given.
+
+    `prompt_lengths` are in tokens. Programs depend on sizes and on the kind of sampling, not on its
+    values; give the tokenizer and the options of the call to come. Each program runs once, on
+    nothing.
+    """
+    for length in prompt_lengths:
+        Run(
+            model,
+            tokenizer,
+            [[0] * length] * batch_size,
+            max_new_tokens=max_new_tokens,
+            settings=settings,
+            stop_ids=None,
+            stop=(),
+            top_logprobs=top_logprobs,
+            steps_per_dispatch=steps_per_dispatch,
+            prefill_chunk=prefill_chunk,
+        ).compile()

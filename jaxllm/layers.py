@@ -1,0 +1,320 @@
+"""Flax NNX layers, usable in anyone's module: from `Linear` to `Block`.
+
+Parameter paths are the tensor names of Hugging Face's Llama; weights are [out, in]. Longer than
+the house's budget, since the parts of one block are one idea.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxllm import ops
+from jaxllm.cache import Entry, LayerCache
+from jaxllm.config import ModelConfig, Rope, Runtime
+from jaxllm.ops.rope import cos_sin, frequencies, turns
+
+INIT_STD = 0.02  # Hugging Face's default initializer_range
+
+Tables = tuple[Float[Array, "B T R2"], Float[Array, "B T R2"]]
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], runtime: Runtime) -> nnx.Param:
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * np.float32(INIT_STD)
+    return nnx.Param(value.astype(runtime.weight_dtype))
+
+
+class Linear(nnx.Module):
+    """x @ weight.T + bias, computed in the runtime's dtype."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        runtime: Runtime = Runtime(),
+        rngs: nnx.Rngs,
+    ):
+        self.weight = _normal(rngs, (out_features, in_features), runtime)
+        self.bias = nnx.Param(jnp.zeros(out_features, runtime.weight_dtype)) if bias else None
+        self.dtype = runtime.compute_dtype
+        self.implementation = runtime.implementation
+
+    def __call__(self, x: Float[Array, "*B I"], *, out_dtype=None) -> Float[Array, "*B O"]:
+        bias = None if self.bias is None else self.bias[...]
+        return ops.linear(
+            x.astype(self.dtype),
+            self.weight[...],
+            bias,
+            out_dtype=out_dtype,
+            implementation=self.implementation,
+        )
+
+
+class Embedding(nnx.Module):
+    """Rows of a table by id, times `scale`; `attend`, for tied heads, multiplies by the table."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        features: int,
+        *,
+        scale: float | None = None,
+        runtime: Runtime = Runtime(),
+        rngs: nnx.Rngs,
+    ):
+        self.weight = _normal(rngs, (vocab_size, features), runtime)
+        self.scale = scale
+        self.dtype = runtime.compute_dtype
+        self.implementation = runtime.implementation
+
+    def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        x = ops.embedding(
+            self.weight[...], ids, dtype=jnp.dtype(self.dtype), implementation=self.implementation
+        )
+        # Gemma rounds sqrt(D) to the dtype of the activations first: 55.5 for D = 3072 in bfloat16.
+        return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
+
+    def attend(self, x: Float[Array, "*B D"], *, out_dtype=None) -> Float[Array, "*B V"]:
+        return ops.linear(
+            x.astype(self.dtype),
+            self.weight[...],
+            out_dtype=out_dtype,
+            implementation=self.implementation,
+        )
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, with a weight [D]."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        eps: float,
+        zero_centered: bool = False,
+        runtime: Runtime = Runtime(),
+        rngs: nnx.Rngs,
+    ):
+        del rngs  # ones (or zeros where 1 is added) need no randomness
+        start = jnp.zeros if zero_centered else jnp.ones
+        self.weight = nnx.Param(start(size, runtime.weight_dtype))
+        self.eps = eps
+        self.zero_centered = zero_centered
+        self.implementation = runtime.implementation
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        return ops.rms_norm(
+            x,
+            self.weight[...],
+            eps=self.eps,
+            zero_centered=self.zero_centered,
+            implementation=self.implementation,
+        )
+
+
+class Rotary(nnx.Module):
+    """cos and sin of the rotary angles of one kind of layer: float32 [B, T, R / 2] each."""
+
+    def __init__(self, rope: Rope, rotary_dim: int):
+        self.rope = rope
+        self.rotary_dim = rotary_dim
+
+    def __call__(
+        self, positions: Int[Array, "B T"], lengths: Int[Array, " B #T"] | None = None
+    ) -> Tables:
+        """`lengths`: of the text that each token belongs to; longrope chooses its list by it.
+
+        It is the largest position + 1 of the row if None.
+        """
+        rope = self.rope
+        if rope.rope_type != "longrope":
+            return cos_sin(positions, *self._turns(None), scale=rope.attention_factor)
+        if lengths is None:
+            lengths = jnp.max(positions, axis=-1, keepdims=True) + 1
+        original = rope.original_max_position_embeddings or 0  # longrope has one: Rope checks it
+        long = (lengths > original)[..., None]
+        parts = [
+            jnp.where(long, for_long, for_short)
+            for for_short, for_long in zip(
+                self._turns(rope.short_factor), self._turns(rope.long_factor), strict=True
+            )
+        ]
+        return cos_sin(positions, *parts, scale=rope.attention_factor)
+
+    def _turns(self, divisors: tuple[float, ...] | None) -> list[np.ndarray]:
+        rope = self.rope
+        radians = frequencies(
+            self.rotary_dim,
+            rope_theta=rope.rope_theta,
+            rope_type=rope.rope_type,
+            factor=rope.factor,
+            low_freq_factor=rope.low_freq_factor,
+            high_freq_factor=rope.high_freq_factor,
+            beta_fast=rope.beta_fast,
+            beta_slow=rope.beta_slow,
+            truncate=rope.truncate,
+            original_max_position_embeddings=rope.original_max_position_embeddings,
+            divisors=divisors,
+        )
+        return [part[None, None, :] for part in turns(radians)]
+
+
+class Attention(nnx.Module):
+    """Self-attention of layer `layer` of the config, from its projections to its output's."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        runtime: Runtime = Runtime(),
+        rngs: nnx.Rngs,
+    ):
+        heads, kv_heads, width = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        both = {"runtime": runtime, "rngs": rngs}
+        d, bias = config.hidden_size, config.qkv_bias
+        self.q_proj = Linear(d, heads * width, bias=bias, **both)
+        self.k_proj = Linear(d, kv_heads * width, bias=bias, **both)
+        self.v_proj = Linear(d, kv_heads * width, bias=bias, **both)
+        self.o_proj = Linear(heads * width, d, bias=config.o_bias, **both)
+        norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, **both}
+        self.q_norm = RMSNorm(width, **norm) if config.qk_norm else None
+        self.k_norm = RMSNorm(width, **norm) if config.qk_norm else None
+        self.rotary = _rotary(config, layer)
+        self.heads, self.kv_heads, self.width = heads, kv_heads, width
+        self.scale = (config.query_pre_attn_scalar or width) ** -0.5
+        self.softcap = config.attn_logit_softcapping
+        self.window = config.window(layer)
+        self.implementation = runtime.implementation
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rotary: Tables | None = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], Entry | None]:
+        """The result, and the cache entry with these tokens (None without a cache).
+
+        `rotary` is what `Rotary` returns for the tokens' positions; None means positions that count
+        from 0, or from what the cache holds. With a cache, padding is what the cache's counts leave
+        out, and segment ids are not looked at.
+        """
+        b, t, _ = x.shape
+        q = self.q_proj(x).reshape(b, t, self.heads, self.width)
+        k = self.k_proj(x).reshape(b, t, self.kv_heads, self.width)
+        v = self.v_proj(x).reshape(b, t, self.kv_heads, self.width)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is None:
+            start = jnp.zeros((b,), jnp.int32) if cache is None else cache.lengths
+            rotary = self.rotary(start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :])
+        q, k = ops.rope(q, k, *rotary, implementation=self.implementation)
+        if cache is None:
+            entry = None
+            keys = {"k": k, "v": v, "q_segment_ids": segment_ids, "kv_segment_ids": segment_ids}
+        else:
+            entry, keys = cache.append(k, v)
+        out = ops.attention(
+            q,
+            **keys,
+            causal=True,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            implementation=self.implementation,
+        )
+        return self.o_proj(out.reshape(b, t, self.heads * self.width)), entry
+
+
+class MLP(nnx.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, *, runtime: Runtime = Runtime(), rngs: nnx.Rngs):
+        d, f = config.hidden_size, config.intermediate_size
+        kwargs = {"bias": config.mlp_bias, "runtime": runtime, "rngs": rngs}
+        self.gate_proj = Linear(d, f, **kwargs)
+        self.up_proj = Linear(d, f, **kwargs)
+        self.down_proj = Linear(f, d, **kwargs)
+        self.activation = config.hidden_act
+        self.implementation = runtime.implementation
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        gated = ops.glu(
+            self.gate_proj(x),
+            self.up_proj(x),
+            activation=self.activation,
+            implementation=self.implementation,
+        )
+        return self.down_proj(gated)
+
+
+class Block(nnx.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With post_norms, what attention and the MLP return is normed too. Norms carry Hugging Face's
+    names, which mean different things in the two kinds of block: without post_norms,
+    post_attention_layernorm is the MLP's own norm; with them it norms what attention returns.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        runtime: Runtime = Runtime(),
+        rngs: nnx.Rngs,
+    ):
+        norm = {
+            "eps": config.rms_norm_eps,
+            "zero_centered": config.zero_centered_norm,
+            "runtime": runtime,
+            "rngs": rngs,
+        }
+        self.input_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.self_attn = Attention(config, layer, runtime=runtime, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.mlp = MLP(config, runtime=runtime, rngs=rngs)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, **norm)
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, **norm)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rotary: Tables | None = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], Entry | None]:
+        """The layer's output, and its cache entry with these tokens (None without a cache)."""
+        with jax.named_scope("attention"):
+            out, entry = self.self_attn(
+                self.input_layernorm(x), rotary, segment_ids=segment_ids, cache=cache
+            )
+            if self.post_norms:
+                out = self.post_attention_layernorm(out)
+            x = x + out
+        with jax.named_scope("mlp"):
+            if self.post_norms:
+                out = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+            else:
+                out = self.mlp(self.post_attention_layernorm(x))
+            x = x + out
+        return x, entry
+
+
+def _rotary(config: ModelConfig, layer: int) -> Rotary:
+    kind = config.layer_types[layer]
+    return Rotary(config.ropes[kind], config.rotary_dim(kind))

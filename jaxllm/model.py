@@ -1,0 +1,151 @@
+"""`Transformer`: embedding, blocks, norm and head; one forward pass for all that uses a model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Integer
+
+from jaxllm.cache import KVCache
+from jaxllm.config import GenerationDefaults, ModelConfig, Runtime
+from jaxllm.layers import Block, Embedding, Linear, RMSNorm, Rotary, Tables
+
+REMAT_POLICIES = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Transformer(nnx.Module):
+    """A decoder of the Llama family. Weights are drawn with standard deviation 0.02.
+
+    Norms start at identity. `config` says what it computes and `runtime` how; `generation` is what
+    its checkpoint says of sampling.
+    """
+
+    def __init__(self, config: ModelConfig, runtime: Runtime = Runtime(), *, rngs: nnx.Rngs):
+        both = {"runtime": runtime, "rngs": rngs}
+        scale = config.hidden_size**0.5 if config.scale_embedding else None
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=scale, **both)
+        self.layers = nnx.List(Block(config, i, **both) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(
+            config.hidden_size,
+            eps=config.rms_norm_eps,
+            zero_centered=config.zero_centered_norm,
+            **both,
+        )
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, **both)
+        self.config = config
+        self.runtime = runtime
+        self.generation = GenerationDefaults()
+
+    def __call__(
+        self,
+        tokens: Integer[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits in float32 for every position. Arguments as in `hidden`."""
+        return self.head(self.hidden(tokens, positions, segment_ids)[0])
+
+    def hidden(
+        self,
+        tokens: Integer[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+        """What the head reads, in the compute dtype; and the cache with these tokens.
+
+        The head reads what the last norm returns. Without a cache, a token sees the tokens before
+        it in its row that have its segment id. With one, the T tokens follow what the cache holds;
+        segment id 0 marks padding, which stands to the right and is not kept. Positions count from
+        0, or from what the cache holds, if None; they turn q and k and mask nothing.
+        Raises: ValueError if tokens are not integers [B, T], the other arrays have another shape,
+        or the tokens are more than the model has positions.
+        """
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                f"model: tokens must be integers of shape [B, T], got {tokens.dtype}{tokens.shape}"
+            )
+        tokens = tokens.astype(jnp.int32)
+        for name, array in (("positions", positions), ("segment_ids", segment_ids)):
+            if array is not None and jnp.shape(array) != tokens.shape:
+                raise ValueError(
+                    f"model: {name} has shape {jnp.shape(array)}, but tokens have {tokens.shape}"
+                )
+        b, t = tokens.shape
+        limit = self.config.max_position_embeddings
+        if positions is None and t > limit:
+            raise ValueError(f"model: {t} tokens are more than the model's {limit} positions")
+        if positions is None:
+            start = jnp.zeros((b,), jnp.int32) if cache is None else cache.lengths
+            positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
+        else:
+            positions = jnp.asarray(positions, jnp.int32)
+        counts = jnp.full((b,), t, jnp.int32)
+        if segment_ids is not None:
+            segment_ids = jnp.asarray(segment_ids, jnp.int32)
+            if cache is not None:
+                counts = jnp.sum(segment_ids != 0, axis=-1, dtype=jnp.int32)
+
+        with jax.named_scope("embed"):
+            x = self.embed_tokens(tokens)
+        rotary = self._rotary(positions, segment_ids, cache, counts)
+        entries = []
+        for i, block in enumerate(self.layers):
+            with jax.named_scope(f"layer_{i}"):
+                tables = rotary[self.config.layer_types[i]]
+                if cache is None:
+                    x = self._run(block, x, tables, segment_ids)
+                else:
+                    x, entry = block(x, tables, cache=cache.layer(i, counts))
+                    entries.append(entry)
+        with jax.named_scope("norm"):
+            x = self.norm(x)
+        if cache is not None:
+            cache = KVCache(tuple(entries), cache.lengths + counts, cache.rope_lengths)
+        return x, cache
+
+    def head(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Logits in float32, soft-capped where the model is."""
+        with jax.named_scope("head"):
+            project = self.embed_tokens.attend if self.lm_head is None else self.lm_head
+            logits = project(hidden, out_dtype=jnp.dtype(jnp.float32))
+            cap = self.config.final_logit_softcapping
+            return logits if cap is None else jnp.tanh(logits / cap) * cap
+
+    def _rotary(self, positions, segment_ids, cache, counts) -> dict[str, Tables]:
+        """cos and sin for each kind of layer: made once a forward pass."""
+        lengths = None
+        if any(rope.rope_type == "longrope" for rope in self.config.ropes.values()):
+            lengths = _text_lengths(positions, segment_ids, cache, counts)
+        return {
+            kind: Rotary(rope, self.config.rotary_dim(kind))(positions, lengths)
+            for kind, rope in self.config.ropes.items()
+        }
+
+    def _run(self, block: Block, x, tables: Tables, segment_ids) -> Float[Array, "B T D"]:
+        """One block without a cache; under remat, its backward pass computes it again."""
+        if self.runtime.remat == "none":
+            return block(x, tables, segment_ids=segment_ids)[0]
+        graph, state = nnx.split(block)
+
+        def forward(state, x, tables, segment_ids):
+            return nnx.merge(graph, state)(x, tables, segment_ids=segment_ids)[0]
+
+        again = jax.checkpoint(forward, policy=REMAT_POLICIES[self.runtime.remat])
+        return again(state, x, tables, segment_ids)
+
+
+def _text_lengths(positions, segment_ids, cache, counts) -> Int[Array, " B #T"]:
+    """The length of the text that each token belongs to."""
+    if cache is not None:
+        return jnp.maximum(cache.rope_lengths, cache.lengths + counts)[:, None]
+    if segment_ids is None:
+        return jnp.max(positions, axis=-1, keepdims=True) + 1
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return jnp.max(jnp.where(same, positions[:, None, :], 0), axis=-1) + 1

@@ -1,0 +1,76 @@
+"""Which implementation of an op runs: the only place that decides.
+
+Each op has an ordered table of `Implementation`s. `why_not` looks at shapes, dtypes and a `Device`,
+and never runs anything; "auto" takes the first entry without a reason, a name takes that entry or
+raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pallas_kernels import device as device_lib
+
+logger = logging.getLogger("jaxllm")
+
+# The names that a mapping from op to implementation may have
+OP_NAMES = ("attention", "linear", "embedding", "rms_norm", "rope", "glu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """How an op is computed, and what may stand in the way.
+
+    `run(*args, **kwargs)` computes; `why_not(*args, device=, **kwargs)` is None or one phrase.
+    """
+
+    run: Callable[..., Any]
+    why_not: Callable[..., str | None] = lambda *args, **kwargs: None
+
+
+Table = Mapping[str, Implementation]
+
+
+def select(
+    op: str, table: Table, implementation: str | Mapping[str, str], *args: Any, **kwargs: Any
+) -> Callable[..., Any]:
+    """The `run` of the entry that `implementation` names for this call.
+
+    Raises: ValueError if no entry has the name, or a mapping names what is no op;
+    NotImplementedError if the named entry cannot run the call.
+    """
+    if not isinstance(implementation, str) and (unknown := set(implementation) - set(OP_NAMES)):
+        raise ValueError(
+            f"implementation: the mapping names no op: {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(OP_NAMES)}"
+        )
+    name = implementation if isinstance(implementation, str) else implementation.get(op, "auto")
+    if name != "auto":
+        if name not in table:
+            raise ValueError(
+                f"{op}: no implementation is named {name!r}; there are {', '.join(table)} "
+                "(a mapping such as {'attention': 'cudnn'} names one for some ops only)"
+            )
+        reason = table[name].why_not(*args, device=device_lib.current(), **kwargs)
+        if reason is not None:
+            raise NotImplementedError(f"{op}: {name!r} cannot run this call: {reason}")
+        return table[name].run
+    device = device_lib.current()
+    passed_over = []
+    for name, entry in table.items():
+        reason = entry.why_not(*args, device=device, **kwargs)
+        if reason is None:
+            if passed_over and device.platform == "gpu":
+                _log_once(op, name, tuple(passed_over))
+            return entry.run
+        passed_over.append(f"{name}: {reason}")
+    raise AssertionError(f"{op}: no implementation is without conditions")
+
+
+@functools.lru_cache(maxsize=1024)
+def _log_once(op: str, name: str, passed_over: tuple[str, ...]) -> None:
+    logger.info("%s runs with %r; passed over %s", op, name, "; ".join(passed_over))

@@ -1,0 +1,219 @@
+"""Attention for training, prefill and decoding: one meaning, several implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.ops._select import Implementation, Table, select
+from jaxllm.ops.linear import precision
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    q_segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    kv_lengths: Int[Array, " B"] | None = None,
+    implementation: str | Mapping[str, str] = "auto",
+) -> Float[Array, "B T N H"]:
+    """Softmax attention with grouped heads: query head n reads key head n // (N // K).
+
+    Row b has kv_lengths[b] keys (all S if None), and its query t sits at key kv_lengths[b] - T + t:
+    aligned to the end, as decoding needs. With causal a query sees no later key; `window=w` leaves
+    the last w keys, its own included (without causal: the keys nearer than w). Segment ids, given
+    for both sides, must agree. A query that sees no key gets zeros. `scale` is 1 / sqrt(H) if None;
+    `softcap=c` turns a score s into c * tanh(s / c).
+    Dtypes: float32, bfloat16, float16; scores and softmax in float32; the result has q's dtype.
+    Raises: ValueError if shapes disagree or only one side has segment ids. NotImplementedError if
+    the named implementation cannot run the call.
+    """
+    _check(q, k, v, window, q_segment_ids, kv_segment_ids, kv_lengths)
+    kwargs = {
+        "causal": causal,
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "window": window,
+        "softcap": softcap,
+        "q_segment_ids": q_segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "kv_lengths": kv_lengths,
+    }
+    return select("attention", ATTENTION, implementation, q, k, v, **kwargs)(q, k, v, **kwargs)
+
+
+def _check(q, k, v, window, q_segment_ids, kv_segment_ids, kv_lengths) -> None:
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(
+            f"attention: q {q.shape}, k {k.shape}, v {v.shape} are not [B, T, N, H] and twice "
+            "[B, S, K, H]"
+        )
+    (b, t, n, h), (kb, s, kv_heads, kh) = q.shape, k.shape
+    if b != kb or h != kh:
+        raise ValueError(f"attention: q {q.shape} and k {k.shape} differ in batch or head width")
+    if n % kv_heads:
+        raise ValueError(
+            f"attention: {n} query heads cannot share {kv_heads} key heads; N must be a multiple "
+            "of K"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window must be at least 1 or None, got {window}")
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        raise ValueError(
+            "attention: segment ids are given for one side; both sides or neither have them"
+        )
+    for name, ids, shape in (("q", q_segment_ids, (b, t)), ("kv", kv_segment_ids, (b, s))):
+        if ids is not None and ids.shape != shape:
+            raise ValueError(f"attention: {name}_segment_ids has shape {ids.shape}, not {shape}")
+    if kv_lengths is not None and kv_lengths.shape != (b,):
+        raise ValueError(f"attention: kv_lengths has shape {kv_lengths.shape}, not {(b,)}")
+
+
+def visible(
+    q_len: int,
+    kv_len: int,
+    *,
+    causal: bool,
+    window: int | None,
+    q_segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    kv_lengths: Int[Array, " B"] | None = None,
+) -> Bool[Array, "#B T S"] | None:
+    """Which keys each query sees, by the rules of `attention`; None if it sees all."""
+    ends = jnp.full((1,), kv_len, jnp.int32) if kv_lengths is None else kv_lengths.astype(jnp.int32)
+    key = jnp.arange(kv_len, dtype=jnp.int32)[None, None, :]
+    at = (ends[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None, :])[:, :, None]
+    rules = []
+    if causal and q_len > 1:
+        rules.append(key <= at)  # and so within the row's keys
+    elif kv_lengths is not None:
+        rules.append(key < ends[:, None, None])
+    if window is not None and window < max(q_len, kv_len):
+        rules.append(key > at - window)
+        if not causal:
+            rules.append(key < at + window)
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        rules.append(q_segment_ids[:, :, None] == kv_segment_ids[:, None, :])
+    mask = None
+    for rule in rules:
+        mask = rule if mask is None else mask & rule
+    return mask
+
+
+def _attention_xla(q, k, v, *, causal, scale, window, softcap, **sides):
+    b, t, n, h = q.shape
+    s, kv_heads = k.shape[1:3]
+    grouped = q.reshape(b, t, kv_heads, n // kv_heads, h)
+    scores = jnp.einsum(
+        "btkgh,bskh->bkgts",
+        grouped,
+        k,
+        precision=precision(q.dtype),
+        preferred_element_type=jnp.float32,
+    ) * jnp.float32(scale)
+    if softcap is not None:
+        scores = jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
+    mask = visible(t, s, causal=causal, window=window, **sides)
+    if mask is not None:
+        mask = mask[:, None, None]
+        scores = jnp.where(mask, scores, jnp.float32(-1e30))
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    if mask is not None:  # a query that sees nothing has every score at -1e30, so every weight at 1
+        weights = jnp.where(mask, weights, jnp.float32(0))
+    total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.float32(1e-30))
+    out = jnp.einsum(
+        "bkgts,bskh->btkgh",
+        (weights / total).astype(v.dtype),
+        v,
+        precision=precision(v.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return out.reshape(b, t, n, h).astype(q.dtype)
+
+
+def _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths) -> str:
+    """How the call is said to cuDNN, whose causal mask is aligned to the start if T is not S."""
+    if q_segment_ids is None and kv_lengths is None and causal and t == s:
+        return "causal"
+    if q_segment_ids is None and t == 1 and causal and (window is None or window >= s):
+        return "lengths"
+    return "mask"
+
+
+def _why_not_cudnn(
+    q, k, v, *, device, causal, scale, window, softcap, q_segment_ids, kv_segment_ids, kv_lengths
+) -> str | None:
+    del scale, kv_segment_ids
+    h, t, s = q.shape[-1], q.shape[1], k.shape[1]
+    if device.platform != "gpu":
+        return f"needs an NVIDIA GPU, found {device.name or device.platform}"
+    if device.capability < 8.0:
+        found = device.capability or "an unknown one"
+        return f"needs compute capability 8.0 or newer, found {found} ({device.name})"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 or float16, got {q.dtype}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
+    widest = 256 if device.capability >= 9.0 else 128
+    if h % 8 or h > widest:
+        return f"head width {h} is not a multiple of 8 up to {widest}"
+    if softcap is not None:
+        return "has no soft cap"
+    if _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths) == "mask" and (t % 2 or s % 2):
+        return f"takes a mask only for even lengths, got T={t}, S={s}"
+    return None
+
+
+def _attention_cudnn(
+    q, k, v, *, causal, scale, window, softcap, q_segment_ids, kv_segment_ids, kv_lengths
+):
+    del softcap
+    t, s = q.shape[1], k.shape[1]
+    form = _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths)
+    if form == "causal":
+        left = None if window is None or window >= s else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, scale=scale, is_causal=True, local_window_size=left, implementation="cudnn"
+        )
+    if form == "lengths":
+        # A full row that takes no more tokens asks for one key more than there is room for.
+        held = None if kv_lengths is None else jnp.minimum(kv_lengths, s)
+        out = jax.nn.dot_product_attention(
+            q, k, v, scale=scale, key_value_seq_lengths=held, implementation="cudnn"
+        )
+        seen = None if kv_lengths is None else (kv_lengths > 0)[:, None]
+    else:
+        mask = visible(
+            t,
+            s,
+            causal=causal,
+            window=window,
+            q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            kv_lengths=kv_lengths,
+        )
+        out = jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            mask=None if mask is None else mask[:, None],
+            implementation="cudnn",
+        )
+        seen = None if mask is None else jnp.any(mask, axis=-1)
+    # cuDNN gives a query that sees no key the mean of the values; our contract says zeros.
+    return out if seen is None else jnp.where(seen[:, :, None, None], out, jnp.zeros_like(out))
+
+
+ATTENTION: Table = {
+    "cudnn": Implementation(_attention_cudnn, _why_not_cudnn),
+    "xla": Implementation(_attention_xla),
+}

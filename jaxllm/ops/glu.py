@@ -1,0 +1,44 @@
+"""The gated activation of the MLP: activation(gate) * up."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxllm.ops._select import Implementation, Table, select
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def glu(
+    gate: Float[Array, "*B F"],
+    up: Float[Array, "*B F"],
+    *,
+    activation: str,
+    implementation: str | Mapping[str, str] = "auto",
+) -> Float[Array, "*B F"]:
+    """activation(gate) * up: "silu" makes it SwiGLU, "gelu" or "gelu_pytorch_tanh" GeGLU.
+
+    Dtypes: the activation is computed in float32 and rounded to gate's dtype before the product.
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"glu: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    return select("glu", GLU, implementation, gate, up, activation=activation)(
+        gate, up, activation=activation
+    )
+
+
+def _glu_xla(gate, up, *, activation):
+    return ACTIVATIONS[activation](gate.astype(jnp.float32)).astype(gate.dtype) * up
+
+
+GLU: Table = {"xla": Implementation(_glu_xla)}

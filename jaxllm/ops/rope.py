@@ -1,0 +1,132 @@
+"""Rotary position embedding: frequencies of every scaling kind, exact angles, and the rotation.
+
+Pairs are half-split, as in Hugging Face checkpoints: number i of a head turns with number i + R/2,
+where R is how many numbers are rotated. Source: Su et al. 2021, arXiv:2104.09864; scalings as named
+below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxllm.ops._select import Implementation, Table, select
+
+# A frequency is kept as a fraction of a full turn a position, in FRACTION_BITS = 32 + LOW_BITS
+# bits: the product with a position below 2**(32 - LOW_BITS) then needs only 32-bit integers, and
+# whole turns fall off by overflow. An angle in float32 would lose 6e-3 at position 100,000; this
+# one is off by less than 1e-6 at any position.
+LOW_BITS = 12
+
+
+def frequencies(
+    dim: int,
+    *,
+    rope_theta: float,
+    rope_type: str = "default",
+    factor: float = 1.0,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+    original_max_position_embeddings: int | None = None,
+    divisors: tuple[float, ...] | None = None,
+) -> np.ndarray:
+    """Radians a position, float64 [dim / 2]. `divisors` is the list of longrope (short or long).
+
+    Source: linear, arXiv:2306.15595; llama3, the Llama 3.1 release; yarn, arXiv:2309.00071;
+    longrope, arXiv:2402.13753.
+    """
+    f = rope_theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    if rope_type == "default":
+        return f
+    if rope_type == "linear":
+        return f / factor
+    if rope_type == "longrope":
+        return f / np.asarray(divisors, np.float64)
+    original = float(original_max_position_embeddings or 0)  # ModelConfig has seen to it
+    if rope_type == "llama3":
+        wavelength = 2 * math.pi / f
+        blend = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+        blend = np.clip(blend, 0.0, 1.0)  # 0 beyond original / low, 1 within original / high
+        return (1 - blend) * f / factor + blend * f
+    if rope_type == "yarn":
+
+        def pair(rotations: float) -> float:
+            """The (fractional) pair that makes this many rotations over the original context."""
+            return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope_theta))
+
+        low, high = pair(beta_fast), pair(beta_slow)
+        if truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = (np.arange(dim // 2) - low) / ((high - low) or 0.001)
+        ramp = np.clip(ramp, 0.0, 1.0)
+        return (1 - ramp) * f + ramp * f / factor
+    raise ValueError(f"rope: rope_type {rope_type!r} is not supported")
+
+
+def turns(radians: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Frequencies [R/2] in radians as (high 32 bits, next LOW_BITS bits) of a turn, both uint32."""
+    scaled = np.mod(radians / (2 * math.pi), 1.0) * 2.0**32
+    high = np.floor(scaled)
+    return high.astype(np.uint32), np.floor((scaled - high) * 2.0**LOW_BITS).astype(np.uint32)
+
+
+def cos_sin(
+    positions: Int[Array, "B T"],
+    high: UInt32[Array | np.ndarray, "#B #T R2"],
+    low: UInt32[Array | np.ndarray, "#B #T R2"],
+    *,
+    scale: float = 1.0,
+) -> tuple[Float[Array, "B T R2"], Float[Array, "B T R2"]]:
+    """cos and sin of position * frequency in float32, times `scale`.
+
+    `scale` is the attention factor of yarn and longrope. `high` and `low` come from `turns`;
+    positions are below 2**20. Both are within 1e-6 of float64 at every position.
+    """
+    position = positions.astype(jnp.uint32)[..., None]
+    turn = position * high + ((position * low) >> LOW_BITS)
+    angle = jax.lax.bitcast_convert_type(turn, jnp.int32).astype(jnp.float32) * np.float32(
+        2 * math.pi / 2**32
+    )
+    return jnp.cos(angle) * np.float32(scale), jnp.sin(angle) * np.float32(scale)
+
+
+def rope(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    cos: Float[Array, "B T R2"],
+    sin: Float[Array, "B T R2"],
+    *,
+    implementation: str | Mapping[str, str] = "auto",
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+    """Rotates the first R numbers of every head of q and k; cos and sin have R2 = R / 2 columns.
+
+    Dtypes: cos and sin are rounded to q's dtype before use, as Hugging Face does; products and sums
+    are float32.
+    """
+    run = select("rope", ROPE, implementation, q, k, cos, sin)
+    return run(q, k, cos, sin)
+
+
+def _rope_xla(q, k, cos, sin):
+    cos, sin = (t.astype(q.dtype).astype(jnp.float32)[:, :, None, :] for t in (cos, sin))
+    half = cos.shape[-1]
+
+    def rotate(x):
+        x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        x1, x2 = x1.astype(jnp.float32), x2.astype(jnp.float32)
+        turned = [(x1 * cos - x2 * sin).astype(x.dtype), (x2 * cos + x1 * sin).astype(x.dtype)]
+        return jnp.concatenate([*turned, rest], axis=-1)
+
+    return rotate(q), rotate(k)
+
+
+ROPE: Table = {"xla": Implementation(_rope_xla)}

@@ -1,0 +1,84 @@
+"""What `generate` may be given, as token ids: texts, chats, lists of ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxllm.detokenizer import StreamDecoder
+from jaxllm.tokenizer import Tokenizer
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
+
+# What a prompt and a list of them may be; str is a Sequence, and bytes are refused below.
+Listed = list | tuple | str | np.ndarray | jax.Array
+_KINDS = "a text, a chat (a list of messages), a list of token ids"
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A prompt's ids, and what turns the ids that follow into text (None without a tokenizer)."""
+
+    ids: list[int]
+    decoder: StreamDecoder | None
+
+
+def encode_prompts(
+    prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer | None, vocab_size: int
+) -> list[Encoded]:
+    """Every prompt as ids below vocab_size. A single prompt may stand alone, outside a list.
+
+    Raises: ValueError for an empty prompt, an id out of range, or a text without a tokenizer.
+    """
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Listed):
+        raise ValueError(f"generate: prompts are {_KINDS} or a list of those, got {prompts!r:.60}")
+    several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not several:
+        raise ValueError("generate: there are no prompts")
+    first = several[0]
+    if isinstance(first, int | np.integer | Mapping) or getattr(first, "ndim", None) == 0:
+        several = [prompts]  # one list of ids (or array), or one chat
+    return [_encode(i, prompt, tokenizer, vocab_size) for i, prompt in enumerate(several)]
+
+
+def _encode(i: int, prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Encoded:
+    if isinstance(prompt, Mapping) or not isinstance(prompt, Listed):
+        raise ValueError(f"generate: prompt {i} is {prompt!r:.60}; a prompt is {_KINDS}")
+    if isinstance(prompt, jax.Array | np.ndarray):
+        prompt = prompt.tolist()
+    text = isinstance(prompt, str)
+    chat = not text and bool(prompt) and isinstance(prompt[0], Mapping)
+    if tokenizer is None and (chat or text):
+        kind = "chat" if chat else "text"
+        raise ValueError(
+            f"generate: prompt {i} is a {kind}, which needs a tokenizer; give token ids without one"
+        )
+    if not prompt:
+        raise ValueError(f"generate: prompt {i} is empty; give at least one token")
+    ids: Any = prompt
+    if tokenizer is not None and chat:
+        messages: Any = prompt
+        ids = tokenizer.apply_chat_template(messages)
+    elif tokenizer is not None and isinstance(prompt, str):
+        ids = tokenizer.encode(prompt)
+        if not ids:  # a tokenizer may have no token for a text, such as one of control characters
+            raise ValueError(
+                f"generate: the tokenizer makes no token of prompt {i}, {prompt!r:.40}"
+            )
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise ValueError(f"generate: prompt {i} holds {token!r:.60}; a prompt is {_KINDS}")
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"generate: prompt {i} holds the id {token}; ids are from 0 to {vocab_size - 1}"
+            )
+    ids = [int(token) for token in ids]
+    if tokenizer is None:
+        return Encoded(ids, None)
+    # A text goes on behind its prompt, its leading space included; an answer in a chat begins.
+    return Encoded(ids, tokenizer.stream() if chat else tokenizer.stream(after=ids))

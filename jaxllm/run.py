@@ -1,0 +1,329 @@
+"""One call of `generate`: rows on the host, state on the device, and the loop between them.
+
+Batches, caches and prompt chunks are padded to a few sizes (`bucket`), so that few programs are
+ever compiled. Longer than its budget, for what a call checks, sizes and runs is one idea.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.filesize import decimal
+
+from jaxllm import memory
+from jaxllm.cache import KVCache
+from jaxllm.model import Transformer
+from jaxllm.programs import (
+    RUNNING,
+    STOP,
+    DecodeState,
+    Weights,
+    decode,
+    empty_cache,
+    flatten,
+    prefill,
+)
+from jaxllm.prompts import encode_prompts
+from jaxllm.results import GenerationResult, Row, Timings
+from jaxllm.sampling import Sampling
+from jaxllm.tokenizer import Tokenizer
+
+SMALLEST_CHUNK, SMALLEST_CACHE, STOP_IDS_BUCKET = 16, 128, 8
+
+
+def bucket(size: int, smallest: int = 1) -> int:
+    """The padded size: the next power of two up to 2048, the next multiple of 2048 beyond."""
+    if size > 2048:
+        return -(-size // 2048) * 2048
+    return max(smallest, 1 << (size - 1).bit_length())
+
+
+class Run:
+    """Checks a call, says what it needs, and runs it: `dispatches`, then `result`."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        prompts: Any,
+        *,
+        max_new_tokens: int | Sequence[int],
+        settings: Mapping[str, Any],
+        stop_ids: Sequence[int] | None,
+        stop: str | Sequence[str],
+        top_logprobs: int,
+        steps_per_dispatch: int,
+        prefill_chunk: int,
+    ):
+        config = self.config = model.config
+        limit = config.max_position_embeddings
+        self.steps = _integer("steps_per_dispatch", steps_per_dispatch, 1)
+        self.chunk = min(_integer("prefill_chunk", prefill_chunk, 1), limit)
+        self.top_logprobs = _integer("top_logprobs", top_logprobs, 0, config.vocab_size)
+        stop = _stop_strings(stop, tokenizer)
+        encoded = encode_prompts(prompts, tokenizer, config.vocab_size)
+        self.rows = []
+        budgets = _per_row("max_new_tokens", max_new_tokens, len(encoded))
+        for i, (prompt, budget) in enumerate(zip(encoded, budgets, strict=True)):
+            room = limit - len(prompt.ids)
+            if room < 1:
+                raise ValueError(
+                    f"generate: prompt {i} has {len(prompt.ids)} tokens, but the model has {limit} "
+                    "positions, of which a new token needs one; shorten the prompt"
+                )
+            self.rows.append(Row(prompt, min(budget, room), budget > room, stop))
+
+        self.batch = bucket(len(self.rows))
+        # Checked before the padding, so that errors speak of the caller's rows.
+        checked = Sampling.of(len(self.rows), **settings)
+        pad = self.batch - len(self.rows)
+        self.settings = jax.tree.map(lambda x: np.concatenate([x, x[:1].repeat(pad)]), checked)
+        self.greedy, self.penalties = checked.is_greedy, checked.has_penalties
+        vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
+        self.vocab_size = vocab_size if vocab_size < config.vocab_size else None
+        wanted = model.generation.stop_ids if stop_ids is None else _ids("stop_ids", stop_ids)
+        slots = -(-max(len(wanted), 1) // STOP_IDS_BUCKET) * STOP_IDS_BUCKET
+        self.stop_ids = np.full(slots, -1, np.int32)
+        self.stop_ids[: len(wanted)] = wanted
+
+        self.weights = flatten(model)
+        self.dtype = model.runtime.compute_dtype
+        self.sharding = _sharding(self.weights)
+        capacity = max(len(row.prompt) + row.budget for row in self.rows)
+        self.capacity = min(bucket(capacity, SMALLEST_CACHE), max(limit, SMALLEST_CACHE))
+        ropes = [r for r in config.ropes.values() if r.rope_type == "longrope"]
+        # A row that grows beyond this many tokens turns by longrope's other list.
+        self.crossing = min((r.original_max_position_embeddings or 0 for r in ropes), default=limit)
+        self.state: DecodeState | None = None
+        self.constants: tuple[Sampling, jax.Array] | None = (
+            None  # on the device: settings, stop ids
+        )
+        self.prefill_s = self.decode_s = 0.0
+        self.prefill_tokens = self.dispatch_count = 0
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        wanted = self.size_bytes()
+        free = memory.free_bytes(next(iter(self.sharding.device_set)))
+        if free is not None and wanted > free:
+            raise MemoryError(
+                f"generate: {len(self.rows)} prompts with {self.capacity} tokens of cache each "
+                f"need {decimal(wanted)}, but {decimal(free)} are free; use fewer "
+                "or shorter prompts, or fewer new tokens"
+            )
+
+    def size_bytes(self) -> int:
+        """What the call needs beside the model: the state, and the largest temporaries at once.
+
+        Those are one layer's scores and MLP in a prefill, and the weights once more where they are
+        not computed with as they are stored (a CPU computes in float32 whatever is asked).
+        """
+        config, batch = self.config, self.batch
+        cache = jax.eval_shape(
+            lambda: KVCache.create(config, batch, self.capacity, jnp.dtype(self.dtype))
+        )
+        kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+        chunk = max(size for _, size in self.chunks(max(len(row.prompt) for row in self.rows)))
+        cpu = next(iter(self.sharding.device_set)).platform == "cpu"
+        dtype = jnp.dtype(jnp.float32 if cpu else self.dtype)
+        scores = 2 * 4 * batch * config.num_attention_heads * chunk * self.capacity
+        mlp = 3 * dtype.itemsize * batch * chunk * config.intermediate_size
+        vocabulary = batch * config.vocab_size * (4 * 3 + (5 if self.penalties else 0))
+        cast = sum(x.size * dtype.itemsize for x in self.weights.arrays if x.dtype != dtype)
+        return kept + scores + mlp + vocabulary + cast
+
+    def chunks(self, length: int) -> list[tuple[int, int]]:
+        """Where the chunks of a text of this many tokens begin, and their padded sizes."""
+        return [
+            (at, min(bucket(length - at, SMALLEST_CHUNK), self.chunk))
+            for at in range(0, length, self.chunk)
+        ]
+
+    def _put(self, x: Any) -> Any:
+        return jax.device_put(x, self.sharding)
+
+    def _start(self, histories: Sequence[Sequence[int]]) -> None:
+        """An empty state on the device; what counts tokens for penalties is kept if it is there."""
+        old, self.state = self.state, None  # the old cache is freed before the new one is made
+        mask, counts = (None, None) if old is None else (old.prompt_mask, old.counts)
+        del old
+        if self.penalties and mask is None:
+            seen = np.zeros((self.batch, self.config.vocab_size), bool)
+            for row, history in zip(seen, histories, strict=False):
+                row[history] = True
+            mask, counts = self._put(seen), self._put(np.zeros(seen.shape, np.int32))
+        pad = self.batch - len(self.rows)
+        left = [row.budget - len(row.tokens) for row in self.rows] + [0] * pad
+        ended = [RUNNING if row.reason is None else STOP for row in self.rows] + [STOP] * pad
+        lengths = [len(history) for history in histories] + [1] * pad
+        cache = empty_cache(self.config, self.batch, self.capacity, self.dtype, self.sharding)
+        cache = dataclasses.replace(cache, rope_lengths=self._put(np.array(lengths, np.int32)))
+        self.state = DecodeState(
+            cache,
+            self._put(np.zeros((self.batch, self.config.vocab_size), np.float32)),
+            self._put(np.array(left, np.int32)),
+            self._put(np.array(ended, np.int32)),
+            mask,
+            counts,
+        )
+        self.constants = self._put((self.settings, self.stop_ids))
+
+    def _append(self, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """One chunk of every row."""
+        assert self.state is not None
+        state, (tokens, counts) = self.state, self._put((tokens, counts))
+        logits, cache = prefill(self.weights, tokens, counts, state.cache, state.logits)
+        self.state = dataclasses.replace(state, logits=logits, cache=cache)
+
+    def compile(self) -> None:
+        """Run each program that the call needs once, on nothing."""
+        lengths = {max(len(row.prompt) for row in self.rows)}
+        for row in self.rows:
+            if len(row.prompt) <= self.crossing < len(row.prompt) + row.budget:
+                lengths.add(self.crossing + 1)
+        self._start([[0]] * len(self.rows))
+        for size in sorted({size for length in lengths for _, size in self.chunks(length)}):
+            self._append(np.zeros((self.batch, size), np.int32), np.zeros(self.batch, np.int32))
+        self.dispatch(0)
+        self.state = self.constants = None
+        self.decode_s, self.dispatch_count = 0.0, 0
+
+    def read_rows(self) -> None:
+        """Every row's tokens so far into a new cache, chunk by chunk."""
+        start = time.perf_counter()
+        histories = [row.prompt + row.tokens for row in self.rows]
+        self._start(histories)
+        self.prefill_tokens += sum(len(history) for history in histories)
+        histories += [[0]] * (self.batch - len(histories))
+        lengths = np.array([len(history) for history in histories], np.int32)
+        for at, size in self.chunks(int(lengths.max())):
+            tokens = np.zeros((self.batch, size), np.int32)
+            counts = np.clip(lengths - at, 0, size).astype(np.int32)
+            for row, history, count in zip(tokens, histories, counts, strict=True):
+                row[:count] = history[at : at + count]
+            self._append(tokens, counts)
+        assert self.state is not None
+        jax.block_until_ready(self.state.logits)
+        self.prefill_s += time.perf_counter() - start
+
+    def dispatch(self, steps: int) -> None:
+        """Up to `steps` tokens for every row that runs."""
+        start = time.perf_counter()
+        assert self.state is not None
+        assert self.constants is not None
+        halted = np.ones(self.batch, bool)  # the rows that only fill up the batch have ended too
+        halted[: len(self.rows)] = [row.reason is not None for row in self.rows]
+        settings, stop_ids = self.constants
+        self.state, out = decode(
+            self.weights,
+            self.state,
+            settings,
+            stop_ids,
+            *self._put((np.int32(steps), halted)),
+            size=self.steps,
+            greedy=self.greedy,
+            top=self.top_logprobs,
+            vocab_size=self.vocab_size,
+        )
+        out = jax.device_get(out)
+        self.dispatch_count += 1
+        for i, row in enumerate(self.rows):
+            made = int(np.sum(out.tokens[i] >= 0))
+            for j in range(made):
+                if row.reason is not None:
+                    break  # a stop string ended the row within this dispatch
+                top = zip(out.top_ids[i, j].tolist(), out.top_logprobs[i, j].tolist(), strict=True)
+                last = j == made - 1 and int(out.ended[i]) != RUNNING
+                row.push(int(out.tokens[i, j]), float(out.logprobs[i, j]), list(top), last)
+            row.finish(int(out.ended[i]))
+        self.decode_s += time.perf_counter() - start
+
+    def dispatches(self) -> Iterator[None]:
+        """Read the prompts, then decode until every row has ended; yields after each dispatch."""
+        try:
+            self.read_rows()
+            while running := [row for row in self.rows if row.reason is None]:
+                # The token that takes a row over longrope's boundary turns all its keys: a
+                # dispatch ends with it, and the cache is made again with the other list.
+                held = [len(row.prompt) + len(row.tokens) for row in running]
+                ahead = [self.crossing + 1 - n for n in held if n <= self.crossing]
+                self.dispatch(min([self.steps, *ahead]))
+                yield
+                crossed = [
+                    row
+                    for row, before in zip(running, held, strict=True)
+                    if before <= self.crossing < len(row.prompt) + len(row.tokens)
+                ]
+                if any(row.reason is None for row in crossed):
+                    self.read_rows()
+        finally:
+            self.state = self.constants = None  # the caller may stop early: free the cache then too
+
+    def result(self) -> GenerationResult:
+        """What there is so far; the whole once `dispatches` has ended."""
+        rows = self.rows
+        return GenerationResult(
+            texts=None if rows[0].decoder is None else [row.text for row in rows],
+            tokens=[list(row.tokens) for row in rows],
+            logprobs=[list(row.logprobs) for row in rows],
+            top_logprobs=[list(row.top) for row in rows] if self.top_logprobs else None,
+            finish_reasons=[row.reason or "running" for row in rows],
+            timings=Timings(
+                prefill_s=self.prefill_s,
+                decode_s=self.decode_s,
+                prefill_tokens=self.prefill_tokens,
+                decode_tokens=sum(len(row.tokens) for row in rows),
+                dispatches=self.dispatch_count,
+            ),
+        )
+
+
+def _sharding(weights: Weights) -> jax.sharding.Sharding:
+    """Where all the rest goes: to the device of the weights, or to every device of their mesh."""
+    sharding = weights.arrays[0].sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.sharding.SingleDeviceSharding(next(iter(weights.arrays[0].devices())))
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < low or (high is not None and number > high):
+        raise ValueError(f"generate: {name} must be an integer {allowed}, got {value!r}")
+    return number
+
+
+def _per_row(name: str, value: Any, rows: int) -> list[int]:
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
+        return [_integer(name, value, 1)] * rows
+    if len(value) != rows:
+        raise ValueError(f"generate: {name} has {len(value)} entries for {rows} prompts")
+    return [_integer(name, x, 1) for x in value]
+
+
+def _ids(name: str, value: Any) -> list[int]:
+    if isinstance(value, str | Mapping) or not hasattr(value, "__iter__"):
+        raise ValueError(f"generate: {name} must be a list of token ids or None, got {value!r}")
+    return [_integer(name, x, 0, 2**31 - 1) for x in value]
+
+
+def _stop_strings(stop: Any, tokenizer: Tokenizer | None) -> tuple[str, ...]:
+    several = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if several and tokenizer is None:
+        raise ValueError("generate: stop strings need a tokenizer")
+    if not all(isinstance(s, str) and s for s in several):
+        raise ValueError(
+            f"generate: stop strings must be texts of at least one character, got {stop!r}"
+        )
+    return several

@@ -1,0 +1,407 @@
+"""Scores of the next token in, token out; and the log-probabilities of tokens.
+
+For a row of scores l, in this order (Hugging Face's `generate`, and the penalties of OpenAI):
+
+    repetition    ids of prompt and output, once an id:  l*r if l < 0 else l/r
+    presence,     ids of the output, count = times generated:
+    frequency     l - presence*(count > 0) - frequency*count
+    temperature   l / t;  t = 0 is the arg-max of what the penalties left, and no filter runs
+    top-k         keep l >= the k-th largest
+    top-p         keep l if the mass strictly above l is below p
+    min-p         keep l if its probability is at least min_p times the largest
+    draw          arg-max of l + Gumbel noise, key = fold_in(key(seed), position)
+
+Each filter sees the softmax of what the one before it left. Equal scores stay or go together: at
+its border top-p keeps a whole group of equals, of which a sort keeps an arbitrary part.
+NaN counts as -inf: it is never chosen while its row has a number, and the row's `log_probs` are
+NaN, which shows the fault. +inf beats every number. A row with nothing above -inf gives id 0.
+
+The vocabulary is never sorted. Scores are mapped to integers in the same order and the threshold is
+found bit by bit: 32 passes, each fused by XLA to a compare and a sum. Milliseconds, best of 180, on
+two shared CPU cores (EPYC, AVX-512), jax 0.10.2, float32:
+
+    B, V         one sort   top-k   top-p   all filters and draw   draw alone   arg-max
+    1, 151936        30.6     1.3     1.6                    3.6          0.9       0.1
+    8, 32000         45.5     2.2     2.6                    5.9          1.5       0.2
+
+With 2 bits a pass the search costs 1.5 times as much, with 4 bits 3 to 7 times; unrolled it is no
+faster and compiles 6 times as long.
+
+Over the file's budget: settings, rules, search and noise answer one question, which token is next.
+"""
+
+import dataclasses
+import functools
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+Values = jax.Array | np.ndarray
+Setting = int | float | Sequence[int | float] | np.ndarray | jax.Array
+
+_TINY = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
+_LOWEST = -(2**31)
+
+# name -> dtype, what is allowed: as a test, as a phrase
+_RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "temperature": (np.float32, lambda x: 0 <= x <= _LARGEST, "0 (arg-max) or a positive number"),
+    "top_k": (np.int32, lambda x: x >= 0, "an integer, 0 (off) or more"),
+    "top_p": (np.float32, lambda x: 0 < x <= 1, "in (0, 1], where 1 is off"),
+    "min_p": (np.float32, lambda x: 0 <= x <= 1, "in [0, 1], where 0 is off"),
+    "repetition_penalty": (np.float32, lambda x: _TINY <= x <= _LARGEST, "positive, 1 is off"),
+    "presence_penalty": (np.float32, lambda x: abs(x) <= _LARGEST, "a finite number, 0 is off"),
+    "frequency_penalty": (np.float32, lambda x: abs(x) <= _LARGEST, "a finite number, 0 is off"),
+    "seed": (np.uint32, lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1"),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sampling:
+    """How each row is sampled: one array a setting, one value a row.
+
+    A pytree of traced values: other settings compile nothing. `Sampling.of` checks what it is
+    given and returns NumPy arrays, which reach the device when a jitted function takes them.
+    """
+
+    temperature: Float[Values, " B"]
+    top_k: Int[Values, " B"]
+    top_p: Float[Values, " B"]
+    min_p: Float[Values, " B"]
+    repetition_penalty: Float[Values, " B"]
+    presence_penalty: Float[Values, " B"]
+    frequency_penalty: Float[Values, " B"]
+    seed: UInt32[Values, " B"]
+
+    @classmethod
+    def of(
+        cls,
+        batch: int,
+        *,
+        temperature: Setting = 0.0,
+        top_k: Setting = 0,
+        top_p: Setting = 1.0,
+        min_p: Setting = 0.0,
+        repetition_penalty: Setting = 1.0,
+        presence_penalty: Setting = 0.0,
+        frequency_penalty: Setting = 0.0,
+        seed: Setting = 0,
+    ) -> "Sampling":
+        """Check the settings, on the host; each is one number for all rows, or one a row.
+
+        One seed for all rows is that seed in each, so a row's tokens do not depend on its place in
+        the batch: two rows with one prompt and one seed say the same. With `seed=range(batch)`
+        they differ. A temperature below the smallest normal float32 (1.2e-38) counts as 0.
+        Raises: ValueError, with the setting, the value and what is allowed.
+        """
+        if isinstance(batch, bool) or not isinstance(batch, numbers.Integral) or batch < 1:
+            raise ValueError(f"sampling: batch must be an integer of at least 1, got {batch!r}")
+        given = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+        }
+        return cls(**{name: _rows(name, value, int(batch)) for name, value in given.items()})
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a row needs prompt_mask and counts. For the host: reads the values."""
+        neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+        return any(np.any(np.asarray(getattr(self, name)) != off) for name, off in neutral.items())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether `greedy` is enough: temperature 0 in every row, no penalty. For the host."""
+        return bool(np.all(np.asarray(self.temperature) < _TINY)) and not self.has_penalties
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    sampling: Sampling,
+    position: Int[Array, " B"],
+    prompt_mask: Bool[Array, "B V"] | None = None,
+    counts: Int[Array, "B V"] | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> Int[Array, " B"]:
+    """One token a row by all the rules above; traceable, so it can stand in a `while_loop`.
+
+    position is the place that the new token takes in its row, padding not counted: it makes each
+    step's noise its own. prompt_mask (see `token_mask`) and counts (see `add_counts`) go together;
+    without them no penalty is compiled, so leave them out unless `sampling.has_penalties`.
+    Ids from vocab_size on are never chosen.
+    """
+    _check("sample", logits, sampling)
+    if (prompt_mask is None) != (counts is None):
+        raise ValueError("sample: prompt_mask and counts go together, only one of them was given")
+    scores = _clean(logits, vocab_size)
+    if prompt_mask is not None and counts is not None:
+        scores = penalise(scores, prompt_mask, counts, sampling)
+    scores = filter_scores(scores, sampling)
+    noise = _noise(sampling.seed, position, scores.shape[1])
+    sampled = sampling.temperature >= _TINY
+    return _arg_max(jnp.where(sampled[:, None], scores + noise, scores))
+
+
+def greedy(logits: Float[Array, "B V"], *, vocab_size: int | None = None) -> Int[Array, " B"]:
+    """The id below vocab_size with the largest score, of equal ones the lowest id.
+
+    What `sample` gives at temperature 0 without penalties.
+    """
+    return _arg_max(_clean(logits, vocab_size))
+
+
+def penalise(
+    scores: Float[Array, "B V"],
+    prompt_mask: Bool[Array, "B V"],
+    counts: Int[Array, "B V"],
+    sampling: Sampling,
+) -> Float[Array, "B V"]:
+    """Repetition penalty over prompt and output, then presence and frequency over the output.
+
+    counts[b, v] is how often row b has generated id v. Neutral values change no bit.
+    """
+    _check("penalise", scores, sampling)
+    for name, array in (("prompt_mask", prompt_mask), ("counts", counts)):
+        if array.shape != scores.shape:
+            raise ValueError(
+                f"penalise: {name} must have the shape of the scores, {list(scores.shape)},"
+                f" got {list(array.shape)}"
+            )
+    scores = scores.astype(jnp.float32)
+    generated = counts > 0
+    repetition = sampling.repetition_penalty[:, None]
+    presence = sampling.presence_penalty[:, None]
+    frequency = sampling.frequency_penalty[:, None]
+    repeated = jnp.where(scores < 0, scores * repetition, scores / repetition)
+    scores = jnp.where(prompt_mask | generated, repeated, scores)
+    return scores - (jnp.where(generated, presence, 0) + frequency * counts.astype(jnp.float32))
+
+
+def filter_scores(scores: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+    """Scores over the temperature, -inf where top-k, top-p or min-p drop them.
+
+    Rows with temperature 0 come back unfiltered. A search that no row needs is skipped at run time.
+    The kept sets are exact for top-k and min-p. For top-p, masses are summed as integers in units
+    of at most 2**-30 of the row's total, so the set does not depend on the batch or the order of
+    summation; against float64 the border is off by at most 2e-7 of the mass (up to 262,144 tokens).
+    """
+    _check("filter_scores", scores, sampling)
+    return _filter(_clean(scores, None), sampling)
+
+
+def draw(
+    scores: Float[Array, "B V"], seed: UInt32[Array, " B"], position: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """One id a row with probability softmax(scores).
+
+    Equal scores, seed and position give the same id in any batch. The random bits are threefry's,
+    whatever JAX's default generator is, on a lattice of 2**-31: fine enough that even 150,000
+    equal scores hardly ever tie.
+    """
+    scores = _clean(scores, None)
+    return _arg_max(scores + _noise(seed, position, scores.shape[1]))
+
+
+def token_mask(
+    tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None, size: int
+) -> Bool[Array, "B {size}"]:
+    """Which ids below size occur in each row; tokens that are not valid (padding) do not count."""
+    rows = lax.broadcasted_iota(jnp.int32, tokens.shape, 0)
+    ids = tokens.astype(jnp.int32)
+    counted = ids >= 0 if valid is None else valid & (ids >= 0)
+    ids = jnp.where(counted, ids, size)
+    return jnp.zeros((tokens.shape[0], size), bool).at[rows, ids].set(True, mode="drop")
+
+
+def add_counts(
+    counts: Int[Array, "B V"], tokens: Int[Array, " B"], live: Bool[Array, " B"] | None = None
+) -> Int[Array, "B V"]:
+    """Counts after each row's new token; rows that are not live (finished) stay as they are."""
+    one = jnp.ones(tokens.shape, counts.dtype) if live is None else live.astype(counts.dtype)
+    return counts.at[jnp.arange(tokens.shape[0]), tokens].add(one, mode="drop")
+
+
+def log_probs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Log-softmax of the raw logits, in float32, at each row's token."""
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, tokens[:, None].astype(jnp.int32), axis=1)[:, 0]
+    return chosen - _log_sum_exp(logits)
+
+
+def top_log_probs(
+    logits: Float[Array, "B V"], k: int
+) -> tuple[Int[Array, "B {k}"], Float[Array, "B {k}"]]:
+    """Ids of the k largest raw logits, largest first, and the log-softmax there."""
+    V = logits.shape[-1]
+    if not 1 <= k <= V:
+        raise ValueError(f"top_log_probs: k must be from 1 to the vocabulary's {V}, got {k}")
+    logits = logits.astype(jnp.float32)
+    values, ids = lax.top_k(logits, k)
+    return ids, values - _log_sum_exp(logits)[:, None]
+
+
+def _rows(name: str, value: Any, batch: int) -> np.ndarray:
+    dtype, allowed, phrase = _RULES[name]
+    if isinstance(value, np.ndarray | jax.Array):
+        value = value.tolist()
+    one_a_row = isinstance(value, Sequence) and not isinstance(value, str)
+    values: list[Any] = list(value) if one_a_row else [value] * batch
+    if len(values) != batch:
+        raise ValueError(
+            f"sampling: {name} has {len(values)} values for a batch of {batch};"
+            " give one number, or one a row"
+        )
+    kind = numbers.Real if dtype is np.float32 else numbers.Integral
+    for row, x in enumerate(values):
+        if isinstance(x, bool | np.bool_) or not isinstance(x, kind) or not allowed(x):
+            where = f" for row {row}" if one_a_row else ""
+            raise ValueError(f"sampling: {name} must be {phrase}, got {x!r}{where}")
+    if name == "top_k":  # larger than any vocabulary is legal, and off
+        values = [min(x, 2**31 - 1) for x in values]
+    return np.asarray(values, dtype)
+
+
+def _check(name: str, scores: jax.Array, sampling: Sampling) -> None:
+    if scores.ndim != 2 or not jnp.issubdtype(scores.dtype, jnp.floating):
+        raise ValueError(
+            f"{name}: scores must be floating-point [B, V], got {scores.dtype}{list(scores.shape)}"
+        )
+    if sampling.temperature.shape != scores.shape[:1]:
+        raise ValueError(
+            f"{name}: {scores.shape[0]} rows of scores, but settings of shape"
+            f" {list(sampling.temperature.shape)}; make them with Sampling.of({scores.shape[0]})"
+        )
+
+
+def _clean(scores: jax.Array, vocab_size: int | None) -> jax.Array:
+    """float32, with -inf for NaN and from vocab_size on."""
+    V = scores.shape[-1]
+    scores = scores.astype(jnp.float32)
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    if vocab_size is None:
+        return scores
+    if not 1 <= vocab_size <= V:
+        raise ValueError(f"sampling: vocab_size must be from 1 to {V}, got {vocab_size}")
+    ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    return jnp.where(ids < vocab_size, scores, -jnp.inf)
+
+
+@jax.jit
+def _arg_max(scores: jax.Array) -> jax.Array:
+    # jnp.argmax is not vectorised on a CPU: at [1, 151936] 0.67 ms against 0.10, and 3.9 against
+    # 0.9 with the noise fused into it. There is no NaN here, so some score equals the largest.
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    return jnp.min(jnp.where(scores == largest, ids, scores.shape[1]), axis=-1)
+
+
+def _log_sum_exp(logits: jax.Array) -> jax.Array:
+    largest = jnp.max(logits, axis=-1)
+    return largest + jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1))
+
+
+def _ordered(scores: jax.Array) -> jax.Array:
+    """Integers in the order of the floats, equal where the floats are (0.0 and -0.0 too)."""
+    bits = lax.bitcast_convert_type(scores, jnp.int32)
+    return jnp.where(scores == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@jax.jit  # outside a jitted function, cond and fori_loop would compile at every call
+def _filter(scores: jax.Array, sampling: Sampling) -> jax.Array:
+    B, V = scores.shape
+    sampled = sampling.temperature >= _TINY
+
+    divisor = jnp.where(sampled, sampling.temperature, 1)[:, None]
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    # A tiny temperature would send several scores to +inf, all alike: move the largest to 0 first.
+    overflows = jnp.isfinite(largest) & ~jnp.isfinite(largest / divisor)
+    scaled = (scores - jnp.where(overflows, largest, 0)) / divisor
+    largest = jnp.max(scaled, axis=-1, keepdims=True)
+    # Probability over the row's largest; the comparison keeps inf - inf out.
+    ratio = jnp.where(scaled == largest, 1, jnp.exp(scaled - largest))
+    keys = _ordered(scaled)
+
+    counted = sampled & (sampling.top_k > 0) & (sampling.top_k < V)
+    weighed = sampled & (sampling.top_p < 1)
+
+    def by_count(lowest):
+        found = _threshold(keys, jnp.uint32(1), sampling.top_k.astype(jnp.uint32))
+        return jnp.where(counted, found, lowest)
+
+    def by_mass(lowest):
+        left = jnp.where(keys >= lowest[:, None], ratio, 0)
+        return jnp.where(weighed, _mass_threshold(keys, left, sampling.top_p), lowest)
+
+    lowest = jnp.full((B,), _LOWEST, jnp.int32)
+    lowest = lax.cond(jnp.any(counted), by_count, lambda lowest: lowest, lowest)
+    lowest = lax.cond(jnp.any(weighed), by_mass, lambda lowest: lowest, lowest)
+    keep = (keys >= lowest[:, None]) & (ratio >= sampling.min_p[:, None])
+    return jnp.where(sampled[:, None], jnp.where(keep, scaled, -jnp.inf), scores)
+
+
+def _threshold(keys: jax.Array, weights: jax.Array, wanted: Values) -> jax.Array:
+    """Each row's largest T with sum(weights[keys >= T]) >= wanted."""
+
+    def fix_bit(i, lowest):
+        candidate = lowest + lax.shift_left(jnp.int32(1), 31 - i)  # the first wraps: -2**31 to 0
+        reached = jnp.sum(jnp.where(keys >= candidate[:, None], weights, jnp.uint32(0)), axis=-1)
+        return jnp.where(reached >= wanted, candidate, lowest)
+
+    return lax.fori_loop(0, 32, fix_bit, jnp.full(keys.shape[:1], _LOWEST, jnp.int32))
+
+
+def _mass_threshold(keys: jax.Array, ratio: jax.Array, top_p: Values) -> jax.Array:
+    """The lowest key that top-p keeps; ratio is probability over the largest, 0 where dropped.
+
+    Masses are integers with a total between 2**30 and 2**31, so their sums are exact and a row
+    gives one threshold in any batch, on any device. The float total sets only the power of two.
+    Rounded to nearest, many small masses could all err one way: by more than 1e-6 of the total at
+    V = 151,936. A dither, fixed for each id and evenly spread over the ids, cancels that.
+    """
+    total = jnp.sum(ratio, axis=-1)
+    exponent = (lax.bitcast_convert_type(total, jnp.int32) >> 23) - 127
+    scale = lax.bitcast_convert_type((127 + 30 - exponent) << 23, jnp.float32)  # 2**(30 - exponent)
+    ids = lax.broadcasted_iota(jnp.uint32, keys.shape, 1)
+    dither = ((ids * jnp.uint32(2654435769)) >> 8).astype(
+        jnp.float32
+    ) * 2.0**-24  # ids * golden ratio, mod 1
+    mass = jnp.floor(ratio * scale[:, None] + dither).astype(jnp.uint32)
+    total = jnp.sum(mass, axis=-1)
+    # Less than p lies strictly above a key just if the key is not below the largest T with p at or
+    # above it. At least 1: p -> 0 keeps the largest. With p < 1 rounding never exceeds the total.
+    wanted = jnp.ceil(top_p * total.astype(jnp.float32)).astype(jnp.uint32)
+    return _threshold(keys, mass, jnp.maximum(wanted, 1))
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _noise(seed: Values, position: jax.Array, size: int) -> jax.Array:
+    """Gumbel noise [B, size], each row from its own key."""
+
+    def bits(seed, position):
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+        return jax.random.bits(key, (size,), jnp.uint32)
+
+    return _gumbel(jax.vmap(bits)(seed, position))
+
+
+def _gumbel(bits: jax.Array) -> jax.Array:
+    """-log(E), E exponential, of 32 random bits: between -2.9 and 22.2.
+
+    Large noise comes from u near 0, where float32 is fine. u near 1 stays below 1: infinite noise
+    could cost a row the only score that it has left.
+    """
+    u = (bits >> 1).astype(jnp.float32) * 2.0**-31 + 2.0**-32
+    return -jnp.log(-jnp.log1p(-jnp.minimum(u, 1 - 2.0**-24)))

@@ -1,0 +1,279 @@
+"""Text <-> token ids, as a checkpoint's own files say: tokenizer.json, its chat template, its BOS.
+
+A `Tokenizer` keeps the files that it was read from and writes them back unchanged. `StreamDecoder`
+turns ids into text as they come; its pieces together are what `decode` makes of all the ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import tokenizers
+
+from jaxllm import chat_template
+from jaxllm.detokenizer import StreamDecoder, checked_ids
+
+_TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_SPECIAL, _TEMPLATES = "special_tokens_map.json", "additional_chat_templates"
+_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    `vocab_size` is the largest id plus one, added tokens included. `bos_id`, `eos_id` and `pad_id`
+    are None where the files name no such token or the vocabulary does not hold it.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], source: str = "tokenizer"):
+        """From the contents of files by their names; `source` says in errors whose they are.
+
+        Raises: ValueError if a file is missing, corrupt or contradicts another.
+        """
+        self._files, self._source = dict(files), source
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self._files[_TOKENIZER])
+        except KeyError:
+            raise ValueError(f"{source}: there is no {_TOKENIZER}") from None
+        except ValueError as error:
+            raise ValueError(f"{source}: {_TOKENIZER} cannot be read: {error}") from None
+        # Limits of some training run; they would cut prompts short or fill them up
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"{source}: {_TOKENIZER} has no tokens")
+        self.vocab_size = max(vocabulary.values()) + 1
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._special = frozenset(token.content for token in added if token.special)
+
+        config = self._json(_CONFIG)
+        self._templates = self._read_templates(config)
+        if "added_tokens_decoder" not in config:  # then the older file counts, as in transformers
+            config = {**config, **self._json(_SPECIAL)}
+        self.special_tokens = self._read_special_tokens(config)
+        self.bos_id, self.eos_id, self.pad_id = (
+            vocabulary.get(self.special_tokens.get(key, "")) for key in _NAMED[:3]
+        )
+        self._prefix = self._read_prefix()
+        if not self._prefix and config.get("add_bos_token") is True and self.bos_id is not None:
+            self._prefix = [self.bos_id]
+        if self.bos_id is None and self._prefix:
+            self.bos_id = self._prefix[0]
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Reads a Hugging Face folder; all files but tokenizer.json may be absent.
+
+        Raises: FileNotFoundError if the folder or its tokenizer.json is missing; ValueError if a
+        file is corrupt.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"tokenizer: there is no folder {folder}")
+        if not (folder / _TOKENIZER).is_file():
+            raise FileNotFoundError(
+                f"tokenizer: {folder} has no {_TOKENIZER}; other formats (tokenizer.model, "
+                "vocab.json) must be converted to it first"
+            )
+        paths = [folder / name for name in (_TOKENIZER, _CONFIG, _SPECIAL, _TEMPLATE)]
+        paths += sorted((folder / _TEMPLATES).glob("*.jinja"))
+        files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths if p.is_file()}
+        return cls(files, f"tokenizer of {folder}")
+
+    @classmethod
+    def from_tokenizers(
+        cls,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+        chat_template: str | None = None,
+    ) -> Tokenizer:
+        """From a tokenizer of the `tokenizers` library, a trained one for example.
+
+        Prompts get the BOS only if the tokenizer's own post-processor writes it.
+        Raises: ValueError if a named token is not in the vocabulary.
+        """
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        for key, token in zip(_NAMED, (bos_token, eos_token, pad_token), strict=False):
+            if token is not None and tokenizer.token_to_id(token) is None:
+                raise ValueError(f"tokenizer: {key} {token!r} is not in the vocabulary")
+            config[key] = token
+        config["clean_up_tokenization_spaces"] = False
+        if chat_template is not None:
+            config["chat_template"] = chat_template
+        files = {_TOKENIZER: tokenizer.to_str(pretty=True), _CONFIG: json.dumps(config, indent=2)}
+        return cls({name: text.encode() for name, text in files.items()})
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the files that this tokenizer was read from, bit for bit."""
+        for name, content in self._files.items():
+            path = Path(folder) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, after the BOS if prompts of this checkpoint begin with one.
+
+        A BOS that the text itself begins with is not doubled; an EOS is never added.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"tokenizer: a text must be a str, not {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"half a surrogate pair, U+{ord(text[error.start]):04X}"
+            raise ValueError(
+                f"tokenizer: the text has {what}, at character {error.start}"
+            ) from None
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if add_special_tokens and ids[:1] != self._prefix[:1]:
+            return self._prefix + ids
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids; ids that the tokenizer does not know have none.
+
+        Spaces before punctuation stay (`clean_up_tokenization_spaces` is not followed), so that
+        text comes back as it was.
+        """
+        return self._tokenizer.decode(checked_ids(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(
+        self, after: Iterable[int] = (), *, skip_special_tokens: bool = True
+    ) -> StreamDecoder:
+        """A fresh decoder for ids that arrive bit by bit and continue the text of `after`.
+
+        Many decoders take a space off the front of a text. A continuation keeps it.
+        """
+        hidden = self._special if skip_special_tokens else frozenset()
+        before = (self._tokenizer.id_to_token(i) for i in after)
+        begun = any(token is not None and token not in hidden for token in before)
+        return StreamDecoder(self._tokenizer, hidden, begun=begun)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint came with a chat template."""
+        return bool(self._templates)
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: Literal[True] = True,
+        **extra: Any,
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: Literal[False],
+        **extra: Any,
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: bool = True,
+        **extra: Any,
+    ) -> list[int] | str:
+        """A conversation in the checkpoint's own format: its ids, or its text.
+
+        The ids are those of the text alone: no BOS is added, for templates write their own.
+        `extra` (tools, documents, enable_thinking, ...) goes to the template; with tools, a
+        template named "tool_use" is taken where there is one.
+        Raises: ValueError if there is no template, or it refuses the messages, or is refused.
+        """
+        with_tools = extra.get("tools") is not None and "tool_use" in self._templates
+        name = "tool_use" if with_tools else "default"
+        if name not in self._templates:
+            names = ", ".join(sorted(self._templates))
+            found = f"only the chat templates {names}, no default" if names else "no chat template"
+            raise ValueError(f"{self._source}: there is {found}; give plain text as the prompt")
+        variables = {"tools": None, "documents": None, **self.special_tokens, **extra}
+        variables["add_generation_prompt"] = add_generation_prompt
+        text = chat_template.render(self._templates[name], messages, variables)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """A file that may be absent."""
+        try:
+            content = json.loads(self._files.get(name, b"{}"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self._source}: {name} is not valid JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{self._source}: {name} must hold an object, not {content!r:.40}")
+        return content
+
+    def _read_special_tokens(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Special tokens by the names under which templates know them."""
+        extra = config.get("extra_special_tokens")
+        found = {**config, **(extra if isinstance(extra, dict) else {})}
+        special = {}
+        for key, value in found.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                special[key] = text
+            elif key in _NAMED and value is not None:
+                raise ValueError(
+                    f"{self._source}: {key} must be a string or an object with content, "
+                    f"not {value!r:.40}"
+                )
+        return special
+
+    def _read_templates(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Templates by name; files win over tokenizer_config.json, as in transformers."""
+        files = {k: v for k, v in self._files.items() if k.endswith(".jinja")}
+        if files:
+            names = {name: Path(name).stem for name in files}
+            names[_TEMPLATE] = "default"
+            try:
+                return {names[name]: content.decode() for name, content in files.items()}
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{self._source}: a chat template is not UTF-8: {error}") from None
+        found = config.get("chat_template") or {}
+        if isinstance(found, str):
+            return {"default": found}
+        try:
+            templates = {entry["name"]: entry["template"] for entry in found}
+            if all(isinstance(text, str) for text in templates.values()):
+                return templates
+        except (TypeError, KeyError):
+            pass
+        raise ValueError(
+            f"{self._source}: chat_template must be a string or a list of objects with name and "
+            f"template, not {found!r:.40}"
+        )
+
+    def _read_prefix(self) -> list[int]:
+        """What the post-processor of tokenizer.json writes before a text.
+
+        Read, not run: it would also write what comes after a text, and the library panics on
+        tokens that it does not know.
+        """
+        processor = self._tokenizer.post_processor
+        steps = [] if processor is None else [json.loads(processor.__getstate__())]
+        while any(step["type"] == "Sequence" for step in steps):
+            steps = [s for step in steps for s in step.get("processors", [step])]
+        prefix = []
+        for step in steps:
+            for piece in step.get("single", []):  # of a TemplateProcessing
+                if "SpecialToken" not in piece:
+                    break
+                name = piece["SpecialToken"]["id"]
+                if name not in step["special_tokens"]:
+                    raise ValueError(f"{self._source}: the post-processor knows no token {name!r}")
+                prefix += step["special_tokens"][name]["ids"]
+        return prefix

@@ -1,0 +1,77 @@
+"""What a kernel must know of the device it will run on, as plain data.
+
+A program may be compiled for a GPU that is absent: the device that JAX's abstract mesh names goes
+before the one that is here. Nothing is read at import and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+
+# An abstract device tells its name but not its capability.
+# Source: https://developer.nvidia.com/cuda-gpus
+_CAPABILITIES = (
+    (r"\bG?B300\b", 10.3),
+    (r"\bG?B(100|200)\b", 10.0),
+    (r"RTX PRO \d+ Blackwell|RTX 50\d\d", 12.0),
+    (r"\bG?H(20|100|200|800)\b", 9.0),
+    (r"\bL(4|20|40S?)\b|Ada Generation|RTX 40\d\d", 8.9),
+    (r"\bA(2|10G?|16|40)\b|RTX A\d+|RTX 30\d\d", 8.6),
+    (r"\bA(30|100|800)\b", 8.0),
+    (r"\bT4\b|RTX 20\d\d|Quadro RTX", 7.5),
+    (r"\bV100\b", 7.0),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device; a number that is not known, or has no meaning for the platform, is 0.
+
+    platform is "cpu", "gpu" or another name of JAX's; capability is CUDA's compute capability (9.0
+    for an H200); memory_bytes is what JAX may use of the device's memory.
+    """
+
+    platform: str
+    name: str = ""
+    capability: float = 0.0
+    num_sms: int = 0
+    memory_bytes: int = 0
+
+
+def current() -> Device:
+    """The device of the abstract mesh, if one is set and names one; else JAX's default device."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if default is None or isinstance(default, str):
+        default = jax.local_devices(backend=default)[0]
+    if abstract is None or abstract.device_kind == default.device_kind:
+        return _of(default)  # the device itself knows more than its name
+    return Device(
+        abstract.platform,
+        abstract.device_kind,
+        _capability_by_name(abstract.device_kind),
+        abstract.num_cores or 0,
+    )
+
+
+def _of(device: Any) -> Device:
+    if device.platform != "gpu":
+        return Device(device.platform, device.device_kind)
+    capability = str(
+        getattr(device, "compute_capability", "")
+    )  # AMD has names here, such as gfx942
+    return Device(
+        device.platform,
+        device.device_kind,
+        float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0,
+        getattr(device, "core_count", 0),
+        (device.memory_stats() or {}).get("bytes_limit", 0),
+    )
+
+
+def _capability_by_name(name: str) -> float:
+    return next((number for pattern, number in _CAPABILITIES if re.search(pattern, name)), 0.0)

@@ -1,0 +1,14 @@
+"""GPUs that this machine need not have."""
+
+from contextlib import AbstractContextManager
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh
+
+
+def absent(
+    name: str = "NVIDIA H200", num_cores: int | None = 132, platform: str = "gpu"
+) -> AbstractContextManager[object]:
+    """Sets an abstract mesh that names the device."""
+    device = AbstractDevice(device_kind=name, num_cores=num_cores, platform=platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

@@ -1,0 +1,75 @@
+"""What every test may ask for; and a line at the end about the tests that cannot run here."""
+
+import importlib
+import importlib.util
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def _why_not(marker: str) -> str | None:
+    """Why tests with this marker cannot run here; None if they can."""
+    if marker == "gpu" and jax.default_backend() != "gpu":
+        return "no NVIDIA GPU that JAX can use"
+    if marker == "reference":
+        missing = [m for m in ("torch", "transformers") if importlib.util.find_spec(m) is None]
+        if missing:
+            return f"{' and '.join(missing)} not installed: make test-reference"
+    return None
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs ignore Ctrl-C, and hand that on; the tests send it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for marker in ("gpu", "reference"):
+        reason = _why_not(marker)
+        for item in items:
+            if reason is not None and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"{marker} tests: {reason}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Counted from the reports, which also come from other processes (pytest-xdist)."""
+    reasons = (report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    counts = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
+    for reason, count in counts.items():
+        terminalreporter.write_line(f"not run: {count} {reason}", yellow=True)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of data and tools beside the repository."""
+    folder = REPO.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"there is no folder {folder.name}/ beside the repository")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def transformers() -> ModuleType:
+    """The original implementations."""
+    reason = _why_not("reference")
+    if reason is not None:
+        pytest.skip(reason)
+    return importlib.import_module("transformers")
+
+
+@pytest.fixture
+def strict_jax() -> Iterator[None]:
+    """JAX as our own forward must bear it: no silent change of dtype, no silent growth of rank.
+
+    Not for code of optax or jax.nn, which need the standard rules.
+    """
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield

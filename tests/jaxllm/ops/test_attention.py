@@ -1,0 +1,362 @@
+"""Attention against float64: each argument, dtype and gradient; and what cuDNN may be asked."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from absent_device import absent
+from numerics import assert_as_accurate
+
+from jaxllm.ops.attention import ATTENTION, attention
+from pallas_kernels.device import Device
+
+H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
+A100 = Device("gpu", "NVIDIA A100", 8.0, 108)
+
+
+def numbers(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def inputs(B=2, T=5, S=5, N=4, K=2, H=8, dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
+    """q, k, v and a cotangent; scores of a size that makes attention far from uniform."""
+    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
+    q, k, v, d_out = (numbers(i, *shape, dtype=dtype) for i, shape in enumerate(shapes))
+    return q * jnp.asarray(2, dtype), k, v, d_out
+
+
+def ids(*rows: str) -> jax.Array:
+    return jnp.asarray([[int(c) for c in row] for row in rows], jnp.int32)
+
+
+def lengths(*values: int) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)
+
+
+def segments(q: jax.Array, kv: jax.Array | None = None) -> dict[str, jax.Array]:
+    return {"q_segment_ids": q, "kv_segment_ids": q if kv is None else kv}
+
+
+# Sizes, then arguments. Every value of an argument meets several of the others.
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "causal": ({}, {}),
+    "all see all": ({"N": 3, "K": 3}, {"causal": False}),
+    "one head, odd width": ({"N": 1, "K": 1, "H": 5}, {}),
+    "one key head for six": ({"N": 6, "K": 1, "T": 3, "S": 3}, {"scale": 0.3}),
+    "two heads a key head, prime sizes": ({"N": 6, "K": 3, "T": 7, "S": 7, "H": 3}, {"softcap": 2}),
+    "one token": ({"T": 1, "S": 7}, {}),
+    "one token over a cache": ({"T": 1, "S": 7}, {"kv_lengths": lengths(3, 7)}),
+    "one token, window": ({"T": 1, "S": 7}, {"window": 3, "kv_lengths": lengths(2, 7)}),
+    "one token over a full cache": ({"T": 1, "S": 7}, {"kv_lengths": lengths(8, 7)}),
+    "a chunk behind others": ({"T": 3, "S": 7}, {}),
+    "a chunk over a cache": ({"T": 3, "S": 7}, {"kv_lengths": lengths(4, 7), "softcap": 1.5}),
+    "a chunk over an empty row": ({"T": 3, "S": 7}, {"kv_lengths": lengths(0, 2), "window": 2}),
+    "a padded chunk past the end": ({"T": 3, "S": 7}, {"kv_lengths": lengths(8, 9)}),
+    "more queries than keys": ({"T": 7, "S": 4}, {"window": 3}),
+    "more queries than keys, not causal": ({"T": 9, "S": 5}, {"window": 6, "causal": False}),
+    "one key": ({"T": 4, "S": 1}, {}),
+    "window of one": ({}, {"window": 1, "softcap": 3.0}),
+    "window": ({"T": 7, "S": 7}, {"window": 3}),
+    "window wider than the text": ({}, {"window": 9}),
+    "window to both sides": ({"T": 3, "S": 7}, {"window": 2, "causal": False}),
+    "lengths, not causal": ({"T": 3, "S": 7}, {"causal": False, "kv_lengths": lengths(2, 6)}),
+    "packed": ({"T": 7, "S": 7}, segments(ids("1122223", "0011100"))),
+    "packed, window": ({"T": 7, "S": 7}, {**segments(ids("1112222", "1111111")), "window": 2}),
+    "packed, not causal": ({}, {**segments(ids("12122", "11222")), "causal": False}),
+    "segments that nobody has": ({"T": 2, "S": 4}, segments(ids("31", "22"), ids("1122", "1111"))),
+    "segments and lengths": (
+        {"T": 4, "S": 6},
+        {**segments(ids("1122", "1111"), ids("111122", "111111")), "kv_lengths": lengths(6, 3)},
+    ),
+}
+# Backward, masks differ only by what the softmax has left
+GRADIENTS = (
+    "two heads a key head, prime sizes",
+    "one token, window",
+    "a chunk over a cache",
+    "a chunk over an empty row",
+    "more queries than keys",
+    "packed, window",
+    "segments that nobody has",
+)
+BLIND = ("a chunk over an empty row", "segments that nobody has", "more queries than keys")
+
+
+def run(sizes, kwargs, dtype: Any = jnp.float32, *, gradient: bool = True):
+    """Ours, the plain path and the truth: the result, and the gradients of q, k and v."""
+    *qkv, d_out = inputs(**sizes, dtype=dtype)
+    # Arrays are traced, as in a model; the rest is part of the program
+    arrays = {name: value for name, value in kwargs.items() if isinstance(value, jax.Array)}
+    rest = {name: value for name, value in kwargs.items() if name not in arrays}
+
+    @jax.jit
+    def both(qkv, d_out, arrays):
+        def call(q, k, v):
+            return attention(q, k, v, **arrays, **rest)
+
+        if not gradient:
+            return (call(*qkv),)
+        out, pull = jax.vjp(call, *qkv)
+        return out, *pull(d_out)
+
+    args, sides = [np.asarray(x) for x in qkv], {k: np.asarray(v) for k, v in arrays.items()}
+    expected = []
+    for kind in (jnp.dtype(dtype), np.float64):
+        out = oracles.attention(*args, **sides, **rest, dtype=kind)
+        d_qkv = oracles.attention(*args, **sides, **rest, d_out=np.asarray(d_out), dtype=kind)
+        expected.append((out, *d_qkv) if gradient else (out,))
+    return both(qkv, d_out, arrays), *expected
+
+
+@pytest.mark.usefixtures("strict_jax")
+@pytest.mark.parametrize("name", CASES)
+def test_attention_and_its_gradient(name):
+    gradient = name in GRADIENTS
+    results = run(*CASES[name], gradient=gradient)
+    for ours, plain, truth in zip(*results, strict=True):
+        assert ours.dtype == jnp.float32
+        assert_as_accurate(ours, plain, truth)
+    if name in BLIND:  # a query that sees nothing gives zeros, and no gradient
+        sizes, kwargs = CASES[name]
+        blind = ~oracles.sees((2, sizes["T"], sizes["S"]), causal=True, **kwargs).any(axis=-1)
+        assert 0 < blind.sum() < blind.size
+        for result in results[0][:2]:  # the result and the gradient of q
+            assert np.all(np.asarray(result)[blind] == 0)
+
+
+@pytest.mark.usefixtures("strict_jax")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["a chunk over an empty row", "packed"])
+def test_half_precision(name, dtype):
+    for ours, plain, truth in zip(*run(*CASES[name], dtype), strict=True):
+        assert ours.dtype == dtype
+        assert_as_accurate(ours, plain, truth)
+
+
+def test_the_check_can_fail():
+    (out, *_), (plain, *_), (truth, *_) = run(*CASES["causal"], gradient=False)
+    assert_as_accurate(out, plain, truth)
+    for wrong in (
+        out.at[0, 0, 0, 0].multiply(1.05),
+        run({}, {"window": 4}, gradient=False)[0][0],
+        run({}, {"softcap": 1000.0}, gradient=False)[0][0],
+        out.astype(jnp.bfloat16),
+        out * jnp.nan,
+    ):
+        with pytest.raises(AssertionError, match=r"error is|not finite"):
+            assert_as_accurate(wrong, plain, truth)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kwargs", "sentence"),
+    [
+        (((2, 5, 4, 8), (2, 5, 3, 8)), {}, "4 query heads cannot share 3 key heads; N must be a"),
+        (((2, 5, 4, 8), (1, 5, 2, 8)), {}, "differ in batch or head width"),
+        (((2, 5, 4, 8), (2, 5, 2, 4)), {}, "differ in batch or head width"),
+        (((5, 4, 8), (5, 2, 8)), {}, r"are not \[B, T, N, H\] and twice \[B, S, K, H\]"),
+        (((2, 5, 4, 8), (2, 5, 2, 8)), {"window": 0}, "window must be at least 1 or None, got 0"),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
+            {"q_segment_ids": ids("11111", "11111")},
+            "segment ids are given for one side; both sides or neither",
+        ),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
+            segments(ids("11111", "11111"), ids("1111", "1111")),
+            r"kv_segment_ids has shape \(2, 4\), not \(2, 5\)",
+        ),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
+            {"kv_lengths": lengths(1)},
+            r"kv_lengths has shape \(1,\), not \(2,\)",
+        ),
+    ],
+)
+@pytest.mark.own_errors
+def test_arguments_that_disagree(shapes, kwargs, sentence):
+    q, k = (jnp.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=f"attention: .*{sentence}"):
+        attention(q, k, k, **kwargs)
+
+
+@pytest.mark.own_errors
+def test_keys_and_values_of_different_shapes():
+    q, k, v = jnp.zeros((2, 5, 4, 8)), jnp.zeros((2, 5, 2, 8)), jnp.zeros((2, 6, 2, 8))
+    with pytest.raises(ValueError, match=r"k \(2, 5, 2, 8\), v \(2, 6, 2, 8\) are not"):
+        attention(q, k, v)
+
+
+def test_float32_is_the_highest_precision():
+    """A GPU would otherwise round operands to 10 bits; a CPU cannot tell, but the program can."""
+    q, k, v, _ = inputs()
+    program = jax.make_jaxpr(jax.grad(lambda q: jnp.sum(attention(q, k, v))))(q)
+    found = [e.params["precision"] for e in program.eqns if e.primitive.name == "dot_general"]
+    assert len(found) == 4  # two forward, two backward
+    assert set(found) == {(jax.lax.Precision.HIGHEST,) * 2}
+
+
+# ------------------------------------------------------------------------------------------- cuDNN
+
+
+NOTHING = dict.fromkeys(("window", "softcap", "q_segment_ids", "kv_segment_ids", "kv_lengths"))
+
+
+def why_not(device: Device = H200, dtype: Any = jnp.bfloat16, T=8, S=8, H=64, **kwargs: Any):
+    q, k = jax.ShapeDtypeStruct((1, T, 4, H), dtype), jax.ShapeDtypeStruct((1, S, 2, H), dtype)
+    call = {"causal": True, "scale": 1.0, **NOTHING, **kwargs}
+    return ATTENTION["cudnn"].why_not(q, k, k, device=device, **call)
+
+
+ROW = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"device": A100, "H": 128},
+        {"device": Device("gpu", "NVIDIA B200", 10.0), "H": 256},
+        {"dtype": jnp.float16},
+        {"T": 7, "S": 7},  # causal without a mask
+        {"T": 7, "S": 7, "window": 3},
+        {"T": 1, "S": 7, "kv_lengths": ROW},
+        {"T": 1, "S": 7, "kv_lengths": ROW, "window": 7},
+        {"T": 4, "S": 8, "kv_lengths": ROW, "window": 3},
+        {"causal": False},
+    ],
+)
+def test_cudnn_runs(kwargs):
+    assert why_not(**kwargs) is None
+
+
+def test_cudnn_needs_a_gpu():
+    assert why_not(device=Device("cpu", "cpu")) == "needs an NVIDIA GPU, found cpu"
+    assert why_not(device=Device("tpu", "TPU v5")) == "needs an NVIDIA GPU, found TPU v5"
+
+
+def test_cudnn_needs_ampere():
+    t4 = Device("gpu", "Tesla T4", 7.5)
+    assert why_not(device=t4) == "needs compute capability 8.0 or newer, found 7.5 (Tesla T4)"
+
+
+def test_cudnn_needs_a_known_capability():
+    amd = Device("gpu", "AMD Instinct MI300X")
+    phrase = "needs compute capability 8.0 or newer, found an unknown one (AMD Instinct MI300X)"
+    assert why_not(device=amd) == phrase
+
+
+def test_cudnn_takes_half_precision():
+    assert why_not(dtype=jnp.float32) == "takes bfloat16 or float16, got float32"
+
+
+def test_cudnn_takes_one_dtype():
+    q, k = (jax.ShapeDtypeStruct((1, 8, 2, 64), d) for d in (jnp.bfloat16, jnp.float16))
+    phrase = ATTENTION["cudnn"].why_not(q, k, k, device=H200, causal=True, scale=1.0, **NOTHING)
+    assert phrase == "takes one dtype, got q bfloat16, k float16, v float16"
+
+
+@pytest.mark.parametrize(
+    ("device", "H", "widest"), [(H200, 60, 256), (H200, 264, 256), (A100, 256, 128)]
+)
+def test_cudnn_takes_some_head_widths(device, H, widest):
+    phrase = f"head width {H} is not a multiple of 8 up to {widest}"
+    assert why_not(device=device, H=H) == phrase
+
+
+def test_cudnn_has_no_soft_cap():
+    assert why_not(softcap=50.0) == "has no soft cap"
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"T": 3, "S": 8, "kv_lengths": ROW},
+        {"T": 8, "S": 9},
+        {"T": 1, "S": 8, "window": 3, "kv_lengths": ROW},
+        {"T": 7, "S": 7, "causal": False, "window": 3},
+    ],
+)
+def test_cudnn_takes_masks_of_even_lengths(kwargs):
+    phrase = f"takes a mask only for even lengths, got T={kwargs['T']}, S={kwargs['S']}"
+    assert why_not(**kwargs) == phrase
+
+
+ASKED = (
+    "causal",
+    "all see all",
+    "one token over a cache",
+    "one token over a full cache",
+    "a chunk behind others",
+    "a chunk over an empty row",
+    "more queries than keys, not causal",
+    "window",
+    "packed, window",
+)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The arguments of the calls to JAX's cuDNN attention, which are answered with zeros."""
+    calls = []
+
+    def call(q, k, v, *, implementation, **kwargs):
+        assert implementation == "cudnn"
+        calls.append(kwargs)
+        return jnp.zeros_like(q)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", call)
+    return calls
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_cudnn_is_asked_means_the_same(monkeypatch, name):
+    """JAX's own plain path stands in for its cuDNN call: the same arguments mean the same there."""
+    plain = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *args, implementation, **kwargs: plain(*args, implementation="xla", **kwargs),
+    )
+    sizes, kwargs = {"T": 5, "S": 5, **CASES[name][0]}, {"causal": True, **CASES[name][1]}
+    q, k, v, _ = inputs(**sizes, dtype=jnp.bfloat16)
+    call = {**NOTHING, "scale": q.shape[-1] ** -0.5, **kwargs}
+    out = jax.jit(lambda q, k, v: ATTENTION["cudnn"].run(q, k, v, **call))(q, k, v)
+    args, sides = [np.asarray(x) for x in (q, k, v)], {}
+    for key, value in kwargs.items():
+        sides[key] = np.asarray(value) if isinstance(value, jax.Array) else value
+    near = oracles.attention(*args, **sides, dtype=jnp.bfloat16)
+    assert_as_accurate(out, near, oracles.attention(*args, **sides))
+
+
+def test_cudnn_is_asked_for_a_mask_where_its_own_would_mean_another(asked):
+    """Its causal mask is aligned to the start: the last query would see the first three keys."""
+    q, k, v, _ = inputs(T=3, S=7, dtype=jnp.bfloat16)
+    ATTENTION["cudnn"].run(q, k, v, causal=True, scale=1.0, **NOTHING)
+    (kwargs,) = asked
+    assert not kwargs.get("is_causal", False)
+    np.testing.assert_array_equal(kwargs["mask"][0, 0], np.tri(3, 7, 4, bool))
+
+
+def test_cudnn_is_asked_for_no_key_past_the_cache(asked):
+    q, k, v, _ = inputs(T=1, S=7, dtype=jnp.bfloat16)
+    call = {**NOTHING, "kv_lengths": lengths(8, 3)}
+    ATTENTION["cudnn"].run(q, k, v, causal=True, scale=1.0, **call)
+    (kwargs,) = asked
+    assert kwargs["key_value_seq_lengths"].tolist() == [7, 3]
+
+
+def test_a_name_that_cannot_run_says_why():
+    q, k, v, _ = inputs()
+    with pytest.raises(
+        NotImplementedError,
+        match="attention: 'cudnn' cannot run this call: needs an NVIDIA GPU, found ",
+    ):
+        attention(q, k, v, implementation="cudnn")
+    with (
+        absent("NVIDIA H200"),
+        pytest.raises(NotImplementedError, match="takes bfloat16 or float16, got float32"),
+    ):
+        attention(q, k, v, implementation={"attention": "cudnn"})

@@ -1,0 +1,122 @@
+"""Products with weights [out, in], and rows of a table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from numerics import assert_as_accurate
+
+from jaxllm.ops import embedding, linear
+
+pytestmark = pytest.mark.usefixtures("strict_jax")
+
+
+def case(*shape: int, out: int, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    shapes = (shape, (out, shape[-1]), (out,))
+    return [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes]
+
+
+def expected(x, weight, bias=None):
+    arrays = np.asarray(x), np.asarray(weight), None if bias is None else np.asarray(bias)
+    return [oracles.linear(*arrays, dtype=d) for d in (x.dtype, np.float64)]
+
+
+def terms(x, weight) -> float:
+    """The largest product that is summed."""
+    return float(jnp.max(jnp.abs(x)) * jnp.max(jnp.abs(weight)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "out", "dtype"),
+    [
+        ((5,), 3, jnp.float32),
+        ((2, 3, 37), 11, jnp.float32),
+        ((1, 1), 1, jnp.float32),
+        ((2, 37), 896, jnp.bfloat16),
+        ((2, 37), 11, jnp.float16),
+    ],
+)
+def test_linear(shape, out, dtype, bias):
+    x, weight, b = case(*shape, out=out, dtype=dtype)
+    arguments = (x, weight, b if bias else None)
+    y = jax.jit(linear)(*arguments)
+    assert y.dtype == dtype
+    assert_as_accurate(y, *expected(*arguments), largest_term=terms(x, weight))
+
+
+def test_the_check_can_fail():
+    x, weight, bias = case(2, 3, 37, out=11)
+    good, (plain, truth) = linear(x, weight, bias), expected(x, weight, bias)
+    for wrong in (
+        good.at[0, 0, 0].multiply(1.05),
+        linear(x, weight),
+        linear(x.astype(jnp.bfloat16), weight, bias),
+    ):
+        with pytest.raises(AssertionError, match="error is"):
+            assert_as_accurate(wrong, plain, truth, largest_term=terms(x, weight))
+
+
+def test_sums_are_float32_in_half_precision():
+    """A sum of ones stops at 256 in bfloat16."""
+    x = jnp.ones((1, 4096), jnp.bfloat16)
+    assert float(linear(x, x)[0, 0]) == 4096
+
+
+def test_float32_is_the_highest_precision():
+    """A GPU would otherwise round operands to 10 bits; a CPU cannot tell, but the program can."""
+
+    def precision(dtype) -> set:
+        x, weight, _ = case(2, 8, out=4, dtype=dtype)
+        both = jax.make_jaxpr(jax.value_and_grad(lambda x: jnp.sum(linear(x, weight))))(x)
+        found = [e.params["precision"] for e in both.eqns if e.primitive.name == "dot_general"]
+        assert len(found) == 2  # forward and backward
+        return set(found)
+
+    highest = jax.lax.Precision.HIGHEST
+    assert precision(jnp.float32) == {(highest, highest)}
+    assert precision(jnp.bfloat16) == {None}
+
+
+def test_the_result_may_be_wider():
+    """Logits: not rounded to the activations' dtype."""
+    x, weight, _ = case(3, 64, out=8, dtype=jnp.bfloat16)
+    y = linear(x, weight, out_dtype=jnp.dtype(jnp.float32))
+    assert y.dtype == jnp.float32
+    # Products of bfloat16 numbers are exact in float32, so only the sum is rounded
+    truth = expected(x, weight)[1]
+    assert_as_accurate(y, truth, truth, largest_term=terms(x, weight))
+    with pytest.raises(AssertionError, match="error is"):
+        assert_as_accurate(linear(x, weight), truth, truth, largest_term=terms(x, weight))
+
+
+def test_weights_are_cast_to_the_inputs_dtype():
+    x, weight, bias = case(3, 8, out=4)
+    narrow = x.astype(jnp.bfloat16)
+    y = linear(narrow, weight, bias)
+    assert y.dtype == jnp.bfloat16
+    same = linear(narrow, weight.astype(jnp.bfloat16), bias.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(y, same)
+
+
+def test_embedding_takes_rows():
+    table = jnp.asarray(np.random.default_rng(0).standard_normal((7, 3)), jnp.float32)
+    ids = jnp.asarray([[0, 6], [3, 3]], jnp.int32)
+    np.testing.assert_array_equal(embedding(table, ids), np.asarray(table)[np.asarray(ids)])
+    narrow = embedding(table, ids, dtype=jnp.dtype(jnp.bfloat16))
+    np.testing.assert_array_equal(narrow, np.asarray(table.astype(jnp.bfloat16))[np.asarray(ids)])
+
+
+def test_embedding_clamps_ids_to_the_table():
+    table = jnp.asarray([[1.0], [2.0], [3.0]])
+    out = embedding(table, jnp.asarray([-1, -100, 3, 100], jnp.int32))
+    assert out[:, 0].tolist() == [1, 1, 3, 3]
+
+
+def test_embedding_gradient_adds_up_rows_that_occur_twice():
+    table, ids = jnp.zeros((4, 2)), jnp.asarray([1, 3, 1], jnp.int32)
+    d_out = jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    (gradient,) = jax.vjp(lambda table: embedding(table, ids), table)[1](d_out)
+    assert gradient.tolist() == [[0, 0], [6, 8], [0, 0], [3, 4]]

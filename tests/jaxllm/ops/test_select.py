@@ -1,0 +1,167 @@
+"""Which implementation runs: asked, never tried; a name is taken or refused; told once."""
+
+import importlib
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absent_device import absent
+
+from jaxllm import ops
+from jaxllm.ops import _select
+from jaxllm.ops._select import Implementation, select
+
+
+def refuse(x: Any, *, device: Any, **kwargs: Any) -> str | None:
+    return None if device.platform == "gpu" and x > 0 else f"needs a GPU and more than {x}"
+
+
+def fail(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("the kernel has a bug")
+
+
+TABLE = {
+    "fast": Implementation(lambda x: "fast", refuse),
+    "xla": Implementation(lambda x: "xla"),
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "x", "taken"),
+    [("NVIDIA H200", 1, "fast"), ("NVIDIA H200", 0, "xla"), ("cpu", 1, "xla")],
+)
+@pytest.mark.parametrize("implementation", ["auto", {}, {"glu": "xla"}, {"attention": "auto"}])
+def test_auto_takes_the_first_entry_without_a_reason(implementation, device, x, taken):
+    with absent(device, platform="cpu" if device == "cpu" else "gpu"):
+        assert select("attention", TABLE, implementation, x)(x) == taken
+
+
+def test_a_name_takes_its_entry():
+    with absent("NVIDIA H200"):  # where "auto" would take another one
+        assert select("attention", TABLE, "xla", 1)(1) == "xla"
+        assert select("attention", TABLE, {"attention": "xla"}, 1)(1) == "xla"
+
+
+def test_a_name_never_falls_back():
+    with pytest.raises(
+        NotImplementedError,
+        match="attention: 'fast' cannot run this call: needs a GPU and more than 1",
+    ):
+        select("attention", TABLE, "fast", 1)
+
+
+@pytest.mark.parametrize("implementation", ["fats", {"attention": "fats"}])
+def test_an_unknown_name_is_told_the_names(implementation):
+    with pytest.raises(
+        ValueError, match="attention: no implementation is named 'fats'; there are fast, xla"
+    ):
+        select("attention", TABLE, implementation, 1)
+
+
+def test_an_unknown_op_in_a_mapping_is_told_the_ops():
+    """Else a slip of the pen would run with "auto" in silence."""
+    with pytest.raises(ValueError, match="names no op: atention; there are attention, ") as error:
+        ops.glu(jnp.ones(2), jnp.ones(2), activation="silu", implementation={"atention": "xla"})
+    for op in ops.OPS:
+        assert op in str(error.value)
+
+
+def test_the_names_of_the_ops_are_those_of_their_tables():
+    assert tuple(ops.OPS) == _select.OP_NAMES
+
+
+def test_nothing_is_caught():
+    """A kernel that accepts a call and fails has a bug, and the user sees it."""
+    broken = {"broken": Implementation(fail), "xla": Implementation(lambda x: "xla")}
+    with pytest.raises(RuntimeError, match="the kernel has a bug"):
+        select("attention", broken, "auto", 1)(1)
+
+
+def test_what_is_passed_over_on_a_gpu_is_told_once(caplog):
+    _select._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "jaxllm"):
+        select("attention", TABLE, "auto", 1)  # no GPU: nothing to tell
+        with absent("NVIDIA H200"):
+            select("attention", TABLE, "auto", 1)  # nothing is passed over
+            assert not caplog.messages
+            for _ in range(3):
+                select("attention", TABLE, "auto", 0)
+    assert caplog.messages == [
+        "attention runs with 'xla'; passed over fast: needs a GPU and more than 0"
+    ]
+
+
+# --------------------------------------------------------------------------------- our own tables
+
+
+@pytest.mark.parametrize("op", ops.OPS)
+def test_every_op_ends_with_xla_which_takes_all(op):
+    _, table = ops.OPS[op]
+    assert list(table)[-1] == "xla"
+    assert table["xla"].why_not() is None
+
+
+def heads(T: int, N: int, dtype: Any = jnp.bfloat16, H: int = 64) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, T, N, H), dtype)
+
+
+def test_explain_asks_shapes_only():
+    q, k = heads(8, 4), heads(8, 2)
+    here = ops.explain("attention", q, k, k)
+    assert list(here) == ["cudnn", "xla"]
+    assert here["xla"] is None
+    if jax.default_backend() == "cpu":
+        assert here["cudnn"] == "needs an NVIDIA GPU, found cpu"
+    with absent("NVIDIA H200"):
+        assert ops.explain("attention", q, k, k) == {"cudnn": None, "xla": None}
+        reasons = ops.explain("attention", q, k, k, softcap=5.0, implementation="xla")
+        assert reasons == {"cudnn": "has no soft cap", "xla": None}
+    with absent("Tesla T4"):
+        reason = ops.explain("attention", q, k, k)["cudnn"]
+        assert reason == "needs compute capability 8.0 or newer, found 7.5 (Tesla T4)"
+
+
+def test_explain_takes_the_arguments_of_every_op():
+    x, row, ids = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((2, 8), jnp.float32), ((8,), jnp.float32), ((2,), jnp.int32))
+    )
+    for op, args, kwargs in (
+        ("linear", (x, x), {}),
+        ("linear", (x, x, row), {"out_dtype": jnp.dtype("float32")}),
+        ("embedding", (x, ids), {}),
+        ("rms_norm", (x, row), {"eps": 1e-6}),
+        ("rope", (heads(2, 1), heads(2, 1), heads(2, 1), heads(2, 1)), {}),
+        ("glu", (x, x), {"activation": "silu"}),
+    ):
+        assert ops.explain(op, *args, **kwargs) == {"xla": None}
+
+
+def test_explain_of_an_unknown_op():
+    with pytest.raises(ValueError, match="explain: no op is named 'softmaxx'; there are attention"):
+        ops.explain("softmaxx")
+
+
+def test_a_program_for_an_absent_gpu_asks_that_gpu(monkeypatch):
+    """Under the abstract mesh of an H200 "auto" is cuDNN, also inside jit; here it is XLA."""
+    taken = []
+
+    def run(name):
+        def call(q, k, v, **kwargs):
+            taken.append(name)
+            return jnp.zeros_like(q)
+
+        return call
+
+    table = {
+        name: Implementation(run(name), entry.why_not) for name, entry in ops.ATTENTION.items()
+    }
+    monkeypatch.setattr(importlib.import_module("jaxllm.ops.attention"), "ATTENTION", table)
+    q, k = heads(8, 4), heads(8, 2)
+    with absent("NVIDIA H200"):
+        jax.eval_shape(jax.jit(ops.attention), q, k, k)
+    if jax.default_backend() == "cpu":
+        jax.eval_shape(ops.attention, q, k, k)
+        assert taken == ["cudnn", "xla"]

@@ -1,0 +1,198 @@
+"""The cache: whatever the chunks, a token sees what it would see in one long text."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from numerics import assert_as_accurate
+from tiny_models import SLIDING, TINY
+
+from jaxllm.cache import FullKV, KVCache, RingKV
+from jaxllm.ops import attention
+
+pytestmark = pytest.mark.usefixtures("strict_jax")
+
+B, N, K, H = 3, 4, 2, 8
+WINDOW = 4
+CAPACITY = 40
+
+
+def entry(kind: type, size: int) -> Any:
+    """Full of numbers that nobody must see."""
+    junk = jnp.full((B, size, K, H), 1e3)
+    return kind(junk, junk)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step(window, entry, q, k, v, lengths, counts):
+    entry, keys = entry.append(k, v, lengths, counts)
+    return entry, attention(q, **keys, window=window, implementation="xla")
+
+
+class Texts:
+    """Rows of tokens that grow by chunks, and what attention over each whole row gives."""
+
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng(seed)
+        self.rows = [[np.zeros((0, n, H), np.float32) for n in (N, K, K)] for _ in range(B)]
+
+    @property
+    def lengths(self) -> jax.Array:
+        return jnp.asarray([len(q) for q, _, _ in self.rows], jnp.int32)
+
+    def chunk(self, size: int, counts: tuple[int, ...]) -> list[jax.Array]:
+        """q, k and v of `size` tokens a row, of which the first counts[b] are real."""
+        new = [self.rng.standard_normal((B, size, n, H)).astype(np.float32) for n in (N, K, K)]
+        for b, count in enumerate(counts):
+            self.rows[b] = [
+                np.concatenate([row, x[b, :count]])
+                for row, x in zip(self.rows[b], new, strict=True)
+            ]
+        return [jnp.asarray(x) for x in new]
+
+    def check(self, out: jax.Array, counts: tuple[int, ...], window: int | None) -> None:
+        """The last counts[b] results of each row."""
+        for b, count in enumerate(counts):
+            if count:
+                q, k, v = (x[None] for x in self.rows[b])
+                plain, truth = (
+                    oracles.attention(q[:, -count:], k, v, window=window, dtype=dtype)[0]
+                    for dtype in (np.float32, np.float64)
+                )
+                assert_as_accurate(out[b, :count], plain, truth)
+
+
+SCHEDULES: dict[str, list[tuple[int, tuple[int, ...]]]] = {
+    "token by token": [(1, (1, 1, 1))] * 10,
+    "chunks shorter than the window": [(3, (3, 3, 3))] * 4,
+    "chunks longer than the window": [(6, (6, 6, 6))] * 3,
+    "a prompt, then tokens": [(6, (6, 2, 5)), *[(1, (1, 1, 1))] * 6],
+    "padded chunks": [(6, (6, 1, 3)), (6, (2, 6, 4)), (3, (1, 2, 3)), (1, (1, 1, 1))],
+    "rows that rest": [(3, (3, 0, 1)), (6, (0, 5, 6)), (1, (1, 0, 1)), (3, (0, 3, 0))],
+    "tokens, then a chunk": [*[(1, (1, 1, 0))] * 5, (6, (6, 5, 4)), (3, (3, 3, 3))],
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("kind", ["full", "full with a window", "ring"])
+def test_every_step_is_as_in_one_text(kind, name):
+    window = None if kind == "full" else WINDOW
+    cache = entry(RingKV, WINDOW) if kind == "ring" else entry(FullKV, CAPACITY)
+    texts = Texts(0)
+    for size, counts in SCHEDULES[name]:
+        lengths = texts.lengths
+        q, k, v = texts.chunk(size, counts)
+        cache, out = step(window, cache, q, k, v, lengths, jnp.asarray(counts, jnp.int32))
+        texts.check(out, counts, window)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_schedule(seed):
+    """Ring and full, side by side, chunks and counts by chance."""
+    texts, ring, full = Texts(seed), entry(RingKV, WINDOW), entry(FullKV, CAPACITY)
+    for _ in range(6):
+        size = int(texts.rng.choice([1, 3, 6]))
+        counts = tuple(int(n) for n in texts.rng.integers(0, size + 1, B))
+        lengths, real = texts.lengths, jnp.asarray(counts, jnp.int32)
+        q, k, v = texts.chunk(size, counts)
+        ring, from_ring = step(WINDOW, ring, q, k, v, lengths, real)
+        full, from_full = step(WINDOW, full, q, k, v, lengths, real)
+        texts.check(from_ring, counts, WINDOW)
+        texts.check(from_full, counts, WINDOW)
+
+
+def turn(size: int, more: int) -> None:
+    """Token by token through a ring of that size, with lengths that are `more` too many."""
+    texts, cache = Texts(0), entry(RingKV, size)
+    for _ in range(WINDOW + 1):
+        lengths = texts.lengths + jnp.int32(more)
+        q, k, v = texts.chunk(1, (1, 1, 1))
+        cache, out = step(WINDOW, cache, q, k, v, lengths, jnp.ones(B, jnp.int32))
+        texts.check(out, (1, 1, 1), WINDOW)
+
+
+def test_the_check_can_fail():
+    turn(WINDOW, 0)
+    with pytest.raises(AssertionError, match="error is"):
+        turn(WINDOW - 1, 0)
+    with pytest.raises(AssertionError, match="error is"):
+        turn(WINDOW, 1)
+
+
+@pytest.mark.parametrize("size", [1, 3, 6])
+@pytest.mark.parametrize("kind", [FullKV, RingKV])
+def test_a_finished_row_is_not_touched(kind, size):
+    texts = Texts(0)
+    before = entry(kind, WINDOW if kind is RingKV else CAPACITY)
+    for first, counts in ((6, (6, 2, 3)), (size, (0, 1, 0))):
+        lengths = texts.lengths
+        q, k, v = texts.chunk(first, counts)
+        after, _ = step(WINDOW, before, q, k, v, lengths, jnp.asarray(counts, jnp.int32))
+        if counts[0]:
+            before = after
+    for name in ("k", "v"):
+        old, new = np.asarray(getattr(before, name)), np.asarray(getattr(after, name))
+        np.testing.assert_array_equal(new[[0, 2]], old[[0, 2]])
+        assert np.sum(np.any(new[1] != old[1], axis=(1, 2))) == 1  # one token, one slot
+
+
+def test_a_ring_says_how_many_tokens_it_shows():
+    ring, lengths = entry(RingKV, WINDOW), jnp.asarray([0, 2, 9], jnp.int32)
+    for size, shown in ((1, [1, 3, 4]), (3, [3, 5, 7])):
+        new = jnp.zeros((B, size, K, H))
+        _, keys = ring.append(new, new, lengths, jnp.full((B,), size, jnp.int32))
+        assert keys["kv_lengths"].tolist() == shown
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_full_to_the_last_place(chunk):
+    """Padding of a chunk at the end needs no room; a row that is full and rests stays so."""
+    texts, cache = Texts(0), entry(FullKV, 6)
+    for size, counts in ((3, (3, 3, 2)), (3, (2, 3, 1)), (chunk, (1, 0, 1)), (1, (0, 0, 1))):
+        lengths = texts.lengths
+        q, k, v = texts.chunk(size, counts)
+        cache, out = step(None, cache, q, k, v, lengths, jnp.asarray(counts, jnp.int32))
+        texts.check(out, counts, None)
+    for b, (_, k, v) in enumerate(texts.rows):
+        np.testing.assert_array_equal(cache.k[b, : len(k)], k)
+        np.testing.assert_array_equal(cache.v[b, : len(v)], v)
+
+
+# ------------------------------------------------------------------------------ the whole cache
+
+
+def test_a_layer_with_a_shorter_window_keeps_a_ring():
+    for capacity, kind, size in ((2, FullKV, 2), (3, FullKV, 3), (4, RingKV, 3), (99, RingKV, 3)):
+        cache = KVCache.create(SLIDING, 2, capacity, jnp.bfloat16)
+        sliding, full = cache.layers
+        assert type(sliding) is kind
+        assert type(full) is FullKV
+        assert sliding.k.shape == sliding.v.shape == (2, size, 2, 8)
+        assert full.k.shape == full.v.shape == (2, capacity, 2, 8)
+        assert sliding.k.dtype == full.v.dtype == jnp.bfloat16
+    assert cache.lengths.tolist() == cache.rope_lengths.tolist() == [0, 0]
+
+
+def test_every_array_has_a_buffer_of_its_own():
+    """They are donated together, and a buffer can be donated once."""
+    cache = KVCache.create(TINY, 2, 8, jnp.float32)
+    leaves = jax.tree.leaves(cache)
+    assert len(leaves) == 2 * TINY.num_hidden_layers + 2
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+    donate = jax.jit(
+        lambda cache: jax.tree.map(lambda x: x + x.dtype.type(1), cache), donate_argnums=0
+    )
+    assert donate(cache).lengths.tolist() == [1, 1]
+    assert all(leaf.is_deleted() for leaf in leaves)
+
+
+def test_the_bytes_of_a_ring_do_not_grow():
+    def size(capacity: int) -> int:
+        cache = jax.eval_shape(lambda: KVCache.create(SLIDING, 1, capacity, jnp.float32))
+        return cache.layers[0].k.size
+
+    assert size(10) == size(1000) == 3 * 2 * 8

@@ -1,0 +1,360 @@
+"""The command line: what it prints, and one sentence with exit code 2 for bad input."""
+
+import dataclasses
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+from absent_device import absent
+from tiny_models import SLIDING
+
+import jaxllm
+from jaxllm import cli
+from jaxllm.cli import main
+
+NO_CACHE = "--no-compile-cache"
+
+
+@pytest.fixture(scope="module")
+def stories(shared):
+    return shared / "data/stories260K"
+
+
+@pytest.fixture(scope="module")
+def talker(stories, tmp_path_factory):
+    """stories260K with a chat template and sampling defaults."""
+    folder = tmp_path_factory.mktemp("talker")
+    for file in stories.iterdir():
+        shutil.copy(file, folder / file.name)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}Once upon a time{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    generation = {"do_sample": True, "temperature": 0.5, "top_k": 3, "eos_token_id": [1, 2]}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_generate_streams_and_ends_with_its_speed(stories, capsys):
+    code = main(
+        ["generate", str(stories), "--prompt", "Once upon a time", "--max-new-tokens", "16"]
+        + [NO_CACHE]
+    )
+    out, err = capsys.readouterr()
+    assert code == 0
+    assert out.startswith("Once upon a time, there was a little girl named Lily.")
+    assert "prefill 5 tokens, " in err
+    assert "decode 16 tokens, " in err
+    assert "ended by: length" in err
+    assert len(err.splitlines()) == 1  # no bars where there is no terminal
+
+
+def test_several_prompts_are_one_batch(stories, capsys):
+    prompts = ["--prompt", "Once upon a time", "--prompt", "A dog"]
+    assert main(["generate", str(stories), *prompts, "--max-new-tokens", "8", NO_CACHE]) == 0
+    out, err = capsys.readouterr()
+    first, second = out.strip().split("\n\n")
+    assert first.startswith("Once upon a time, there was")
+    assert second.startswith("A dog ")
+    assert "decode 16 tokens" in err
+
+
+def test_prompts_from_standard_input_and_chats(talker, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time"))
+    arguments = ["generate", str(talker), "--prompt", "-", "--max-new-tokens", "8", NO_CACHE]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("Once upon a time, there was")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    assert main([*arguments, "--chat"]) == 0
+    assert "hello" not in capsys.readouterr().out
+
+
+def test_chat_follows_the_template_and_remembers(talker, capsys, monkeypatch):
+    lines = iter(["My name is Tim.", "", "What did I say?", "/reset", "Hi.", "/exit", "never"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    seen = []
+
+    def recorded(model, tokenizer, messages, **options):
+        seen.append(([dict(message) for message in messages], options))
+        return jaxllm_stream(model, tokenizer, messages, **options)
+
+    jaxllm_stream = jaxllm.stream
+    monkeypatch.setattr(jaxllm, "stream", recorded)
+    arguments = ["chat", str(talker), "--system", "Be brief.", "--max-new-tokens", "8", NO_CACHE]
+    assert main([*arguments, "--temperature", "0.7"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.strip().splitlines()) >= 3
+    roles = [[message["role"] for message in messages] for messages, _ in seen]
+    assert roles == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert seen[1][0][2]["content"] in out
+    assert {key: seen[0][1][key] for key in ("temperature", "top_k")} == {
+        "temperature": 0.7,  # what is given goes before what the checkpoint says
+        "top_k": 3,
+    }
+
+
+class Terminal(io.StringIO):
+    """A standard input at which somebody sits."""
+
+    def isatty(self):
+        return True
+
+
+def answer_with(monkeypatch, *lines):
+    left = iter([*lines, "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(left))
+
+
+TOO_LONG = "jaxllm: the conversation has "
+
+
+def test_a_full_conversation_goes_on_after_a_sentence_in_a_terminal(talker, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    answer_with(monkeypatch, "word " * 600, "Hi.")
+    assert main(["chat", str(talker), "--max-new-tokens", "4", NO_CACHE]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip()  # the long message is forgotten, so the short one gets an answer
+    (sentence,) = [line for line in err.splitlines() if line.startswith("jaxllm: ")]
+    assert sentence.startswith(TOO_LONG)
+    assert sentence.endswith(" tokens, but the model has 512 positions; /reset begins anew")
+    assert "the answer ended at --max-new-tokens" in err
+
+
+def test_a_full_conversation_ends_a_pipe(talker, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    answer_with(monkeypatch, "word " * 600, "Hi.")
+    assert main(["chat", str(talker), "--max-new-tokens", "4", NO_CACHE]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(TOO_LONG)
+    assert len(err.splitlines()) == 1
+
+
+def test_chat_says_when_the_positions_end_an_answer(talker, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    tokenizer = jaxllm.load(talker, dtype="float32")[1]
+    assert tokenizer is not None
+    text = "word"
+    while len(tokenizer.apply_chat_template([{"role": "user", "content": text}])) < 500:
+        text += " word"
+    answer_with(monkeypatch, text)
+    assert main(["chat", str(talker), "--temperature", "0", NO_CACHE]) == 0
+    assert "the answer ended at the model's last position" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_a_chat_ends_the_answer_alone(talker, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    answer_with(monkeypatch, "One.", "Two.", "Three.")
+    seen, streams = [], []
+
+    class Interrupted:
+        """Ctrl-C after `pieces` pieces."""
+
+        def __init__(self, stream, pieces):
+            self.stream, self.pieces, self.closed = stream, pieces, False
+
+        def __iter__(self):
+            for _ in range(self.pieces):
+                yield next(self.stream)
+            raise KeyboardInterrupt
+
+        def close(self):
+            self.closed = True
+            self.stream.close()
+
+        @property
+        def result(self):
+            return self.stream.result
+
+    def interrupted(model, tokenizer, messages, **options):
+        seen.append([message["content"] for message in messages])
+        streams.append(Interrupted(stream(model, tokenizer, messages, **options), len(streams)))
+        return streams[-1]
+
+    stream = jaxllm.stream
+    monkeypatch.setattr(jaxllm, "stream", interrupted)
+    assert main(["chat", str(talker), "--max-new-tokens", "40", NO_CACHE]) == 0
+    assert [len(contents) for contents in seen] == [1, 1, 3]  # the first got no answer
+    assert seen[2][0] == "Two."
+    assert seen[2][1] in capsys.readouterr().out
+    assert seen[2][1]
+    assert all(stream.closed for stream in streams)
+
+
+def test_chat_needs_a_template(stories, capsys):
+    assert main(["chat", str(stories), NO_CACHE]) == 2
+    assert "no chat template; use jaxllm generate" in capsys.readouterr().err
+
+
+def test_inspect_says_what_is_there_and_what_would_run(stories, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["inspect", str(stories)]) == 0
+    out = capsys.readouterr().out
+    for text in ("llama", "5 full", "260,032 in 47 tensors", "stored as F32", "1.0 MB"):
+        assert text in out, text
+    assert "8 query, 4 key/value, 8 wide" in out
+    assert "cudnn: needs an NVIDIA GPU" in out
+    for op in ("attention", "linear", "embedding", "rms_norm", "rope", "glu"):
+        assert op in out
+
+
+def test_inspect_describes_the_calls_that_the_cache_makes():
+    config = dataclasses.replace(SLIDING, sliding_window=33, max_position_embeddings=64)
+    with absent():
+        explained = list(cli._explained(config, "bfloat16"))
+    cudnn = {call: reasons["cudnn"] for op, call, reasons in explained if op == "attention"}
+    assert cudnn == {
+        "prefill, full": None,
+        "prefill, sliding": "takes a mask only for even lengths, got T=64, S=97",  # ring and chunk
+        "decode, full": None,
+        "decode, sliding": None,  # the ring alone: the window masks nothing
+    }
+
+
+def test_brackets_in_a_path_are_printed(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "errors", cli._Console(stderr=True, force_terminal=True, width=200))
+    with cli._bar("loading a[bold]b/[/x]", cli.MofNCompleteColumn()) as progress:
+        progress(1, 2)
+    assert "loading a[bold]b/[/x]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "no/such/folder"], "there is no folder 'no/such/folder'"),
+        (["inspect", "no/such/folder"], "there is no folder 'no/such/folder'"),
+        (["generate", "{empty}"], "there is no config.json"),
+        (["generate", "{stories}", "--prompt", ""], "prompt 0 is empty"),
+        (["generate", "{stories}", "--temperature", "-1"], "temperature"),
+        (["generate", "{stories}", "--temperature", "nan"], "temperature"),
+        (["generate", "{stories}", "--top-p", "0"], "top_p"),
+        (["generate", "{stories}", "--max-new-tokens", "0"], "--max-new-tokens must be"),
+        (["generate", ""], "there is no folder ''"),
+        # Settings are looked at before the checkpoint.
+        (["generate", "no/such/folder", "--top-p", "2"], "top_p must be in (0, 1]"),
+        (["generate", "no/such/folder", "--max-new-tokens", "0"], "--max-new-tokens must be"),
+        (["generate", "no/such/folder", "--prompt", ""], "prompt 0 is empty"),
+        (["chat", "no/such/folder", "--temperature", "-1"], "temperature must be"),
+        (["chat", "no/such/folder", "--stop", ""], "--stop must be"),
+        (["generate", "{stories}", "--prompt", "{long}"], "the model has 512 positions"),
+        (
+            ["generate", "{stories}", "--implementation", "fast"],
+            "no implementation is named 'fast'",
+        ),
+        (["generate", "{stories}", "--implementation", "att=xla"], "is not op=name; the ops are"),
+        (["generate", "{stories}", "--implementation", "attention=cudnn"], "needs an NVIDIA GPU"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_code_2(stories, tmp_path, capsys, arguments, sentence):
+    names = {"{empty}": str(tmp_path), "{stories}": str(stories), "{long}": "word " * 600}
+    arguments = [names.get(argument, argument) for argument in arguments]
+    cache = [] if arguments[0] == "inspect" else [NO_CACHE]
+    assert main(arguments + cache) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("jaxllm: ")
+    assert len(err.splitlines()) == 1
+    assert sentence in err
+
+
+def test_the_compilation_cache_is_kept_unless_it_is_turned_off(stories, tmp_path):
+    command = [sys.executable, "-m", "jaxllm", "generate", str(stories), "--prompt", "Once"]
+    command += ["--max-new-tokens", "4"]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run([*command, NO_CACHE], env=env, check=True, capture_output=True)
+    assert not (tmp_path / "jaxllm").exists()
+    subprocess.run(command, env=env, check=True, capture_output=True)
+    assert any((tmp_path / "jaxllm").iterdir())
+    assert jax.config.jax_compilation_cache_dir is None  # nobody turned it on here
+
+
+def refuse(error):
+    def enable_compile_cache():
+        raise error
+
+    return enable_compile_cache
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            PermissionError(13, "Permission denied", "/home/me/.cache"),
+            "/home/me/.cache: Permission",
+        ),
+        (
+            RuntimeError("Could not determine home directory."),
+            "Could not determine home directory.",
+        ),
+    ],
+)
+def test_without_a_home_programs_are_not_kept(stories, capsys, monkeypatch, error, reason):
+    monkeypatch.setattr(cli, "enable_compile_cache", refuse(error))
+    arguments = ["generate", str(stories), "--prompt", "Once", "--max-new-tokens", "2"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Once")
+    assert f"jaxllm: compiled programs are not kept: {reason}" in err
+    assert "; --no-compile-cache silences this" in err
+
+
+def test_the_compilation_cache_needs_a_folder_to_write_to(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        jaxllm.enable_compile_cache(tmp_path / "file" / "cache")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # for tests that run as root
+    with pytest.raises(PermissionError, match="Permission denied"):
+        jaxllm.enable_compile_cache(tmp_path)
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_the_systems_errors_are_sentences(capsys, monkeypatch):
+    def raises(name):
+        raise IsADirectoryError(21, "Is a directory", "a/config.json")
+
+    monkeypatch.setattr(cli.checkpoint_folder, "find_folder", raises)
+    assert main(["inspect"]) == 2
+    assert capsys.readouterr().err == "jaxllm: a/config.json: Is a directory\n"
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["generate", NO_CACHE]])
+def test_a_reader_that_leaves_is_no_error(stories, command):
+    command = [sys.executable, "-m", "jaxllm", *command, str(stories)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert done.returncode == 141
+    assert done.stderr == b""
+
+
+def test_ctrl_c_ends_without_a_traceback(talker):
+    command = [sys.executable, "-m", "jaxllm", "chat", str(talker), NO_CACHE]
+    process = subprocess.Popen(
+        [*command, "--max-new-tokens", "8"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("hello\n")
+    process.stdin.flush()
+    assert process.stdout.readline()  # it has answered, and waits for the next message
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err

@@ -1,0 +1,902 @@
+"""What config.json says is what the model computes: read strictly, written back, no field dead."""
+
+import copy
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny_models
+from flax import nnx
+from numerics import assert_as_accurate
+from tiny_models import ALL, LONGROPE, SLIDING, TINY
+
+from jaxllm.config import (
+    MAX_POSITIONS,
+    ModelConfig,
+    Rope,
+    Runtime,
+)
+from jaxllm.families import FAMILIES, GEMMA3_TEXT, from_hf, to_hf
+from jaxllm.model import Transformer
+
+pytestmark = pytest.mark.usefixtures("strict_jax")
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5}
+QWEN = {**LLAMA, "model_type": "qwen2"}
+PHI = {**LLAMA, "model_type": "phi3", "original_max_position_embeddings": 32}
+GEMMA2 = {**LLAMA, "model_type": "gemma2", "sliding_window": 5}
+GEMMA3 = {**LLAMA, "model_type": "gemma3_text", "sliding_window": 5}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+PHI_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+# The text_config of the published multimodal checkpoints of Gemma 3, and what stands around it
+LINEAR_ROPE = {"factor": 8.0, "rope_type": "linear"}
+TEXT_4B = {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "rope_scaling": LINEAR_ROPE,
+    "sliding_window": 1024,
+}
+TEXT_27B = {
+    "head_dim": 128,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 16,
+    "query_pre_attn_scalar": 168,
+    "rope_scaling": LINEAR_ROPE,
+    "sliding_window": 1024,
+}
+WRAPPED = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": TEXT_4B,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
+# ------------------------------------------------------------------------- real config.json files
+
+# The sizes of the published checkpoints; a tied head is counted once.
+PARAMETERS = {
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-8B-Instruct": 8_030_261_248,
+    "Llama-3.2-1B-Instruct": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Phi-3-mini-4k-instruct": 3_821_079_552,
+    "Phi-3.5-mini-instruct": 3_821_079_552,
+    "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-8B": 8_190_735_360,
+    "SmolLM2-135M": 134_515_008,
+    "gemma-2-2b-it": 2_614_341_888,
+    "gemma-3-1b-it": 999_885_952,
+}
+UNSUPPORTED = {"Qwen3-30B-A3B": "qwen3_moe", "phi-2": "phi"}
+
+
+def read(shared: Path, name: str) -> dict[str, Any]:
+    return json.loads((shared / "data" / "configs" / f"{name}.json").read_text())
+
+
+def shapes(config: ModelConfig) -> dict[tuple[Any, ...], tuple[int, ...]]:
+    """Of every parameter; nothing is allocated."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return {path: p.shape for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def test_every_real_config_is_tested(shared):
+    names = {path.stem for path in (shared / "data" / "configs").glob("*.json")}
+    assert names == {*PARAMETERS, *UNSUPPORTED}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_real_config_has_the_published_size(shared, name):
+    config = from_hf(read(shared, name))
+    # Two models of few layers tell the rest: shapes do not depend on the kind of a layer.
+    one, two = (
+        sum(
+            math.prod(shape)
+            for shape in shapes(
+                dataclasses.replace(config, num_hidden_layers=n, layer_types=config.layer_types[:n])
+            ).values()
+        )
+        for n in (1, 2)
+    )
+    assert one + (config.num_hidden_layers - 1) * (two - one) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_real_config_comes_back(shared, name):
+    config = from_hf(read(shared, name))
+    assert from_hf(json.loads(json.dumps(to_hf(config)))) == config
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_family_is_told_what_is_supported(shared, name):
+    with pytest.raises(ValueError, match="is not supported; supported are ") as error:
+        from_hf(read(shared, name), owner="its/config.json")
+    text = str(error.value)
+    assert text.startswith(f"its/config.json: model_type {UNSUPPORTED[name]!r} is not supported")
+    assert text.endswith("supported are " + ", ".join(FAMILIES))
+
+
+def test_what_real_configs_say(shared):
+    """One number of each kind, so that a key which is read but not used shows."""
+    configs = {name: from_hf(read(shared, name)) for name in PARAMETERS}
+    llama = configs["Llama-3.2-1B-Instruct"]
+    assert llama.rope == Rope(
+        5e5,
+        "llama3",
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    assert (llama.head_dim, llama.rms_norm_eps) == (64, 1e-5)
+    assert llama.tie_word_embeddings
+    assert not llama.qkv_bias
+    assert set(llama.layer_types) == {"full_attention"}
+    assert configs["SmolLM2-135M"].rope == Rope(1e5)
+    mistral = configs["Mistral-7B-v0.1"]
+    assert {mistral.window(i) for i in range(32)} == {4096}
+    assert mistral.rope == Rope(1e4)
+    assert configs["Mistral-7B-Instruct-v0.3"].sliding_window is None
+    qwen = configs["Qwen2.5-0.5B-Instruct"]
+    assert (qwen.qkv_bias, qwen.o_bias, qwen.qk_norm, qwen.head_dim) == (True, False, False, 64)
+    assert set(qwen.layer_types) == {"full_attention"}  # use_sliding_window is off
+    qwen3 = configs["Qwen3-0.6B"]
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    phi = configs["Phi-3.5-mini-instruct"]
+    assert phi.rope.attention_factor == 1.0  # this copy of the file has 4096 positions
+    long = from_hf({**read(shared, "Phi-3.5-mini-instruct"), "max_position_embeddings": 131_072})
+    assert long.rope.attention_factor == pytest.approx(1.1902380714238083, abs=1e-15)
+    assert np.array(phi.rope.short_factor)[1] == 1.0199999809265137
+    assert np.array(phi.rope.long_factor)[-1] == 64.83999633789062
+    assert phi.window(0) == 262_144
+    assert configs["Phi-3-mini-4k-instruct"].window(31) == 2047
+    gemma = configs["gemma-2-2b-it"]
+    assert [gemma.window(i) for i in range(3)] == [4096, None, 4096]
+    assert (gemma.attn_logit_softcapping, gemma.final_logit_softcapping) == (50.0, 30.0)
+    assert gemma.hidden_act == "gelu_pytorch_tanh"
+    assert gemma.query_pre_attn_scalar == 256
+    assert gemma.tie_word_embeddings  # which its file does not say
+    gemma = configs["gemma-3-1b-it"]
+    assert [gemma.window(i) for i in range(7)] == [512] * 5 + [None, 512]
+    assert (gemma.rope.rope_theta, gemma.sliding_rope) == (1e6, Rope(1e4))
+    assert gemma.attn_logit_softcapping is None
+    for switch in ("zero_centered_norm", "post_norms", "scale_embedding"):
+        assert getattr(gemma, switch)
+        assert not getattr(llama, switch)
+
+
+def test_a_multimodal_file_leaves_most_of_the_text_model_to_defaults():
+    config = from_hf(WRAPPED)
+    assert config == from_hf({**WRAPPED["text_config"], **GEMMA3_TEXT, "sliding_window": 1024})
+    assert (config.vocab_size, config.max_position_embeddings) == (262_208, 131_072)
+    assert [config.window(i) for i in range(7)] == [1024] * 5 + [None, 1024]
+    assert (config.rope, config.sliding_rope) == (Rope(1e6, "linear", factor=8.0), Rope(1e4))
+    large = from_hf({**WRAPPED, "text_config": TEXT_27B})
+    assert (large.head_dim, large.num_key_value_heads, large.query_pre_attn_scalar) == (
+        128,
+        16,
+        168,
+    )
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("text", [TEXT_4B, TEXT_27B])
+def test_transformers_reads_the_same_in_a_multimodal_file(transformers, text):
+    theirs = transformers.Gemma3Config(
+        text_config=copy.deepcopy(text), vision_config=WRAPPED["vision_config"]
+    )
+    written = json.loads(theirs.to_json_string(use_diff=False))
+    assert from_hf(written["text_config"]) == from_hf({**WRAPPED, "text_config": text})
+
+
+# ------------------------------------------------------------------------------------- spellings
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({**LLAMA, "torch_dtype": "float16"}, {**LLAMA, "dtype": "bfloat16"}),
+        (
+            {k: v for k, v in LLAMA.items() if k != "rope_theta"},  # Llama 2: a constant then
+            {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+        ),
+        ({**LLAMA, "head_dim": None}, {**LLAMA, "head_dim": 6}),
+        ({**LLAMA, "num_key_value_heads": None}, {**LLAMA, "num_key_value_heads": 4}),
+        (
+            {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            {**LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE},
+            {**LLAMA, "rope_theta": 1.0, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 5e5}},
+        ),
+        (
+            {**QWEN, "rope_scaling": YARN_ROPE},
+            {
+                **QWEN,
+                "rope_parameters": {
+                    **YARN_ROPE,
+                    "beta_fast": 32,
+                    "beta_slow": 1,
+                    "truncate": True,
+                    "attention_factor": 0.1 * math.log(4) + 1,
+                },
+            },
+        ),
+        (
+            {**QWEN, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+            {
+                **QWEN,
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
+            },
+        ),
+        (
+            {**PHI, "partial_rotary_factor": 0.75, "head_dim": 8},
+            {**PHI, "rope_parameters": {"partial_rotary_factor": 0.75}, "head_dim": 8},
+        ),
+        (
+            GEMMA2,
+            {**GEMMA2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        ),
+        (
+            {**GEMMA3, "sliding_window_pattern": 3},
+            {
+                **GEMMA3,
+                "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+            },
+        ),
+        (
+            {
+                **GEMMA3,
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            {
+                **GEMMA3,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+            },
+        ),
+        (
+            {
+                **{k: v for k, v in GEMMA3.items() if k != "sliding_window"},
+                "sliding_window_attention_size": 5,
+            },
+            {
+                **GEMMA3,
+                "sliding_window_attention_size": 5,
+                "hidden_act": "gelu_pytorch_tanh",
+                "global_local_attention_pattern": ["SLIDING_LOCAL"] * 5 + ["GLOBAL"],
+            },
+        ),
+        (
+            {"model_type": "gemma3", "vision_config": {}, "text_config": GEMMA3},
+            {**GEMMA3, "model_type": "gemma3"},
+        ),
+    ],
+)
+def test_old_and_new_spelling_agree(old, new):
+    assert from_hf(old) == from_hf(new)
+
+
+@pytest.mark.parametrize("base", [LLAMA, MISTRAL, QWEN, PHI, GEMMA2, GEMMA3])
+def test_reading_changes_nothing_in_the_dictionary(base):
+    hf = {**copy.deepcopy(base), "rope_scaling": {"type": "linear", "factor": 2.0}}
+    before = copy.deepcopy(hf)
+    to_hf(from_hf(hf))
+    assert hf == before
+
+
+# ---------------------------------------------------------------------------- keys not understood
+
+
+def test_an_unknown_key_stops_the_load():
+    with pytest.raises(ValueError, match="could change the result: clip_qkv=8") as error:
+        from_hf({**LLAMA, "clip_qkv": 8, "zebra": False}, owner="x/config.json")
+    assert "x/config.json" in str(error.value)
+    assert "zebra=False" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1.0}},
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}},
+    ],
+)
+def test_an_unknown_key_of_the_rope_stops_the_load(rope):
+    with pytest.raises(ValueError, match=r"x: the \w+ rope of this family does not read m"):
+        from_hf({**LLAMA, **rope}, owner="x")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"full_attention": {"mscale": 1.0}},
+        {"sliding_attention": {"mscale": 1.0}},
+        {"rope_type": "linear", "factor": 8.0},  # which layers would that be for?
+        {"chunked_attention": {"rope_type": "default"}},
+    ],
+)
+def test_an_unknown_key_of_gemmas_ropes_stops_the_load(rope):
+    with pytest.raises(ValueError, match=r"unknown keys|does not read mscale=1.0"):
+        from_hf({**GEMMA3, "rope_parameters": rope})
+
+
+@pytest.mark.parametrize(
+    ("base", "rope", "strange"),
+    [
+        (LLAMA, {"rope_type": "default", "factor": 8.0}, "factor=8.0"),
+        (LLAMA, {"rope_type": "default", "attention_factor": 1.2}, "attention_factor=1.2"),
+        (LLAMA, {**LLAMA3_ROPE, "rope_type": "linear"}, "high_freq_factor=4.0, low_freq_factor="),
+        (LLAMA, {**LLAMA3_ROPE, "beta_fast": 32}, "beta_fast=32"),
+        # transformers drops it from a default rope, and cannot run a scaled one that has it
+        (
+            LLAMA,
+            {"rope_type": "default", "partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5",
+        ),
+        (QWEN, {**YARN_ROPE, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (
+            GEMMA2,
+            {"rope_type": "default", "partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.",
+        ),
+    ],
+)
+def test_what_a_kind_of_rope_does_not_read_stops_the_load(base, rope, strange):
+    with pytest.raises(ValueError, match=f"rope of this family does not read {strange}"):
+        from_hf({**base, "rope_parameters": rope})
+    without = {key: value for key, value in rope.items() if f"{key}=" not in strange}
+    if rope["rope_type"] == "default":
+        neutral = {"factor": 1, "attention_factor": 1.0, "partial_rotary_factor": 1.0}
+        extra = {"original_max_position_embeddings": 8, "short_factor": None, **neutral}
+        assert from_hf({**base, "rope_parameters": {**without, **extra}}) == from_hf(base)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", ["LlamaForCausalLM"]),
+        ("bos_token_id", 3),
+        ("eos_token_id", [1, 2]),
+        ("torch_dtype", "bfloat16"),
+        ("use_cache", False),
+        ("initializer_range", 0.1),
+        ("attention_dropout", 0.5),
+        ("transformers_version", "9"),
+        ("rope_interleaved", False),
+        ("use_mrope", False),
+        ("a_list_of_nothing", []),
+        ("a_null", None),
+    ],
+)
+def test_an_inert_key_passes(key, value):
+    assert from_hf({**LLAMA, key: value}) == from_hf(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "value"),
+    [
+        (LLAMA, "rope_interleaved", True),
+        (LLAMA, "partial_rotary_factor", 0.5),
+        (MISTRAL, "partial_rotary_factor", 0.5),
+        (QWEN, "partial_rotary_factor", 0.5),
+        (GEMMA3, "partial_rotary_factor", 0.5),
+        (GEMMA2, "sliding_window_pattern", 3),
+        (LLAMA, "vision_config", {"hidden_size": 8}),
+        (LLAMA, "use_mrope", True),
+        (LLAMA, "sliding_window", 5),
+        (LLAMA, "layer_types", ["full_attention"] * 4),
+        (LLAMA, "use_sliding_window", True),
+        (LLAMA, "quantization_config", {"bits": 4}),
+        (QWEN, "attention_bias", True),
+        (QWEN, "mlp_bias", True),
+        (PHI, "qk_layernorm", True),
+        (PHI, "full_attn_mod", 2),
+        (PHI, "interpolate_factor", 2),
+        (PHI, "lm_head_bias", True),
+        (GEMMA2, "use_bidirectional_attention", True),
+        (GEMMA2, "rope_local_base_freq", 1e4),
+        (GEMMA3, "use_res_clamp", True),
+        (LLAMA, "add_cross_attention", True),
+    ],
+)
+def test_a_key_inert_at_one_value_stops_at_another(base, key, value):
+    with pytest.raises(ValueError, match=f"could change the result: {key}="):
+        from_hf({**base, key: value})
+
+
+@pytest.mark.parametrize(
+    ("hf", "sentence"),
+    [
+        ({}, "the key 'model_type' is missing"),
+        ({**LLAMA, "model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are lla"),
+        (
+            {k: v for k, v in LLAMA.items() if k != "rms_norm_eps"},
+            "the key 'rms_norm_eps' is missing",
+        ),
+        ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads must be a positive integer"),
+        ({**LLAMA, "num_attention_heads": "4"}, "num_attention_heads must be a positive integer"),
+        ({**LLAMA, "hidden_size": 24.0}, "hidden_size must be a positive integer, got 24.0"),
+        ({**LLAMA, "num_hidden_layers": "two"}, "num_hidden_layers must be a positive integer"),
+        ({**MISTRAL, "num_hidden_layers": -1}, "num_hidden_layers must be a positive integer"),
+        ({**LLAMA, "rms_norm_eps": "small"}, "rms_norm_eps must be a number, got 'small'"),
+        ({**LLAMA, "rope_scaling": "linear"}, "rope_scaling must be a dictionary, got 'linear'"),
+        (
+            {**GEMMA3, "rope_parameters": {"full_attention": 3}},
+            "full_attention must be a dictionary",
+        ),
+        ({**LLAMA, "model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
+        ({**MISTRAL, "sliding_window": "4"}, "sliding_window must be a positive integer, got '4'"),
+        ({**LLAMA, "rope_scaling": {"type": "ntk"}}, "rope_type 'ntk' is not supported; supported"),
+        (
+            {**LLAMA, "rope_scaling": {"type": "linear"}},
+            "the linear rope: the key 'factor' is missing",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "the llama3 rope: the key 'low_freq_factor' is missing",
+        ),
+        (
+            {**PHI, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3}},
+            "longrope needs the lists short_factor and long_factor",
+        ),
+        (
+            {
+                **PHI,
+                "rope_scaling": {
+                    "type": "longrope",
+                    "short_factor": [1.0] * 3,
+                    "long_factor": [1.0] * 4,
+                },
+            },
+            "long_factor of the rope has 4 entries, but 3 pairs of the head are rotated",
+        ),
+        (
+            {**QWEN, "layer_types": ["sliding_attention"] * 4},
+            "layer_types has sliding layers, but use_sliding_window or sliding_window is off",
+        ),
+        (
+            {**GEMMA3, "global_local_attention_pattern": ["GLOBAL", "SLIDING_LOCAL"]},
+            r"global_local_attention_pattern \['GLOBAL', .*\] is not that of the layers: sliding_",
+        ),
+        (
+            {**GEMMA3, "sliding_window_attention_size": 6},
+            "sliding_window_attention_size is 6, but the model computes with 5",
+        ),
+        (
+            {**GEMMA2, "hidden_act": "gelu"},
+            "hidden_act is 'gelu', but the model computes with 'gelu_pytorch_tanh'",
+        ),
+        (
+            {**GEMMA3, "hidden_activation": "gelu", "hidden_act": "silu"},
+            "hidden_act is 'silu', but the model computes with 'gelu'",
+        ),
+        ({**LLAMA, "rope_theta": "x"}, "x/config.json: rope_theta must be a number, got 'x'"),
+        ({**LLAMA, "rope_theta": math.nan}, "rope_theta must be a number, got nan"),
+        ({**LLAMA, "rope_theta": 10**400}, "rope_theta must be a number, got 1000"),
+        ({**LLAMA, "rope_theta": -1.0}, "x/config.json: rope: rope_theta must be positive, got -1"),
+        ({**LLAMA, "rms_norm_eps": 0}, "x/config.json: config: rms_norm_eps must be positive"),
+        (
+            {**LLAMA, "rope_parameters": {"rope_theta": [1]}},
+            r"x/config.json: the default rope: rope_theta must be a number, got \[1\]",
+        ),
+        ({**LLAMA, "attention_bias": "false"}, "attention_bias must be true or false, got 'false'"),
+        ({**LLAMA, "tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
+        (
+            {**QWEN, "use_sliding_window": "no"},
+            "use_sliding_window must be true or false, got 'no'",
+        ),
+        ({**QWEN, "layer_types": 3}, "layer_types must be a list of names, got 3"),
+        (
+            {**MISTRAL, "sliding_window": True},
+            "sliding_window must be a positive integer, got True",
+        ),
+        (
+            {**GEMMA2, "query_pre_attn_scalar": "256"},
+            "query_pre_attn_scalar must be a number, got '256'",
+        ),
+        (
+            {**GEMMA2, "final_logit_softcapping": True},
+            "final_logit_softcapping must be a number, got True",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4.0}},
+            "x/config.json: rope: high_freq_factor must be above low_freq_factor, got 4.0 and 4.0",
+        ),
+        (
+            {**QWEN, "rope_scaling": {**YARN_ROPE, "truncate": "no"}},
+            "the yarn rope: truncate must be true or false, got 'no'",
+        ),
+        (
+            {**QWEN, "rope_scaling": YARN_ROPE, "rope_parameters": {"rope_theta": 1e6}},
+            "rope_scaling and rope_parameters are there and differ",
+        ),
+        (
+            {**PHI, "rope_scaling": {**PHI_ROPE, "long_factor": [1.0, 0.0, 2.0]}},
+            "x/config.json: rope: long_factor must hold positive numbers only",
+        ),
+        (
+            {**PHI, "rope_scaling": {**PHI_ROPE, "short_factor": [1.0, "2", 2.0]}},
+            r"the longrope rope: short_factor must be a list of numbers, got \[1.0, '2', 2.0\]",
+        ),
+        ({**WRAPPED, "text_config": 3}, "text_config must be a dictionary, got 3"),
+        (
+            {**WRAPPED, "text_config": {**TEXT_4B, "model_type": "llama"}},
+            "text_config has model_type 'llama'; that of a gemma3 file is gemma3_text",
+        ),
+        (
+            {**WRAPPED, "text_config": {**TEXT_4B, "clip_qkv": 8}},
+            "x/config.json: text_config: keys that .* could change the result: clip_qkv=8",
+        ),
+        (
+            {**WRAPPED, "text_config": {**TEXT_4B, "rope_theta": "x"}},
+            "x/config.json: text_config: rope_theta must be a number, got 'x'",
+        ),
+        ({**WRAPPED, "rope_theta": 5.0}, "x/config.json: keys that .* result: rope_theta=5.0"),
+        (
+            {**WRAPPED, "tie_word_embeddings": False},
+            "tie_word_embeddings differs from that of text",
+        ),
+    ],
+)
+def test_a_bad_file_is_named_with_what_is_wrong(hf, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        from_hf(hf, owner="x/config.json")
+
+
+# ------------------------------------------------------------------------------ impossible models
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        *(
+            ({name: 0}, f"config: {name} must be a positive integer, got 0")
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "head_dim",
+                "max_position_embeddings",
+            )
+        ),
+        ({"head_dim": True}, "head_dim must be a positive integer, got True"),
+        (
+            {"num_key_value_heads": 3},
+            "4 query heads cannot share 3 key heads; num_attention_heads must be a multiple of num",
+        ),
+        (
+            {"max_position_embeddings": MAX_POSITIONS + 1},
+            "max_position_embeddings is 1048577, but at most 1048576 positions keep their rotary",
+        ),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps must be positive, got 0.0"),
+        (
+            {"hidden_act": "relu"},
+            "hidden_act 'relu' is not one of silu, gelu, gelu_pytorch_tanh",
+        ),
+        ({"layer_types": ("full_attention",)}, "layer_types has 1 entries for 2 layers"),
+        (
+            {"layer_types": ("full_attention", "mamba")},
+            "layer type 'mamba' is not one of full_attention, sliding_attention",
+        ),
+        (
+            {"layer_types": ("sliding_attention",) * 2},
+            "sliding layers need a positive sliding_window, got None",
+        ),
+        (
+            {"layer_types": ("sliding_attention",) * 2, "sliding_window": -1},
+            "sliding layers need a positive sliding_window, got -1",
+        ),
+        ({"query_pre_attn_scalar": 0.0}, "query_pre_attn_scalar must be positive or None, got 0"),
+        ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be positive or None"),
+        ({"final_logit_softcapping": math.nan}, "final_logit_softcapping must be positive or None"),
+        ({"head_dim": 7}, "7 numbers of a head cannot be rotated in pairs; the count must be even"),
+        ({"rope": Rope(1e4, partial_rotary_factor=0.1)}, "0 numbers of a head cannot be rotated"),
+    ],
+)
+def test_a_config_that_cannot_be_a_model(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        dataclasses.replace(TINY, **change)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sentence"),
+    [
+        ({"rope_type": "ntk"}, "rope_type 'ntk' is not one of default, linear, llama3, yarn, long"),
+        ({"rope_theta": 0.0}, "rope_theta must be positive, got 0.0"),
+        ({"factor": -2.0}, "factor must be positive, got -2.0"),
+        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor must be in \(0, 1\], got 1.5"),
+        ({"beta_slow": math.nan}, "beta_slow must be positive, got nan"),
+        ({"rope_type": "llama3"}, "llama3 needs original_max_position_embeddings"),
+        (
+            {"rope_type": "yarn", "original_max_position_embeddings": 1},
+            "yarn needs original_max_position_embeddings, at least 2, got 1",
+        ),
+        (
+            {"rope_type": "yarn", "original_max_position_embeddings": 8, "rope_theta": 1.0},
+            "rope_theta of yarn must be above 1, got 1.0",
+        ),
+        (
+            {"rope_type": "longrope", "original_max_position_embeddings": 8},
+            "longrope needs the lists short_factor and long_factor",
+        ),
+    ],
+)
+def test_a_rope_that_cannot_be(kwargs, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Rope(**{"rope_theta": 1e4, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sentence"),
+    [
+        ({"dtype": "float64"}, "runtime: dtype 'float64' is not one of float32, bfloat16, float16"),
+        ({"param_dtype": "int8"}, "runtime: param_dtype 'int8' is not one of float32, bfloat16"),
+        ({"remat": "some"}, "runtime: remat 'some' is not one of none, full, dots"),
+    ],
+)
+def test_a_runtime_that_cannot_be(kwargs, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Runtime(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("config", "lost"),
+    [
+        (dataclasses.replace(TINY, qk_norm=True), "qk_norm=True"),
+        (dataclasses.replace(TINY, qkv_bias=True), "qkv_bias=True"),
+        (dataclasses.replace(ALL, mlp_bias=True), "mlp_bias=True"),
+        (dataclasses.replace(TINY, rope=Rope(1e4, attention_factor=2.0)), "rope=Rope"),
+        (dataclasses.replace(SLIDING, model_type="mistral"), "layer_types="),
+    ],
+)
+def test_a_config_that_its_family_cannot_say_is_not_written(config, lost):
+    with pytest.raises(ValueError, match=f"cannot say .*{lost}"):
+        to_hf(config)
+
+
+def test_a_family_that_does_not_exist_is_not_written():
+    with pytest.raises(ValueError, match="model_type 'gpt2' is not supported; supported are llama"):
+        to_hf(dataclasses.replace(TINY, model_type="gpt2"))
+
+
+# ------------------------------------------------------------------------------- no field is dead
+
+TOKENS = tiny_models.tokens(1, 12)
+
+
+def logits(config: ModelConfig, runtime: Runtime = Runtime()) -> np.ndarray:
+    """Not compiled as one: most configs differ in numbers only, so their operations are shared."""
+    return np.asarray(tiny_models.build(config, runtime)(TOKENS))
+
+
+def moves(config: ModelConfig, other: ModelConfig) -> bool:
+    """Whether the other config has parameters of other shapes, or other logits."""
+    if shapes(config) != shapes(other):
+        return True
+    here, there = logits(config), logits(other)
+    return bool(np.max(np.abs(here - there)) > 1e-3 * np.max(np.abs(here)))
+
+
+OTHER: dict[str, Any] = {
+    "vocab_size": 62,
+    "hidden_size": 26,
+    "intermediate_size": 41,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 4,
+    "head_dim": 10,
+    "rms_norm_eps": 0.1,
+    "hidden_act": "gelu",
+    "rope": Rope(100.0),
+    "sliding_rope": Rope(100.0),
+    "tie_word_embeddings": True,
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "zero_centered_norm": True,
+    "post_norms": True,
+    "scale_embedding": True,
+    "query_pre_attn_scalar": 2.0,
+    "attn_logit_softcapping": 1.0,
+    "final_logit_softcapping": 1.0,
+    "sliding_window": 4,
+    "layer_types": ("full_attention", "sliding_attention"),
+}
+# Where the field means something only beside another one
+BASE = {"sliding_rope": SLIDING, "sliding_window": SLIDING, "layer_types": SLIDING}
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig)])
+def test_every_field_is_alive(field):
+    if field == "model_type":  # the name under which a model is saved, no more
+        assert to_hf(TINY)["model_type"] == "llama"
+        assert to_hf(dataclasses.replace(TINY, model_type="mistral"))["model_type"] == "mistral"
+    elif field == "max_position_embeddings":  # a limit
+        model = nnx.eval_shape(lambda: Transformer(TINY, rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match="65 tokens are more than the model's 64 positions"):
+            jax.eval_shape(model, jnp.zeros((1, 65), jnp.int32))
+    else:
+        base = BASE.get(field, TINY)
+        change = {field: OTHER[field]}
+        if field == "num_hidden_layers":
+            change["layer_types"] = ()
+        assert moves(base, dataclasses.replace(base, **change)), field
+
+
+def test_a_dead_field_would_show():
+    """The twin: a window where no layer slides is such a field."""
+    assert not moves(TINY, dataclasses.replace(TINY, sliding_window=4))
+
+
+YARN = Rope(
+    10_000.0, "yarn", factor=4.0, attention_factor=1.1, original_max_position_embeddings=256
+)
+LLAMA3 = Rope(10_000.0, "llama3", factor=4.0, original_max_position_embeddings=128)
+
+
+@pytest.mark.parametrize(
+    ("rope", "field", "value"),
+    [
+        (TINY.rope, "rope_theta", 100.0),
+        (LONGROPE, "rope_theta", 100.0),
+        (dataclasses.replace(TINY.rope, factor=3.0), "rope_type", "linear"),
+        (TINY.rope, "partial_rotary_factor", 0.5),
+        (Rope(10_000.0, "linear", factor=2.0), "factor", 3.0),
+        (LLAMA3, "factor", 3.0),
+        (YARN, "factor", 8.0),
+        (LLAMA3, "low_freq_factor", 3.0),
+        (LLAMA3, "high_freq_factor", 40.0),
+        (YARN, "beta_fast", 2.0),
+        (YARN, "beta_slow", 0.01),
+        (YARN, "truncate", False),
+        (YARN, "attention_factor", 1.5),
+        (LONGROPE, "attention_factor", 1.5),
+        (LLAMA3, "original_max_position_embeddings", 640),
+        (YARN, "original_max_position_embeddings", 25),
+        (LONGROPE, "original_max_position_embeddings", 12),
+        (
+            dataclasses.replace(LONGROPE, original_max_position_embeddings=12),
+            "short_factor",
+            (1.0, 2.0, 3.0, 4.0),
+        ),
+        (LONGROPE, "long_factor", (1.0, 2.0, 3.0, 4.0)),
+    ],
+)
+def test_every_field_of_a_rope_is_alive(rope, field, value):
+    assert getattr(rope, field) != value
+    other = dataclasses.replace(rope, **{field: value})
+    assert moves(dataclasses.replace(TINY, rope=rope), dataclasses.replace(TINY, rope=other))
+
+
+def test_no_field_of_a_rope_was_forgotten():
+    (marker,) = test_every_field_of_a_rope_is_alive.pytestmark
+    assert {field for _, field, _ in marker.args[1]} == {f.name for f in dataclasses.fields(Rope)}
+
+
+@pytest.mark.parametrize("rope", [TINY.rope, LONGROPE, YARN, LLAMA3])
+def test_ropes_come_back(rope):
+    config = dataclasses.replace(TINY, rope=rope)
+    assert from_hf(json.loads(json.dumps(to_hf(config)))) == config
+
+
+# --------------------------------------------------------------------- how it is run moves nothing
+
+# Every switch, in one layer: how it is run does not hang on their number
+ONE = dataclasses.replace(ALL, num_hidden_layers=1, layer_types=("sliding_attention",))
+RUNTIMES = {
+    "dtype": (None, "float32", "bfloat16", "float16"),
+    "param_dtype": (None, "float32", "bfloat16", "float16"),
+    "implementation": ("auto", "xla", {"attention": "xla"}, {}),
+    "remat": ("none", "full", "dots"),
+}
+
+
+def test_no_field_of_the_runtime_was_forgotten():
+    assert set(RUNTIMES) == {f.name for f in dataclasses.fields(Runtime)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, all_ in RUNTIMES.items() for value in all_]
+)
+def test_no_field_of_the_runtime_moves_the_logits(field, value):
+    """Beyond the rounding of its dtype: as near to float64 as NumPy is in the same dtype."""
+    runtime = Runtime(**{field: value})
+    model = tiny_models.build(ONE, runtime)
+    stored = {p.dtype for p in jax.tree.leaves(nnx.state(model, nnx.Param))}
+    assert stored == {jnp.dtype(runtime.weight_dtype)}
+    weights, row = tiny_models.weights(model), np.asarray(TOKENS[0])
+    truth = oracles.decoder(tiny_models.as_dict(ONE), weights, row)
+    plain = oracles.decoder(
+        tiny_models.as_dict(ONE), weights, row, dtype=jnp.dtype(runtime.compute_dtype)
+    )
+    ours = tiny_models.logits(model, TOKENS)
+    assert ours.dtype == jnp.float32
+    assert_as_accurate(ours[0], plain, truth)
+
+
+def test_moved_logits_would_show():
+    """The twin: other mathematics, and rounding to fewer digits than the dtype has."""
+    weights, row = tiny_models.weights(tiny_models.build(ONE)), np.asarray(TOKENS[0])
+    truth = oracles.decoder(tiny_models.as_dict(ONE), weights, row)
+    plain = oracles.decoder(tiny_models.as_dict(ONE), weights, row, dtype=np.float32)
+    half = oracles.decoder(tiny_models.as_dict(ONE), weights, row, dtype=jnp.bfloat16)
+    for other in (logits(dataclasses.replace(ONE, rms_norm_eps=1e-4))[0], half):
+        with pytest.raises(AssertionError, match="error is"):
+            assert_as_accurate(other, plain, truth)
+
+
+def test_dtypes_of_the_runtime():
+    assert (Runtime().weight_dtype, Runtime().compute_dtype) == ("float32", "float32")
+    half = Runtime(dtype="bfloat16")
+    assert (half.weight_dtype, half.compute_dtype) == ("bfloat16", "bfloat16")
+    stored = Runtime(param_dtype="bfloat16")
+    assert (stored.weight_dtype, stored.compute_dtype) == ("bfloat16", "bfloat16")
+    master = Runtime(dtype="bfloat16", param_dtype="float32")
+    assert (master.weight_dtype, master.compute_dtype) == ("float32", "bfloat16")
+
+
+def test_configs_and_runtimes_are_hashable_by_value():
+    """They are static arguments of compiled programs."""
+    one, two = (Runtime(implementation={"attention": "xla", "glu": "xla"}) for _ in range(2))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != Runtime(implementation={"attention": "xla"})
+    assert hash(ALL) == hash(copy.deepcopy(ALL))

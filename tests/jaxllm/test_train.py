@@ -1,0 +1,222 @@
+import dataclasses
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tiny_models import TINY
+
+from jaxllm import ops, train
+from jaxllm.config import Runtime
+from jaxllm.model import Transformer
+
+
+def make_model(runtime: Runtime = Runtime(), **changes) -> Transformer:
+    return Transformer(dataclasses.replace(TINY, **changes), runtime, rngs=nnx.Rngs(0))
+
+
+def make_batch(seed: int = 0, rows: int = 4, length: int = 9) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    text = rng.integers(0, TINY.vocab_size, (rows, length + 1)).astype(np.int32)
+    targets = text[:, 1:].copy()
+    for row in range(rows):  # a different count of targets in each row
+        targets[row, : 2 * row] = train.IGNORE
+    return {"tokens": text[:, :-1], "targets": targets}
+
+
+def assert_close(a: train.Params, b: train.Params, *, atol: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], atol=atol, err_msg=name)
+
+
+def test_a_step_is_the_gradient_of_the_mean_loss():
+    batch, rate = make_batch(), 0.5
+    model = make_model()
+    graph, start = nnx.split(model, nnx.Param)
+
+    def mean_loss(params):
+        logits = nnx.merge(graph, params)(jnp.asarray(batch["tokens"]))
+        total, count = ops.cross_entropy(logits, jnp.asarray(batch["targets"]))
+        return total / count
+
+    loss, grads = jax.value_and_grad(mean_loss)(start)
+    other = make_model()
+    nnx.update(other, jax.tree.map(lambda p, g: p - rate * g, start, grads))
+
+    step = train.make_train_step(model, optax.sgd(rate))
+    state, metrics = step(train.init_state(model, optax.sgd(rate)), batch)
+
+    assert_close(state.params, train.parameters(other), atol=1e-6)
+    assert state.step == 1
+    assert metrics["tokens"] == np.sum(batch["targets"] != train.IGNORE)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+
+
+def test_micro_batches_are_weighted_by_their_tokens():
+    results = []
+    for parts in (1, 2, 4):
+        model = make_model()
+        step = train.make_train_step(model, optax.sgd(0.5), micro_batches=parts)
+        results.append(step(train.init_state(model, optax.sgd(0.5)), make_batch()))
+    (whole, whole_metrics), *others = results
+    for state, metrics in others:
+        assert_close(state.params, whole.params, atol=1e-6)
+        assert metrics["tokens"] == whole_metrics["tokens"]
+        np.testing.assert_allclose(metrics["loss"], whole_metrics["loss"], rtol=1e-6)
+
+
+def test_micro_batches_must_divide_the_rows():
+    model = make_model()
+    step = train.make_train_step(model, optax.sgd(0.5), micro_batches=3)
+    with pytest.raises(ValueError, match="4 rows cannot be split into 3 equal micro-batches"):
+        step(train.init_state(model, optax.sgd(0.5)), make_batch())
+
+
+def test_the_state_is_donated_and_the_model_is_whole_again_after_update():
+    model = make_model()
+    first = train.init_state(model, optax.sgd(0.5))
+    step = train.make_train_step(model, optax.sgd(0.5))
+    state, _ = step(first, make_batch())
+    assert all(array.is_deleted() for array in first.params.values())
+    train.update(model, state.params)
+    logits = model(jnp.asarray(make_batch()["tokens"]))
+    assert bool(jnp.all(jnp.isfinite(logits)))
+
+
+def test_update_names_the_parameter_that_is_absent():
+    model = make_model()
+    params = train.parameters(model)
+    del params["norm.weight"]
+    with pytest.raises(ValueError, match=r"no parameter norm\.weight"):
+        train.update(model, params)
+
+
+def test_tied_models_train_one_embedding():
+    assert "lm_head.weight" in train.parameters(make_model())
+    assert "lm_head.weight" not in train.parameters(make_model(tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("runtime", [Runtime(), Runtime(dtype="bfloat16", param_dtype="float32")])
+def test_the_loss_falls_and_master_weights_stay_float32(runtime):
+    model = make_model(runtime)
+    optimizer = optax.adamw(1e-2)
+    state = train.init_state(model, optimizer)
+    step = train.make_train_step(model, optimizer)
+    losses = []
+    for _ in range(30):
+        state, metrics = step(state, make_batch())
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(np.log(TINY.vocab_size), rel=0.02)
+    assert losses[-1] < losses[0] / 2
+    assert {str(param.dtype) for param in state.params.values()} == {"float32"}
+    assert metrics["loss"].dtype == jnp.float32
+    assert step._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_another_loss_may_be_given():
+    def reward(model, batch):
+        return -jnp.sum(model(batch["tokens"])[..., 0]), jnp.int32(1)
+
+    model = make_model()
+    state = train.init_state(model, optax.sgd(0.1))
+    evaluate = train.make_evaluate(model, reward)
+    before, _ = evaluate(state.params, [make_batch()])
+    state, _ = train.make_train_step(model, optax.sgd(0.1), reward)(state, make_batch())
+    after, _ = evaluate(state.params, [make_batch()])
+    assert after < before
+
+
+def test_packed_texts_do_not_see_each_other():
+    text = make_batch(rows=2, length=8)["tokens"]
+    targets = np.roll(text, -1, axis=1)
+    apart = {"tokens": text, "targets": targets}
+    packed = {
+        "tokens": text.reshape(1, -1),
+        "targets": targets.reshape(1, -1),
+        "positions": np.tile(np.arange(8, dtype=np.int32), 2)[None],
+        "segment_ids": np.repeat(np.array([1, 2], np.int32), 8)[None],
+    }
+    model = make_model()
+    evaluate = train.make_evaluate(model)
+    params = train.parameters(model)
+    np.testing.assert_allclose(
+        evaluate(params, [packed])[0], evaluate(params, [apart])[0], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("count", [2, 8, 9, 10, 13, 40, 41])
+@pytest.mark.parametrize(("length", "stride"), [(8, 8), (8, 4), (8, 3), (8, 1)])
+def test_every_token_is_a_target_once_with_its_context(count, length, stride):
+    text = list(range(1, count + 1))
+    [batch] = train.cover_windows(text, rows=64, length=length, stride=stride)
+    tokens, targets = batch["tokens"], batch["targets"]
+    assert tokens.shape == targets.shape == (64, length)
+    counted = targets != train.IGNORE
+    assert sorted(targets[counted].tolist()) == text[1:]
+    for row, column in np.argwhere(counted).tolist():
+        seen, target = column + 1, int(targets[row, column])
+        assert seen == target - 1 or seen > length - stride
+        assert tokens[row, :seen].tolist() == list(range(target - seen, target))
+
+
+def test_batches_have_one_shape():
+    batches = train.cover_windows(range(1, 30), rows=4, length=8, stride=4)
+    assert [batch["tokens"].shape for batch in batches] == [(4, 8)] * 2
+    assert sum(np.sum(batch["targets"] != train.IGNORE) for batch in batches) == 28
+
+
+def test_the_loss_over_windows_is_that_of_the_text():
+    """With a window as long as the text, and with shorter ones against each token's own context."""
+    model = make_model()
+    evaluate, params = train.make_evaluate(model), train.parameters(model)
+    text = make_batch(rows=1, length=20)["tokens"][0]
+    logits = jax.jit(lambda tokens: model(tokens))
+
+    def nats(context, target):
+        padded = np.zeros((1, 20), np.int32)
+        padded[0, : len(context)] = context
+        return -float(jax.nn.log_softmax(logits(padded)[0, len(context) - 1])[target])
+
+    def score(length, stride):
+        total, count = evaluate(
+            params, train.cover_windows(text.tolist(), rows=3, length=length, stride=stride)
+        )
+        assert count == 19
+        return total
+
+    whole = sum(nats(text[: i + 1], text[i + 1]) for i in range(19))
+    assert score(20, 20) == pytest.approx(whole, rel=1e-5)
+    short = sum(nats(text[max(0, i - 5) : i + 1], text[i + 1]) for i in range(19))
+    assert score(6, 1) == pytest.approx(short, rel=1e-5)
+
+
+def test_windows_are_refused_that_cannot_be():
+    with pytest.raises(ValueError, match=r"stride must be in \[1, 8\], got 9"):
+        train.cover_windows([1, 2, 3], rows=1, length=8, stride=9)
+    with pytest.raises(ValueError, match="a text of 1 tokens holds no target"):
+        train.cover_windows([1], rows=1, length=8, stride=8)
+
+
+def test_drawn_windows_lie_in_the_text_and_reach_its_end():
+    tokens = jnp.arange(12)
+    batch = train.draw_windows(tokens, jax.random.key(0), rows=200, length=8)
+    starts = np.asarray(batch["tokens"][:, 0])
+    assert set(starts.tolist()) == {0, 1, 2, 3}
+    np.testing.assert_array_equal(batch["tokens"], starts[:, None] + np.arange(8))
+    np.testing.assert_array_equal(batch["targets"], batch["tokens"] + 1)
+
+
+def test_the_first_interrupt_waits_and_the_second_does_not():
+    before = signal.getsignal(signal.SIGINT)
+    with train.catch_interrupt() as stop:
+        assert not stop.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

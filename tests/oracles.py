@@ -1,0 +1,298 @@
+"""The mathematics in float64 NumPy, without a thought for speed. Imports nothing of ours."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float64)
+    shifted = x - x.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def penalise(
+    scores: np.ndarray,
+    prompt: list[int],
+    output: list[int],
+    *,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+) -> np.ndarray:
+    """One row [V]: repetition over prompt and output, presence and frequency over the output."""
+    scores = scores.astype(np.float64)
+    for v in set(prompt) | set(output):
+        scores[v] = scores[v] * repetition if scores[v] < 0 else scores[v] / repetition
+    for v in set(output):
+        scores[v] -= presence + frequency * output.count(v)
+    return scores
+
+
+def filter_scores(
+    scores: np.ndarray,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> np.ndarray:
+    """One row [V] over the temperature, -inf where dropped; by sorting, equal scores together."""
+    scores = scores.astype(np.float64) / temperature
+    if 0 < top_k < len(scores):
+        scores = np.where(scores >= np.sort(scores)[-top_k], scores, -np.inf)
+    if top_p < 1:
+        falling, group = np.unique(-scores, return_inverse=True)
+        mass = np.bincount(group, weights=np.exp(log_softmax(scores)))
+        above = np.cumsum(mass) - mass
+        keep = (above < top_p) | (falling == falling[0])
+        scores = np.where(keep[group], scores, -np.inf)
+    if min_p > 0:
+        probability = np.exp(log_softmax(scores))
+        scores = np.where(probability >= min_p * probability.max(), scores, -np.inf)
+    return scores
+
+
+# The ops and the decoder. `dtype` says in what numbers are stored, at the points where any
+# implementation must store them (the operands of a product, the result of an op): float64 gives the
+# truth, the dtype of a model the plain path, with sums in float32.
+
+
+def _load(dtype: DTypeLike, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+    exact = np.float64 if dtype == np.float64 else np.float32
+    return tuple(np.asarray(array, dtype).astype(exact) for array in arrays)
+
+
+def _store(x: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+    """`x` rounded to the dtype, in the type that sums are taken in."""
+    return _load(dtype, x)[0]
+
+
+def rms_norm(
+    x: np.ndarray,
+    weight: np.ndarray,
+    *,
+    eps: float,
+    zero_centered: bool = False,
+    dtype: DTypeLike = np.float64,
+) -> np.ndarray:
+    x, weight = _load(dtype, x, weight)
+    y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps))
+    if zero_centered:
+        return _store(y * (1 + weight), dtype)
+    return _store(_store(y, dtype) * weight, dtype)
+
+
+def activate(x: np.ndarray, activation: str) -> np.ndarray:
+    if activation == "silu":
+        return x / (1 + np.exp(-x))
+    if activation == "gelu":
+        erf = np.vectorize(math.erf, otypes=[x.dtype])
+        return x * (1 + erf(x / math.sqrt(2))) / 2
+    assert activation == "gelu_pytorch_tanh"
+    return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def glu(
+    gate: np.ndarray, up: np.ndarray, *, activation: str, dtype: DTypeLike = np.float64
+) -> np.ndarray:
+    gate, up = _load(dtype, gate, up)
+    return _store(_store(activate(gate, activation), dtype) * up, dtype)
+
+
+def linear(
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None = None,
+    *,
+    dtype: DTypeLike = np.float64,
+) -> np.ndarray:
+    x, weight = _load(dtype, x, weight)
+    y = _store(x @ weight.T, dtype)
+    return y if bias is None else _store(y + _load(dtype, bias)[0], dtype)
+
+
+def frequencies(dim: int, rope: Mapping[str, Any], length: int = 0) -> np.ndarray:
+    """Radians a position of each pair; `rope` as in `rope_parameters`, `length` for longrope."""
+    result = []
+    for i in range(dim // 2):
+        f = rope["rope_theta"] ** (-2 * i / dim)
+        kind = rope["rope_type"]
+        if kind == "linear":
+            f /= rope["factor"]
+        elif kind == "longrope":
+            long = length > rope["original_max_position_embeddings"]
+            f /= rope["long_factor" if long else "short_factor"][i]
+        elif kind == "llama3":
+            wavelength, original = 2 * math.pi / f, rope["original_max_position_embeddings"]
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            if wavelength > original / low:
+                f /= rope["factor"]
+            elif wavelength > original / high:
+                s = (original / wavelength - low) / (high - low)
+                f = (1 - s) * f / rope["factor"] + s * f
+        elif kind == "yarn":
+
+            def pair_that_turns(times: float) -> float:
+                positions = rope["original_max_position_embeddings"] / times
+                return dim / 2 * math.log(positions / (2 * math.pi), rope["rope_theta"])
+
+            low, high = pair_that_turns(rope["beta_fast"]), pair_that_turns(rope["beta_slow"])
+            if rope["truncate"]:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, dim - 1)
+            s = min(max((i - low) / (high - low or 1e-3), 0), 1)
+            f = s * f / rope["factor"] + (1 - s) * f
+        else:
+            assert kind == "default"
+        result.append(f)
+    return np.array(result)
+
+
+def rotate(
+    x: np.ndarray, angles: np.ndarray, *, scale: float = 1.0, dtype: DTypeLike = np.float64
+) -> np.ndarray:
+    """Pairs (i, i + R/2) of x [B, T, N, H] as complex numbers, turned by angles [B, T, R/2]."""
+    half = angles.shape[-1]
+    (x,) = _load(dtype, x)
+    cos, sin = (_store(scale * f(angles), dtype)[:, :, None, :] for f in (np.cos, np.sin))
+    turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * (cos + 1j * sin)
+    return _store(np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1), dtype)
+
+
+def sees(
+    shape: tuple[int, int, int],
+    *,
+    causal: bool,
+    window: int | None = None,
+    q_segment_ids: np.ndarray | None = None,
+    kv_segment_ids: np.ndarray | None = None,
+    kv_lengths: np.ndarray | None = None,
+) -> np.ndarray:
+    """Which key each query of a call [B, T, S] sees, one by one."""
+    mask = np.zeros(shape, bool)
+    for b, t, s in np.ndindex(shape):
+        length = shape[2] if kv_lengths is None else int(kv_lengths[b])
+        behind = length - shape[1] + t - s  # how far the key lies behind the query
+        far = window is not None and (behind >= window or -behind >= window)
+        other = False
+        if q_segment_ids is not None and kv_segment_ids is not None:
+            other = q_segment_ids[b, t] != kv_segment_ids[b, s]
+        mask[b, t, s] = s < length and not (causal and behind < 0) and not far and not other
+    return mask
+
+
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
+    d_out: np.ndarray | None = None,
+    dtype: DTypeLike = np.float64,
+    **sides: Any,
+) -> Any:
+    """The result [B, T, N, H]; if its cotangent `d_out` is given, those of q, k and v instead."""
+    (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
+    scale = h**-0.5 if scale is None else scale
+    mask = sees((b, t, s), causal=causal, **sides)
+    q, k, v = _load(dtype, q, k, v)
+    out, d_q, d_k, d_v = np.zeros_like(q), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for i, head in np.ndindex(b, n):
+        group = head // (n // kv_heads)
+        keys, values = k[i, :, group], v[i, :, group]
+        scores = q[i, :, head] @ keys.T * q.dtype.type(scale)
+        slope = 1
+        if softcap is not None:
+            scores, slope = softcap * np.tanh(scores / softcap), 1 - np.tanh(scores / softcap) ** 2
+        e = np.where(mask[i], np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
+        total = e.sum(axis=-1, keepdims=True)
+        p = np.divide(e, total, out=np.zeros_like(e), where=total > 0)
+        out[i, :, head] = _store(p, dtype) @ values
+        if d_out is not None:
+            (d_o,) = _load(dtype, d_out[i, :, head])
+            d_v[i, :, group] += _store(p, dtype).T @ d_o
+            d_p = d_o @ values.T
+            d_s = p * (d_p - (p * d_p).sum(axis=-1, keepdims=True)) * slope * q.dtype.type(scale)
+            d_s = _store(d_s, dtype)
+            d_q[i, :, head] = d_s @ keys
+            d_k[i, :, group] += d_s.T @ q[i, :, head]
+    if d_out is None:
+        return _store(out, dtype)
+    return tuple(_store(x, dtype) for x in (d_q, d_k, d_v))
+
+
+def cross_entropy(logits: np.ndarray, targets: np.ndarray, ignore_index: int = -100) -> float:
+    """The sum over the targets that count."""
+    rows = [(row, target) for row, target in zip(logits, targets, strict=True)]
+    return sum(-float(log_softmax(row)[t]) for row, t in rows if t != ignore_index)
+
+
+def decoder(
+    config: Mapping[str, Any],
+    weights: Mapping[str, np.ndarray],
+    tokens: np.ndarray,
+    *,
+    dtype: DTypeLike = np.float64,
+) -> np.ndarray:
+    """Logits [T, V] of one row of tokens; `config` has Hugging Face's names and a `rope` a layer
+    type, `weights` the names of the Llama family.
+    """
+    eps, zero_centered = config["rms_norm_eps"], config["zero_centered_norm"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    length, width = len(tokens), config["head_dim"]
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        weight = weights[f"{name}.weight"]
+        return rms_norm(x, weight, eps=eps, zero_centered=zero_centered, dtype=dtype)
+
+    def project(x: np.ndarray, name: str) -> np.ndarray:
+        return linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), dtype=dtype)
+
+    (table,) = _load(dtype, weights["embed_tokens.weight"])
+    x = table[tokens]
+    if config["scale_embedding"]:
+        x = _store(x * _store(np.sqrt(x.shape[-1]), dtype), dtype)
+    for i, kind in enumerate(config["layer_types"]):
+        at, sliding = f"layers.{i}", kind == "sliding_attention"
+        rope = (config["sliding_rope"] if sliding else None) or config["rope"]
+        y = norm(x, f"{at}.input_layernorm")
+        q, k, v = (
+            project(y, f"{at}.self_attn.{name}_proj").reshape(1, length, n, width)
+            for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        if config["qk_norm"]:
+            q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
+        turning = int(width * rope["partial_rotary_factor"])
+        angles = np.arange(length)[None, :, None] * frequencies(turning, rope, length)
+        q, k = (rotate(z, angles, scale=rope["attention_factor"], dtype=dtype) for z in (q, k))
+        y = attention(
+            q,
+            k,
+            v,
+            scale=(config["query_pre_attn_scalar"] or width) ** -0.5,
+            softcap=config["attn_logit_softcapping"],
+            window=config["sliding_window"] if sliding else None,
+            dtype=dtype,
+        )
+        y = project(y.reshape(length, heads * width), f"{at}.self_attn.o_proj")
+        if config["post_norms"]:
+            y = norm(y, f"{at}.post_attention_layernorm")
+        x = _store(x + y, dtype)
+        before = "pre_feedforward" if config["post_norms"] else "post_attention"
+        y = norm(x, f"{at}.{before}_layernorm")
+        gate, up = project(y, f"{at}.mlp.gate_proj"), project(y, f"{at}.mlp.up_proj")
+        y = glu(gate, up, activation=config["hidden_act"], dtype=dtype)
+        y = project(y, f"{at}.mlp.down_proj")
+        if config["post_norms"]:
+            y = norm(y, f"{at}.post_feedforward_layernorm")
+        x = _store(x + y, dtype)
+    x, head = norm(x, "norm"), weights.get("lm_head.weight", weights["embed_tokens.weight"])
+    logits = x @ _load(dtype, head)[0].T  # not rounded: logits are float32
+    cap = config["final_logit_softcapping"]
+    return logits if cap is None else cap * np.tanh(logits / cap)

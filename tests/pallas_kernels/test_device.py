@@ -1,0 +1,101 @@
+"""Device facts: read from the abstract mesh first, then from the device that is here."""
+
+import jax
+import pytest
+from absent_device import absent
+from jax.sharding import AbstractMesh
+
+from pallas_kernels import device
+from pallas_kernels.device import Device
+
+
+def test_default_device_is_described():
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert device.current() == Device("cpu", "cpu")
+    with jax.default_device("cpu"):
+        assert device.current() == Device("cpu", "cpu")
+
+
+def test_abstract_mesh_goes_first_and_is_not_remembered():
+    before = device.current()
+    with absent("NVIDIA H200"):
+        assert device.current() == Device("gpu", "NVIDIA H200", capability=9.0, num_sms=132)
+        with absent("NVIDIA A100-SXM4-80GB", 108):
+            assert device.current() == Device("gpu", "NVIDIA A100-SXM4-80GB", 8.0, 108)
+        assert device.current().name == "NVIDIA H200"
+    assert device.current() == before
+
+
+def test_abstract_mesh_reaches_into_jit():
+    seen = []
+    with absent("NVIDIA H200"):
+        jax.jit(lambda x: seen.append(device.current()) or x).trace(1.0)
+    assert [d.capability for d in seen] == [9.0]
+
+
+def test_mesh_without_a_device_leaves_the_default():
+    before = device.current()
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("x",))):
+        assert device.current() == before
+
+
+def test_mesh_of_the_devices_here_is_described_as_they_are():
+    before = device.current()
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        assert device.current() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("NVIDIA B300 SXM6 AC", 10.3),
+        ("NVIDIA GB200", 10.0),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 12.0),
+        ("NVIDIA GeForce RTX 5090", 12.0),
+        ("NVIDIA H100 80GB HBM3", 9.0),
+        ("NVIDIA GH200 480GB", 9.0),
+        ("NVIDIA L40S", 8.9),
+        ("NVIDIA L4", 8.9),
+        ("NVIDIA RTX 6000 Ada Generation", 8.9),
+        ("NVIDIA A10G", 8.6),
+        ("NVIDIA RTX A6000", 8.6),
+        ("NVIDIA A100-PCIE-40GB", 8.0),
+        ("Tesla T4", 7.5),
+        ("NVIDIA Unheard-of 1", 0.0),
+        ("AMD Instinct MI300X", 0.0),
+    ],
+)
+def test_capability_by_name(name, capability):
+    with absent(name, None):
+        assert device.current() == Device("gpu", name, capability)
+
+
+class FakeGpu:
+    """What JAX's device object tells of a GPU."""
+
+    platform = "gpu"
+    device_kind = "NVIDIA Unheard-of 1"
+    compute_capability = "13.1"
+    core_count = 7
+
+    def memory_stats(self):
+        return {"bytes_limit": 5, "bytes_in_use": 1}
+
+
+def test_gpu_tells_its_own_numbers():
+    assert device._of(FakeGpu()) == Device("gpu", "NVIDIA Unheard-of 1", 13.1, 7, 5)
+
+
+def test_gpu_of_another_maker_has_no_capability():
+    gpu = FakeGpu()
+    gpu.compute_capability = "gfx942"
+    assert device._of(gpu).capability == 0.0
+
+
+@pytest.mark.gpu
+def test_name_and_device_agree():
+    here = device.current()
+    assert here.platform == "gpu"
+    assert here.num_sms > 0
+    assert here.memory_bytes > 2**30
+    assert device._capability_by_name(here.name) in (0.0, here.capability)

@@ -1,0 +1,227 @@
+"""The house stands: imports go down, an import does no work, no submodule hides a public name."""
+
+import ast
+import fnmatch
+import graphlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+PACKAGES = ("pallas_kernels", "jaxllm")
+
+# Which of our own modules a module may import; the order is that of the floors, the lowest first.
+KERNELS = "pallas_kernels pallas_kernels.*"
+OP = f"{KERNELS} jaxllm.ops._select"
+LAYERS = "jaxllm.ops jaxllm.ops.[!_]* jaxllm.cache jaxllm.config"
+MAY_IMPORT = {
+    "pallas_kernels": "",
+    "pallas_kernels.device": "",
+    "jaxllm.config": "",
+    "jaxllm.families": "jaxllm.config",
+    "jaxllm.memory": "",
+    "jaxllm.compile_cache": "",
+    "jaxllm.sampling": "",
+    "jaxllm.chat_template": "",
+    "jaxllm.detokenizer": "",
+    "jaxllm.tokenizer": "jaxllm.chat_template jaxllm.detokenizer",
+    "jaxllm.ops._select": "pallas_kernels.device",
+    "jaxllm.ops.attention": f"{OP} jaxllm.ops.linear",  # what precision a product has
+    "jaxllm.ops.glu": OP,
+    "jaxllm.ops.linear": OP,
+    "jaxllm.ops.loss": OP,
+    "jaxllm.ops.norm": OP,
+    "jaxllm.ops.rope": OP,
+    "jaxllm.ops": f"{OP} jaxllm.ops.*",
+    "jaxllm.cache": "jaxllm.config",
+    "jaxllm.layers": LAYERS,
+    "jaxllm.model": f"{LAYERS} jaxllm.layers",
+    "jaxllm.programs": "jaxllm.cache jaxllm.config jaxllm.model jaxllm.sampling",
+    "jaxllm.prompts": "jaxllm.detokenizer jaxllm.tokenizer",
+    "jaxllm.results": "jaxllm.programs jaxllm.prompts",
+    "jaxllm.run": (
+        "jaxllm.cache jaxllm.memory jaxllm.model jaxllm.programs jaxllm.prompts jaxllm.results "
+        "jaxllm.sampling jaxllm.tokenizer"
+    ),
+    "jaxllm.generate": ("jaxllm.model jaxllm.prompts jaxllm.results jaxllm.run jaxllm.tokenizer"),
+    "jaxllm.train": "jaxllm.config jaxllm.model jaxllm.ops",
+    "jaxllm.checkpoint.shipped": "",
+    "jaxllm.checkpoint.safetensors_file": "",
+    "jaxllm.checkpoint.folder": (
+        "jaxllm.checkpoint.safetensors_file jaxllm.config jaxllm.families"
+    ),
+    "jaxllm.checkpoint.tensor_names": (
+        "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file"
+    ),
+    "jaxllm.checkpoint.placement": "jaxllm.checkpoint.safetensors_file jaxllm.memory",
+    "jaxllm.checkpoint.hf": (
+        "jaxllm.checkpoint.folder jaxllm.checkpoint.placement jaxllm.checkpoint.safetensors_file "
+        "jaxllm.checkpoint.tensor_names jaxllm.config jaxllm.families jaxllm.model "
+        "jaxllm.tokenizer"
+    ),
+    "jaxllm.checkpoint.native": "jaxllm.train",
+    "jaxllm.checkpoint": "jaxllm.checkpoint.*",
+    "jaxllm": "jaxllm.*",
+    "jaxllm.cli": "jaxllm jaxllm.*",
+    "jaxllm.__main__": "jaxllm.cli",
+}
+ABOVE_ALL = ("jaxllm", "jaxllm.cli", "jaxllm.__main__")
+
+# What lies below the house. A kernel needs JAX and nothing else.
+THIRD_PARTY = {
+    "pallas_kernels": {"jax", "jaxtyping"},
+    "jaxllm": {
+        *("jax", "jaxtyping", "flax", "numpy", "ml_dtypes", "optax", "orbax"),
+        *("safetensors", "tokenizers", "jinja2", "rich", "huggingface_hub"),
+    },
+}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(REPO).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    name_of(path): path for package in PACKAGES for path in sorted((REPO / package).rglob("*.py"))
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names of all modules that a file imports, at whatever depth of the code."""
+    module = name_of(path)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                above = parents[: len(parents) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner in MODULES else base)
+    return found
+
+
+def is_ours(name: str) -> bool:
+    return name.partition(".")[0] in PACKAGES
+
+
+def allowed(module: str, imported: str) -> bool:
+    patterns = MAY_IMPORT[module].split()
+    return any(fnmatch.fnmatchcase(imported, pattern) for pattern in patterns)
+
+
+def test_every_file_has_a_row_and_every_row_a_file():
+    without_row = MODULES.keys() - MAY_IMPORT.keys()
+    assert not without_row, f"say in MAY_IMPORT which floor these stand on: {sorted(without_row)}"
+    without_file = MAY_IMPORT.keys() - MODULES.keys()
+    assert not without_file, f"MAY_IMPORT names files that are gone: {sorted(without_file)}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module):
+    imported = imports_of(MODULES[module])
+    ours = {name for name in imported if is_ours(name)}
+    bad = {name for name in ours if not allowed(module, name)}
+    assert not bad, f"{module} may import [{MAY_IMPORT[module]}], and imports {sorted(bad)}"
+    roots = {name.partition(".")[0] for name in imported - ours} - set(sys.stdlib_module_names)
+    strange = roots - THIRD_PARTY[module.partition(".")[0]]
+    assert not strange, f"{module} imports {sorted(strange)}, which is no dependency of its package"
+
+
+def test_the_table_itself_goes_down():
+    graph = {
+        module: {m for m in MAY_IMPORT if m != module and allowed(module, m)}
+        for module in MAY_IMPORT
+        if module not in ABOVE_ALL
+    }
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_the_check_can_fail(tmp_path, monkeypatch):
+    file = tmp_path / "jaxllm" / "ops" / "rope.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "import torch.nn\n"
+        "def f():\n"
+        "    from jaxllm import model\n"
+        "    from ..layers import Attention\n"
+        "    from . import _select\n"
+    )
+    monkeypatch.setitem(globals(), "REPO", tmp_path)
+    imported = imports_of(file)
+    assert imported == {"torch.nn", "jaxllm.model", "jaxllm.layers", "jaxllm.ops._select"}
+    assert {
+        name for name in imported if is_ours(name) and not allowed("jaxllm.ops.rope", name)
+    } == {
+        "jaxllm.model",
+        "jaxllm.layers",
+    }
+
+
+def test_only_compat_tells_versions_of_jax_apart():
+    asking = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and re.match(r"jax(lib)?\.(version|__version)", ast.unparse(node))
+    }
+    assert asking <= {"pallas_kernels._compat"}
+
+
+def run_python(code: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPO,
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_does_no_work():
+    # A backend of this name cannot be initialised, so whatever asks for a device at import fails.
+    run_python(
+        """
+import logging, os, sys
+import jax
+def world():
+    return dict(jax.config.values), dict(os.environ), list(logging.root.handlers), list(sys.path)
+before = world()
+import jaxllm, pallas_kernels
+assert world() == before
+heavy = {"torch", "tensorflow", "transformers", "orbax", "matplotlib", "grain", "huggingface_hub"}
+assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
+""",
+        JAX_PLATFORMS="asked_for_at_import",
+    )
+
+
+def test_no_submodule_hides_a_public_name():
+    run_python(
+        """
+import importlib, pkgutil
+import jaxllm
+before = {name: getattr(jaxllm, name) for name in jaxllm.__all__}
+for module in pkgutil.walk_packages(jaxllm.__path__, "jaxllm."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+assert before == {name: getattr(jaxllm, name) for name in jaxllm.__all__}
+functions = "load save generate stream prefill decode_step warmup compile_count"
+for name in (functions + " ModelConfig Runtime Transformer Block").split():
+    assert name in before and callable(before[name]), name
+""",
+        JAX_PLATFORMS="cpu",
+    )
