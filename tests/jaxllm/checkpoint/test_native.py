@@ -2,6 +2,7 @@ import dataclasses
 import gc
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -146,3 +147,11 @@ def test_a_checkpoint_of_another_model_names_what_differs(tmp_path):
 def test_importing_jaxllm_leaves_orbax_out():
     code = "import jaxllm, sys; sys.exit('orbax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_read_given_up_that_reports_late_fails_no_other_test():
+    error = RuntimeError("Event loop is closed")
+    report = types.SimpleNamespace(
+        exc_type=RuntimeError, exc_value=error, exc_traceback=None, err_msg=None, object=None
+    )
+    sys.unraisablehook(report)  # as pytest takes it from a thread of Orbax
