@@ -1,0 +1,77 @@
+"""`Case`: one call of one kernel, as the compile table, the benchmark and the GPU tests share it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+KINDS = ("memory", "memory-reduce", "matmul")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of one kernel.
+
+    op: the kernel's public name; `python -m benchmarks NAME` and tune choose by it.
+    label: sizes, dtype and what is special: "8192 x 8192 bfloat16, residual".
+    arguments: shapes and dtypes of the call's arguments.
+    run: our kernel, plain: the same in plain jnp (the rival "xla", and the baseline of accuracy);
+        both take arrays of those shapes and can be jitted.
+    kind: "memory" (must show 16-byte accesses or TMA), "memory-reduce" (shuffles too), "matmul".
+    bytes: the fewest that can move: every input read once, every output written once.
+    operations: arithmetic by model, where that is what counts (2 M N K).
+    truth: NumPy arrays -> float64 NumPy of the structure of run's result. None: plain in float64.
+    rivals: further JAX callables by name ("cudnn", "jax.nn", "triton"); those of torch are in
+        torch_rivals.py, by op.
+    make: key -> arguments, where normal random numbers will not do (ids, masks, angles).
+    compile_only: a tested or tuned shape that the benchmark leaves out.
+    """
+
+    op: str
+    label: str
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    run: Callable[..., Any]
+    plain: Callable[..., Any]
+    kind: str
+    bytes: int
+    operations: int = 0
+    truth: Callable[..., Any] | None = None
+    rivals: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    make: Callable[[jax.Array], tuple[jax.Array, ...]] | None = None
+    compile_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"case: kind {self.kind!r} is not one of {', '.join(KINDS)}")
+        if self.bytes <= 0:
+            raise ValueError(f"case: {self.op} {self.label} moves {self.bytes} bytes")
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}: {self.label}"
+
+    def inputs(self, key: jax.Array) -> tuple[jax.Array, ...]:
+        """Fresh arguments: `make`'s, or normal random numbers; never zeros, which run faster."""
+        if self.make is not None:
+            return tuple(self.make(key))
+        keys = jax.random.split(key, len(self.arguments))
+        return tuple(_random(k, a) for k, a in zip(keys, self.arguments, strict=True))
+
+
+def _random(key: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    if not jnp.issubdtype(spec.dtype, jnp.floating):
+        raise ValueError(
+            f"case: random numbers do not fit dtype {spec.dtype}; give the case a make"
+        )
+    return jax.random.normal(key, spec.shape, jnp.float32).astype(spec.dtype)
+
+
+def size_bytes(*arrays: Any) -> int:
+    """Bytes of all arrays or ShapeDtypeStructs in some pytrees: what a Case moves at least."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(arrays))
