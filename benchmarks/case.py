@@ -1,11 +1,10 @@
-"""`Case`: one call of one kernel, as the compile table, the benchmark and the GPU tests share it."""
+"""`Case`: one call of one kernel, shared by the compile table, the benchmark and the GPU tests."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -42,7 +41,7 @@ class Case:
     bytes: int
     operations: int = 0
     truth: Callable[..., Any] | None = None
-    rivals: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    rivals: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     make: Callable[[jax.Array], tuple[jax.Array, ...]] | None = None
     compile_only: bool = False
 

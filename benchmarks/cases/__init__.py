@@ -1,4 +1,4 @@
-"""One file an op: `cases() -> list[Case]`. A file that lies here is found, without a list to keep."""
+"""One file an op, with `cases() -> list[Case]`. A file here is found; there is no list to keep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def all_cases(names: tuple[str, ...] = ()) -> list[Case]:
     known = {case.op for case in cases}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(
-            f"benchmarks: no case is named {', '.join(unknown)}; there are {', '.join(sorted(known))}"
-        )
+        there = ", ".join(sorted(known))
+        raise ValueError(f"benchmarks: no case is named {', '.join(unknown)}; there are {there}")
     return [case for case in cases if not names or case.op in names]
