@@ -20,6 +20,10 @@ LAYERS = "jaxllm.ops jaxllm.ops.[!_]* jaxllm.cache jaxllm.config"
 MAY_IMPORT = {
     "pallas_kernels": "",
     "pallas_kernels.device": "",
+    "pallas_kernels.measure": "",
+    "pallas_kernels.tuned": "pallas_kernels.device",
+    "pallas_kernels.tune": "pallas_kernels.device pallas_kernels.measure pallas_kernels.tuned",
+    "jaxllm.aot": "",
     "jaxllm.config": "",
     "jaxllm.families": "jaxllm.config",
     "jaxllm.memory": "",

@@ -1,0 +1,136 @@
+"""Tuning: rows for what wins outside the noise, and for nothing else. The clock is made up."""
+
+import dataclasses
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import measure, tune, tuned
+from pallas_kernels.device import Device
+
+H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
+X = jax.ShapeDtypeStruct((8,), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    rows: int
+
+
+def toy(*, calls=None, bad=None):
+    """A module with tilings 1 (the default), 2, 3 and 4; `bad` does not compile."""
+
+    def run(x, *, config, scale=1.0):
+        if config.rows == bad:
+            raise ValueError(f"no tile of {config.rows} rows\nand more")
+        return x * (scale * config.rows)
+
+    return types.SimpleNamespace(
+        Config=Config,
+        tuning_calls=lambda: calls or [tuned.Call((X,), run, {"scale": 2.0})],
+        bucket=lambda x, *, scale: f"float32 {x.shape[0]}",
+        default_config=lambda x, *, scale, device: Config(1),
+        candidates=lambda x, *, scale, device: [Config(n) for n in (1, 2, 3, 4)],
+    )
+
+
+class Clock:
+    """Takes as long as `us` says for the number that the program multiplies by."""
+
+    def __init__(self, us):
+        self.us = us
+
+    def time(self, f, sets, *, calls):
+        assert len(sets) == measure.MAX_SETS
+        rows = round(float(f(jnp.ones(8, jnp.float32))[0]) / 2.0)
+        return measure.Timing(self.us[rows], 0.1, self.us[rows], "made up", calls, None)
+
+
+def rows_of(us, **kwargs):
+    said = []
+    tried, rows = tune.tune(toy(**kwargs), "toy", H200, Clock(us), calls=4, say=said.append)
+    assert tried == {"float32 8"}
+    return rows, said
+
+
+def test_the_fastest_is_written_with_its_evidence():
+    rows, said = rows_of({1: 10.0, 2: 9.0, 3: 8.0, 4: 11.0})
+    assert [row["config"] for row in rows] == [{"rows": 3}]
+    assert (rows[0]["op"], rows[0]["key"]) == ("toy", "float32 8")
+    evidence = rows[0]["evidence"]
+    assert (evidence["us"], evidence["default_us"], evidence["clock"]) == (8.0, 10.0, "made up")
+    assert evidence["default"] == {"rows": 1}
+    assert evidence.keys() == {
+        *("us", "spread_us", "default_us", "default_spread_us"),
+        *("default", "clock", "jax", "date"),
+    }
+    assert said == ["toy float32 8: Config(rows=3) 8.0 us, default 10.0 us"]
+
+
+@pytest.mark.parametrize("best", [9.85, 10.0, 20.0])
+def test_no_row_within_the_noise(best):
+    rows, said = rows_of({1: 10.0, 2: best, 3: 12.0, 4: 12.0})
+    assert rows == []
+    assert "keeps Config(rows=1)" in said[0]
+
+
+def test_what_does_not_compile_is_said_and_passed_over():
+    rows, said = rows_of({1: 10.0, 2: 9.0, 4: 12.0}, bad=3)
+    assert rows[0]["config"] == {"rows": 2}
+    assert "toy float32 8: Config(rows=3) does not compile: no tile of 3 rows" in said
+
+
+def test_a_default_that_does_not_compile_is_a_bug():
+    with pytest.raises(ValueError, match="no tile of 1 rows"):
+        rows_of({}, bad=1)
+
+
+def test_one_row_a_key():
+    module = toy()
+    module = toy(calls=module.tuning_calls() * 2)
+    said = []
+    tune.tune(module, "toy", H200, Clock({1: 9.0, 2: 1.0, 3: 9.0, 4: 9.0}), say=said.append)
+    assert "passed over" in said[1]
+
+
+def test_rows_replace_those_of_their_keys(tmp_path):
+    def row(key, rows, op="toy"):
+        return {"op": op, "key": key, "config": {"rows": rows}, "evidence": {}}
+
+    path = tmp_path / "tuned" / "h200.json"
+    tune.write(path, "NVIDIA H200", "toy", {"a"}, [])
+    assert not path.exists()
+    tune.write(path, "NVIDIA H200", "toy", {"a", "b"}, [row("b", 1), row("a", 1)])
+    tune.write(path, "NVIDIA H200", "other", {"a"}, [row("a", 7, "other")])
+    tune.write(path, "NVIDIA H200", "toy", {"a"}, [row("a", 2)])
+    assert tuned.read(path) == [row("a", 7, "other"), row("a", 2), row("b", 1)]
+    assert json.loads(path.read_text())["gpu"] == "NVIDIA H200"
+    tune.write(path, "NVIDIA H200", "toy", {"a", "b"}, [])  # neither wins any more
+    assert tuned.read(path) == [row("a", 7, "other")]
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    if jax.default_backend() == "gpu":
+        pytest.skip("a GPU is here")
+    assert tune.main(["rms_norm"]) == 2
+    assert "tune: needs a GPU to measure on, found cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["no_such_kernel", "device"])
+def test_a_name_that_is_no_kernel(name, capsys, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.device.current", lambda: H200)
+    assert tune.main([name]) == 2
+    assert f"{name!r} is no kernel that can be tuned" in capsys.readouterr().err
+
+
+def test_the_command_writes_the_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("pallas_kernels.device.current", lambda: H200)
+    monkeypatch.setattr("pallas_kernels.tune.importlib.import_module", lambda name: toy())
+    clock = Clock({1: 10.0, 2: 9.0, 3: 8.0, 4: 11.0})
+    monkeypatch.setattr(measure, "Stopwatch", lambda: clock)
+    assert tune.main(["toy", "--out", str(tmp_path / "x.json")]) == 0
+    assert tuned.read(tmp_path / "x.json")[0]["config"] == {"rows": 3}
+    assert "1 rows of toy, 1 keys tried" in capsys.readouterr().out

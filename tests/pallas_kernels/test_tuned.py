@@ -1,0 +1,87 @@
+"""Rows of measured configs: every one builds its Config, and is found by its exact key alone."""
+
+import dataclasses
+import importlib
+import json
+
+import pytest
+
+from pallas_kernels import tuned
+from pallas_kernels.device import Device
+
+H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
+ROW = {"op": "toy", "key": "bf16 4096", "config": {"rows": 4}, "evidence": {"us": 1.0}}
+EVIDENCE = {"us", "spread_us", "default_us", "default_spread_us", "default", "clock", "jax", "date"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    rows: int = 1
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+    tuned._rows.cache_clear()
+    yield tmp_path
+    tuned._rows.cache_clear()
+
+
+def check(row, gpu):
+    """A row is whole, builds its config and was faster than the default."""
+    module = importlib.import_module(f"pallas_kernels.{row['op']}")
+    assert module.Config(**row["config"]) != module.Config(**row["evidence"]["default"])
+    assert row["evidence"].keys() >= EVIDENCE
+    assert row["evidence"]["us"] < row["evidence"]["default_us"]
+    assert gpu
+
+
+def test_every_row_builds_its_config():
+    for path in sorted(tuned.FOLDER.glob("*.json")):
+        gpu = json.loads(path.read_text())["gpu"]
+        assert path.name == tuned.file_name(gpu)
+        rows = tuned.read(path)
+        assert rows, f"{path.name} has no rows: take it out"
+        assert len({(row["op"], row["key"]) for row in rows}) == len(rows)
+        for row in rows:
+            check(row, gpu)
+
+
+def test_the_check_of_rows_can_fail():
+    from pallas_kernels import rms_norm
+
+    fields = [f.name for f in dataclasses.fields(rms_norm.Config)]
+    evidence = dict.fromkeys(EVIDENCE, 1.0)
+    row = {"op": "rms_norm", "key": "k", "config": {"no_such_field": 1}, "evidence": evidence}
+    with pytest.raises(TypeError, match="no_such_field"):
+        check(row, "NVIDIA H200")
+    assert "no_such_field" not in fields
+
+
+def test_lookup_is_exact(folder):
+    (folder / "h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "rows": [ROW]}))
+    assert tuned.lookup("toy", "bf16 4096", H200, Config) == Config(4)
+    assert tuned.lookup("toy", "bf16 4097", H200, Config) is None
+    assert tuned.lookup("other", "bf16 4096", H200, Config) is None
+    h100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")
+    assert tuned.lookup("toy", "bf16 4096", h100, Config) is None
+    assert tuned.lookup("toy", "bf16 4096", Device("cpu", "NVIDIA H200"), Config) is None
+
+
+def test_a_row_that_is_not_whole_is_refused(folder):
+    row = {k: v for k, v in ROW.items() if k != "evidence"}
+    (folder / "h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "rows": [row]}))
+    with pytest.raises(ValueError, match=r"a row of h200.json has op, key, config; it must have"):
+        tuned.lookup("toy", "bf16 4096", H200, Config)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "file"),
+    [
+        ("NVIDIA H200", "h200.json"),
+        ("NVIDIA H100 80GB HBM3", "h100_80gb_hbm3.json"),
+        ("NVIDIA GeForce RTX 4090", "geforce_rtx_4090.json"),
+    ],
+)
+def test_file_name(gpu, file):
+    assert tuned.file_name(gpu) == file
