@@ -42,6 +42,20 @@ class Device:
     memory_bytes: int = 0
 
 
+# What kernels are told in the interpreter: a Hopper GPU so small that each block has several tiles
+INTERPRETED = Device("gpu", "NVIDIA H200", 9.0, 2, 150_000_000_000)
+
+
+def why_not_hopper(device: Device) -> str | None:
+    """What keeps a kernel that uses Hopper's copy engine and tensor cores from the device."""
+    if device.platform != "gpu":
+        return f"needs an NVIDIA GPU, found {device.name or device.platform}"
+    if not 9.0 <= device.capability < 10.0:
+        found = device.capability or "an unknown one"
+        return f"needs a Hopper GPU (compute capability 9.0), found {found} ({device.name})"
+    return None
+
+
 def current() -> Device:
     """The device of the abstract mesh, if one is set and names one; else JAX's default device."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device

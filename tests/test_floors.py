@@ -20,6 +20,9 @@ LAYERS = "jaxllm.ops jaxllm.ops.[!_]* jaxllm.cache jaxllm.config"
 MAY_IMPORT = {
     "pallas_kernels": "",
     "pallas_kernels.device": "",
+    "pallas_kernels._compat": "",
+    "pallas_kernels.rows": "pallas_kernels._compat",
+    "pallas_kernels.rms_norm": "pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned",
     "pallas_kernels.measure": "",
     "pallas_kernels.tuned": "pallas_kernels.device",
     "pallas_kernels.tune": "pallas_kernels.device pallas_kernels.measure pallas_kernels.tuned",

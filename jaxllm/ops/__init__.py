@@ -24,7 +24,7 @@ OPS = {
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> dict[str, str | None]:
-    """Why each implementation of the op can't run the call (None: it can), as "auto" asks them.
+    """Why each implementation of the op is passed over (None: it would run), as "auto" asks them.
 
     The arguments are those of the op itself; shapes suffice (`jax.ShapeDtypeStruct`), for nothing
     is run.
@@ -37,7 +37,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dict[str, str | None]:
     named = {name: value for name, value in call.kwargs.items() if name != "implementation"}
     device = device_lib.current()
     return {
-        name: entry.why_not(*call.args, device=device, **named) for name, entry in table.items()
+        name: entry.why_not_auto(*call.args, device=device, **named)
+        for name, entry in table.items()
     }
 
 

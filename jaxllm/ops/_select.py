@@ -18,7 +18,9 @@ from pallas_kernels import device as device_lib
 logger = logging.getLogger("jaxllm")
 
 # The names that a mapping from op to implementation may have
-OP_NAMES = ("attention", "linear", "embedding", "rms_norm", "rope", "glu")
+OP_NAMES = (
+    *("attention", "scale_softmax", "linear", "embedding", "rms_norm", "layer_norm", "rope", "glu"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +28,44 @@ class Implementation:
     """How an op is computed, and what may stand in the way.
 
     `run(*args, **kwargs)` computes; `why_not(*args, device=, **kwargs)` is None or one phrase.
+    `not_auto`, asked likewise, says why "auto" leaves out an entry that could run: another is
+    faster there.
     """
 
     run: Callable[..., Any]
     why_not: Callable[..., str | None] = lambda *args, **kwargs: None
+    not_auto: Callable[..., str | None] = lambda *args, **kwargs: None
+
+    def why_not_auto(self, *args: Any, **kwargs: Any) -> str | None:
+        """Why "auto" passes over this entry."""
+        return self.why_not(*args, **kwargs) or self.not_auto(*args, **kwargs)
 
 
 Table = Mapping[str, Implementation]
+
+
+def pallas(
+    run: Callable[..., Any],
+    why_not: Callable[..., str | None],
+    not_auto: Callable[..., str | None] = lambda *args, **kwargs: None,
+) -> dict[str, Implementation]:
+    """The entries of a kernel that takes `interpret=`: on the GPU, and in the interpreter.
+
+    The second, "pallas-interpret", is there to test whole models with the kernels on a CPU.
+    """
+
+    def why_not_interpret(*args: Any, device: device_lib.Device, **kwargs: Any) -> str | None:
+        del device
+        return why_not(*args, device=device_lib.INTERPRETED, **kwargs)
+
+    return {
+        "pallas": Implementation(run, why_not, not_auto),
+        "pallas-interpret": Implementation(
+            functools.partial(run, interpret=True),
+            why_not_interpret,
+            lambda *args, **kwargs: "runs only by name: it is a test, and slow",
+        ),
+    }
 
 
 def select(
@@ -62,7 +95,7 @@ def select(
     device = device_lib.current()
     passed_over = []
     for name, entry in table.items():
-        reason = entry.why_not(*args, device=device, **kwargs)
+        reason = entry.why_not_auto(*args, device=device, **kwargs)
         if reason is None:
             if passed_over and device.platform == "gpu":
                 _log_once(op, name, tuple(passed_over))

@@ -1,0 +1,233 @@
+"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last axis, and with a residual of x + r.
+
+x [*B, D], weight [D]. One block owns every blocks-th tile of rows (`rows.stream`): each row is read
+once and written once, its mean is a sum by shuffles in float32. The backward pass reads x and dy
+again and takes the mean anew, which costs no byte; a block sums its share of d_weight in registers,
+and the shares are added by XLA in a fixed order.
+Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import device as device_lib
+from pallas_kernels import rows
+from pallas_kernels.device import Device
+from pallas_kernels.rows import Config
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def rms_norm(
+    x: Float[Array, "*B D"],
+    weight: Float[Array, " D"],
+    *,
+    eps: float,
+    residual: Float[Array, "*B D"] | None = None,
+    zero_centered: bool = False,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Any:
+    """x / sqrt(mean(x^2) + eps) * weight; (norm, x + residual) with a residual.
+
+    `zero_centered` (Gemma) multiplies by 1 + weight.
+    Dtypes: x and residual bfloat16, float16 or float32; the weight in any of them. Statistics in
+    float32; x + residual and the normalised row are rounded to x's dtype, with zero_centered the
+    product is taken in float32 and rounded once. Gradients have the dtypes of their arguments.
+    Raises: ValueError if shapes or dtypes disagree or eps is not positive. NotImplementedError
+    without a Hopper GPU (unless `interpret`), or for rows that are no multiple of 16 bytes.
+    """
+    _check(x, weight, eps, residual)
+    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    kwargs = {"eps": eps, "residual": residual, "zero_centered": zero_centered}
+    reason = why_not(x, weight, **kwargs, device=device)
+    if reason is not None:
+        raise NotImplementedError(f"rms_norm: cannot run this call: {reason}")
+    static = _Static(float(eps), zero_centered, config, device.num_sms, interpret)
+    flat = x.reshape(-1, x.shape[-1])
+    if residual is None:
+        return _norm(static, flat, weight).reshape(x.shape)
+    y, total = _norm_residual(static, flat, residual.reshape(flat.shape), weight)
+    return y.reshape(x.shape), total.reshape(x.shape)
+
+
+def rms_norm_reference(x, weight, *, eps, residual=None, zero_centered=False):
+    """The mathematics in plain JAX."""
+    total = x if residual is None else x + residual
+    x32 = total.astype(jnp.float32)
+    y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    if zero_centered:
+        y = (y * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+    else:
+        y = y.astype(x.dtype) * weight.astype(x.dtype)
+    return y if residual is None else (y, total)
+
+
+def why_not(
+    x, weight, *, eps, residual=None, zero_centered=False, device: Device | None = None
+) -> str | None:
+    """What keeps the kernel from this call; shapes suffice."""
+    del eps, residual, zero_centered
+    device = device or device_lib.current()
+    if reason := device_lib.why_not_hopper(device):
+        return reason
+    for name, dtype in (("x", x.dtype), ("weight", weight.dtype)):
+        if dtype not in DTYPES:
+            return f"takes bfloat16, float16 or float32, got {name} {dtype}"
+    return rows.why_not_rows(x.shape[-1], x.dtype.itemsize)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What a kernel is compiled for."""
+
+    eps: float
+    zero_centered: bool
+    config: Config | None
+    num_sms: int
+    interpret: bool
+
+
+def _check(x, weight, eps, residual) -> None:
+    if x.ndim < 1 or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: the weight has shape {weight.shape}, but the rows of x {x.shape} want "
+            f"{x.shape[-1:]}"
+        )
+    for name, array in (("x", x), ("weight", weight)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"rms_norm: {name} is {array.dtype}; it must be floating point")
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"rms_norm: the residual is {residual.dtype}{list(residual.shape)}, not as x is: "
+            f"{x.dtype}{list(x.shape)}"
+        )
+    if not eps > 0:
+        raise ValueError(f"rms_norm: eps must be greater than 0, got {eps}")
+
+
+def _forward(static: _Static, x, weight, residual=None):
+    """y, and x + residual if there is a residual."""
+    width = x.shape[-1]
+
+    def step(group, inputs, weights, outputs, sums):
+        squares, kept = jnp.float32(0), None
+        for part in group:
+            kept = inputs[0].load(part)
+            if residual is not None:
+                kept = kept + inputs[1].load(part)
+                outputs[1].store(part, kept)
+            kept = kept.astype(jnp.float32)
+            squares += jnp.sum(kept * kept, axis=1)
+        scale = jax.lax.rsqrt(squares / width + static.eps)
+        for part in group:
+            if len(group) > 1:  # more than the registers hold: read once more on chip
+                kept = (inputs[0] if residual is None else outputs[1]).load(part)
+                kept = kept.astype(jnp.float32)
+            y = kept * part.across(scale)
+            w = weights[0].load(part)
+            if static.zero_centered:
+                y = (y * (1.0 + w.astype(jnp.float32))).astype(x.dtype)
+            else:
+                y = y.astype(x.dtype) * w.astype(x.dtype)
+            outputs[0].store(part, y)
+        return sums
+
+    inputs = [x] if residual is None else [x, residual]
+    outputs, _ = rows.over_rows(
+        step,
+        name="rms_norm" if residual is None else "rms_norm_residual",
+        inputs=inputs,
+        weights=[weight],
+        outputs=[x.dtype] * len(inputs),
+        numbers=64,  # a thread; of 8192 columns, all stay in registers
+        config=static.config,
+        num_sms=static.num_sms,
+        interpret=static.interpret,
+    )
+    return outputs
+
+
+def _backward(static: _Static, x, weight, dy, d_total=None):
+    """d_x and d_weight; `d_total` is the cotangent of x + residual, if there is one.
+
+    With h = x / rms and g = dy * weight: d_x = (g - h mean(g h)) / rms, d_weight = sum(dy h).
+    """
+    width = x.shape[-1]
+
+    def step(group, inputs, weights, outputs, sums):
+        def load(part):
+            h, d = (ref.load(part).astype(jnp.float32) for ref in inputs[:2])
+            w = weights[0].load(part).astype(jnp.float32)
+            return h, d, d * (1.0 + w if static.zero_centered else w)
+
+        squares = products = jnp.float32(0)
+        for part in group:
+            x32, _, g = load(part)
+            squares += jnp.sum(x32 * x32, axis=1)
+            products += jnp.sum(x32 * g, axis=1)
+        scale = jax.lax.rsqrt(squares / width + static.eps)
+        along = products * scale * scale / width
+        totals = []
+        for part, total in zip(group, sums[0], strict=True):
+            x32, d, g = load(part)
+            h = x32 * part.across(scale)
+            d_x = part.across(scale) * (g - x32 * part.across(along))
+            if d_total is not None:
+                d_x = d_x + inputs[2].load(part).astype(jnp.float32)
+            outputs[0].store(part, d_x.astype(x.dtype))
+            totals.append(total + d * h)
+        return [totals]
+
+    outputs, sums = rows.over_rows(
+        step,
+        name="rms_norm_backward" if d_total is None else "rms_norm_residual_backward",
+        inputs=[x, dy] if d_total is None else [x, dy, d_total],
+        weights=[weight],
+        outputs=[x.dtype],
+        sums=1,
+        numbers=16,
+        config=None,
+        num_sms=static.num_sms,
+        interpret=static.interpret,
+    )
+    return outputs[0], jnp.sum(sums[0], axis=0).astype(weight.dtype)
+
+
+def _norm_fwd(static, x, weight):
+    return _forward(static, x, weight)[0], (x, weight)
+
+
+def _norm_bwd(static, saved, dy):
+    return _backward(static, *saved, dy)
+
+
+_norm = jax.custom_vjp(
+    lambda static, x, weight: _norm_fwd(static, x, weight)[0], nondiff_argnums=(0,)
+)
+_norm.defvjp(_norm_fwd, _norm_bwd)
+
+
+def _norm_residual_fwd(static, x, residual, weight):
+    y, total = _forward(static, x, weight, residual)
+    return (y, total), (total, weight)
+
+
+def _norm_residual_bwd(static, saved, cotangents):
+    (total, weight), (dy, d_total) = saved, cotangents
+    d_x, d_weight = _backward(static, total, weight, dy, d_total)
+    return d_x, d_x, d_weight
+
+
+_norm_residual = jax.custom_vjp(
+    lambda static, x, residual, weight: _norm_residual_fwd(static, x, residual, weight)[0],
+    nondiff_argnums=(0,),
+)
+_norm_residual.defvjp(_norm_residual_fwd, _norm_residual_bwd)
