@@ -1,0 +1,206 @@
+"""Every case and some whole programs, compiled for an H200 that need not be here.
+
+    python -m benchmarks.compile_table [NAME ...] [--jobs N]
+
+(`make gpu-compile` brings along what it needs.) It prints what each kernel became (registers,
+shared memory, instructions) and fails on what is wrong without a doubt: spilled registers, wgmma
+that the assembler serialised, a product without tensor cores, a kernel that lives by its memory
+accesses and does not make them 16 bytes wide, a reduction of rows through shared memory alone.
+NAMEs choose cases by op; without any, `programs` follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import programs
+from benchmarks.cases import all_cases
+from jaxllm import aot
+
+# C7504: setmaxnreg is ignored; C7511 and C7512: wgmma is serialised, for want of registers or for
+# what stands between its parts
+BAD_NOTES = ("C7504", "C7511", "C7512")
+TENSOR_CORES = ("HGMMA", "QGMMA", "IGMMA")
+# 16 bytes a thread, or the copy engine, which moves whole tiles
+WIDE_READS = (("LDG", "128"), ("LDGSTS", "128"), ("UTMALDG",), ("UBLKCP",))
+WIDE_WRITES = (("STG", "128"), ("UTMASTG",), ("UTMAREDG",), ("UBLKCP",))
+# SHFL.IDX only hands a value on, such as the number of the warp
+SHUFFLES = (("SHFL", "BFLY"), ("SHFL", "DOWN"), ("SHFL", "UP"), ("REDUX",))
+
+
+def faults(kind: str, kernels: Sequence[aot.Kernel]) -> list[str]:
+    """What is wrong with the kernels of one case, a phrase each; `kind` as in `Case`."""
+    if not kernels:
+        return ["no kernel of ours runs"]
+    found = []
+    for kernel in kernels:
+        if spilled := kernel.spill_store_bytes + kernel.spill_load_bytes:
+            found.append(f"{kernel.name} spills ({spilled} bytes stored and loaded)")
+        found += [f"{kernel.name}: {n}" for n in kernel.notes if n.startswith(BAD_NOTES)]
+        if kind.startswith("memory"):
+            if not _count(kernel, WIDE_READS):
+                found.append(f"{kernel.name} reads nothing by 16 bytes or by the copy engine")
+            if not _count(kernel, WIDE_WRITES):
+                found.append(f"{kernel.name} writes nothing by 16 bytes or by the copy engine")
+    if kind == "memory-reduce" and not any(_count(k, SHUFFLES) for k in kernels):
+        found.append("rows are reduced without shuffles")
+    if kind == "matmul" and not any(k.count(name) for k in kernels for name in TENSOR_CORES):
+        found.append("no tensor cores: none of HGMMA, QGMMA, IGMMA")
+    return found
+
+
+def _count(kernel: aot.Kernel, instructions: Iterable[tuple[str, ...]]) -> int:
+    return sum(kernel.count(*instruction) for instruction in instructions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One case or whole program, compiled: what came of it, and what is wrong with it."""
+
+    name: str
+    kernels: tuple[aot.Kernel, ...] = ()
+    facts: programs.Facts | None = None
+    faults: tuple[str, ...] = ()
+
+
+def compile_case(names: tuple[str, ...], index: int) -> Row:
+    """The case with this place in `all_cases(names)`: a case itself goes to no other process."""
+    case = all_cases(names)[index]
+    try:
+        program = aot.compile_for(case.run, *case.arguments)
+    except Exception as error:  # becomes a row, and the command fails
+        return Row(case.name, faults=(_sentence(error),))
+    kernels = []
+    for kernel in program.kernels:
+        if kernel not in kernels:  # one that is launched from two places is there twice
+            kernels.append(kernel)
+    return Row(case.name, tuple(kernels), faults=tuple(faults(case.kind, kernels)))
+
+
+def compile_program(model: str, program: str, implementation: str) -> Row:
+    """One of `programs.LIMITS`."""
+    name = f"{model} {program}, {implementation}"
+    try:
+        facts = programs.compile_program(model, program, implementation)
+    except Exception as error:
+        return Row(name, faults=(_sentence(error),))
+    found = programs.faults(facts, programs.LIMITS[model, program, implementation])
+    if implementation == "pallas":
+        found += programs.missing_kernels(
+            facts.mosaic, programs.pallas_where_there_is(), program == "training"
+        )
+    return Row(name, facts=facts, faults=tuple(found))
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def case_table(rows: Iterable[Row]) -> Table:
+    """Registers, shared memory and instruction counts of each kernel of each case."""
+    table = Table(title="Kernels, compiled for an H200")
+    for column in ("case", "kernel"):
+        table.add_column(column, overflow="fold")
+    for column in (
+        "registers,spilled bytes,shared KiB,tensor core,TMA in/out,16 B in/out,"
+        "other in/out,shuffles,verdict"
+    ).split(","):
+        table.add_column(column, justify="right" if column != "verdict" else "left")
+    for row in rows:
+        verdict = "[red]" + "; ".join(row.faults) + "[/red]" if row.faults else "ok"
+        if not row.kernels:
+            table.add_row(row.name, *[""] * 9, verdict)
+        for i, k in enumerate(row.kernels):
+            wide = [k.count(op, "128") for op in ("LDG", "STG")]
+            table.add_row(
+                row.name if i == 0 else "",
+                k.name,
+                str(k.registers),
+                str(k.spill_store_bytes + k.spill_load_bytes),
+                f"{(k.static_shared_bytes + (k.dynamic_shared_bytes or 0)) / 1024:.1f}",
+                str(sum(k.count(op) for op in TENSOR_CORES)),
+                f"{k.count('UTMALDG')}/{k.count('UTMASTG') + k.count('UTMAREDG')}",
+                f"{wide[0] + k.count('LDGSTS', '128')}/{wide[1]}",
+                f"{k.count('LDG') - wide[0]}/{k.count('STG') - wide[1]}",
+                str(_count(k, SHUFFLES)),
+                verdict if i == 0 else "",
+            )
+    return table
+
+
+def program_table(rows: Iterable[Row]) -> Table:
+    """Bytes and launches of each whole program."""
+    table = Table(title="Whole programs of four layers, compiled for an H200")
+    table.add_column("program", overflow="fold")
+    for column in (
+        "donated MiB,aliased MiB,temporary MiB,peak MiB,kernels a layer,graphs,weight copies"
+    ).split(","):
+        table.add_column(column, justify="right")
+    table.add_column("our kernels", overflow="fold")
+    table.add_column("verdict")
+    for row in rows:
+        cells = [""] * 8
+        if (facts := row.facts) is not None:
+            bytes_ = facts.kept_bytes, facts.alias_bytes, facts.temporary_bytes, facts.peak_bytes
+            ours = {name: facts.mosaic.count(name) for name in facts.mosaic}
+            cells = [
+                *(f"{n / 2**20:.1f}" for n in bytes_),
+                f"{facts.kernels_a_layer:g}",
+                str(facts.graphs),
+                str(len(facts.weight_copies)),
+                ", ".join(f"{number} {name}" for name, number in ours.items()),
+            ]
+        verdict = "[red]" + "; ".join(row.faults) + "[/red]" if row.faults else "ok"
+        table.add_row(row.name, *cells, verdict)
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compile_table")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="ops; all and the programs if none"
+    )
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes")
+    options = parser.parse_args(arguments)
+    names = tuple(options.names)
+    if (reason := aot.why_not()) is not None:
+        print(f"compile_table: {reason}", file=sys.stderr)
+        return 2
+    try:
+        chosen = all_cases(names)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    # Mosaic's lowering is Python and holds its lock: threads would not help
+    with concurrent.futures.ProcessPoolExecutor(
+        options.jobs, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        whole = [] if names else [pool.submit(compile_program, *key) for key in programs.LIMITS]
+        single = [pool.submit(compile_case, names, index) for index in range(len(chosen))]
+        case_rows, program_rows = ([future.result() for future in part] for part in (single, whole))
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    if case_rows:
+        console.print(case_table(case_rows))
+    if program_rows:
+        console.print(program_table(program_rows))
+    wrong = [row for row in (*case_rows, *program_rows) if row.faults]
+    for row in wrong:
+        console.print(f"{row.name}: {'; '.join(row.faults)}", markup=False, soft_wrap=True)
+    console.print(
+        f"{len(case_rows)} cases and {len(program_rows)} programs compiled, {len(wrong)} at fault"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Each rule of the compile table finds a kernel that breaks it, and spares one that does not."""
+
+import concurrent.futures
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from planted_kernels import ROWS, SQUARE, WIDE_ROWS, double, product, row_sum
+
+from benchmarks import compile_table, programs
+from benchmarks.case import Case
+from jaxllm import aot
+
+REASON = aot.why_not()
+needs_plugin = pytest.mark.skipif(
+    REASON is not None, reason=f"tests that compile for a GPU: {REASON} (make gpu-compile)"
+)
+EIGHT = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16)  # one access of 16 bytes a thread
+GOOD = aot.Kernel(
+    name="k",
+    source="mosaic",
+    registers=32,
+    spill_store_bytes=0,
+    spill_load_bytes=0,
+    static_shared_bytes=1,
+    dynamic_shared_bytes=1024,
+    notes=("C7519 warpgroup.arrive is injected in around line 9",),
+    instructions={
+        "UTMALDG.2D": 1,
+        "STG.E.128": 1,
+        "SHFL.BFLY": 5,
+        "SHFL.IDX": 1,
+        "HGMMA.64x128x16.F32.BF16": 4,
+        "LDG.E.64": 2,
+    },
+)
+
+
+def without(*names, **instructions):
+    kept = {k: v for k, v in GOOD.instructions.items() if k not in names}
+    return dataclasses.replace(GOOD, instructions={**kept, **instructions})
+
+
+@pytest.mark.parametrize("kind", ["memory", "memory-reduce", "matmul"])
+def test_a_good_kernel_is_spared(kind):
+    assert compile_table.faults(kind, [GOOD]) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel", "said"),
+    [
+        ("matmul", dataclasses.replace(GOOD, spill_store_bytes=8), "k spills (8 bytes"),
+        ("memory", dataclasses.replace(GOOD, spill_load_bytes=4), "k spills (4 bytes"),
+        ("memory", dataclasses.replace(GOOD, notes=("C7504 setmaxnreg",)), "k: C7504 setmaxnreg"),
+        ("matmul", dataclasses.replace(GOOD, notes=("C7511 x",)), "k: C7511 x"),
+        ("matmul", dataclasses.replace(GOOD, notes=("C7512 x",)), "k: C7512 x"),
+        ("matmul", without("HGMMA.64x128x16.F32.BF16"), "no tensor cores"),
+        ("memory", without("UTMALDG.2D"), "k reads nothing by 16 bytes"),
+        ("memory-reduce", without("STG.E.128"), "k writes nothing by 16 bytes"),
+        ("memory-reduce", without("SHFL.BFLY"), "rows are reduced without shuffles"),
+    ],
+)
+def test_every_rule_finds_its_fault(kind, kernel, said):
+    [found] = compile_table.faults(kind, [kernel])
+    assert found.startswith(said)
+
+
+def test_no_kernel_at_all_is_a_fault():
+    assert compile_table.faults("memory", []) == ["no kernel of ours runs"]
+
+
+@needs_plugin
+@pytest.mark.parametrize(
+    ("kind", "function", "arguments", "said"),
+    [
+        ("memory", double, (ROWS,), None),
+        ("memory-reduce", functools.partial(row_sum, vector=8), (EIGHT,), None),
+        ("matmul", product, (SQUARE, SQUARE), None),
+        ("memory-reduce", double, (ROWS,), "rows are reduced without shuffles"),
+        ("matmul", double, (ROWS,), "no tensor cores"),
+        ("memory-reduce", functools.partial(row_sum, vector=1), (ROWS,), "reads nothing by 16"),
+        ("memory-reduce", functools.partial(row_sum, vector=4), (WIDE_ROWS,), "row_sum spills"),
+        ("matmul", functools.partial(product, columns=256), (SQUARE, SQUARE), "product: C7511"),
+        ("memory", jnp.sin, (ROWS,), "no kernel of ours runs"),
+        ("memory", row_sum, (jax.ShapeDtypeStruct((4, 100), jnp.float32),), "Error: "),
+    ],
+)
+def test_planted_kernels(monkeypatch, kind, function, arguments, said):
+    case = Case("planted", "label", arguments, function, function, kind, bytes=1)
+    monkeypatch.setattr(compile_table, "all_cases", lambda names: [case])
+    row = compile_table.compile_case((), 0)
+    assert row.name == "planted: label"
+    if said is None:
+        assert row.faults == ()
+        assert len(row.kernels) == 1
+    else:
+        assert any(said in fault for fault in row.faults), row.faults
+
+
+@needs_plugin
+def test_the_command_prints_a_table_and_fails_on_a_fault(monkeypatch, capsys):
+    class Threads(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, jobs, mp_context):
+            super().__init__(jobs)
+
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Threads)
+    good = Case("double", "64 x 256", (ROWS,), double, double, "memory", bytes=1)
+    monkeypatch.setattr(compile_table, "all_cases", lambda names: [good])
+    assert compile_table.main(["double"]) == 0
+    out = capsys.readouterr().out
+    assert "double: 64 x 256" in out
+    assert "1 cases and 0 programs compiled, 0 at fault" in out
+    bad = dataclasses.replace(good, kind="matmul")
+    monkeypatch.setattr(compile_table, "all_cases", lambda names: [good, bad])
+    assert compile_table.main(["double"]) == 1
+    out = capsys.readouterr().out
+    assert "double: 64 x 256: no tensor cores: none of HGMMA, QGMMA, IGMMA\n" in out
+    assert "2 cases and 0 programs compiled, 1 at fault" in out
+
+
+def test_an_unknown_name_and_a_missing_plugin_are_said(monkeypatch, capsys):
+    monkeypatch.setattr(aot, "why_not", lambda: None)
+    assert compile_table.main(["no_such_op"]) == 2
+    assert "benchmarks: no case is named no_such_op; there are" in capsys.readouterr().err
+    monkeypatch.setattr(aot, "why_not", lambda: "JAX's CUDA plugin is not installed")
+    assert compile_table.main([]) == 2
+    assert capsys.readouterr().err == "compile_table: JAX's CUDA plugin is not installed\n"
+
+
+FACTS = programs.Facts(
+    kept_bytes=1024,
+    alias_bytes=1024,
+    temporary_bytes=0,
+    peak_bytes=4 * 2**20,
+    kernels_a_layer=12.0,
+    graphs=1,
+    weight_copies=("copy.1",),
+    mosaic=("rms_norm",) * 9 + ("rms_norm_backward",),
+)
+LIMIT = programs.Limit(kernels=12, peak_mib=4, weight_copies=1)
+
+
+def test_a_program_within_its_limits_is_spared():
+    assert programs.faults(FACTS, LIMIT) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"alias_bytes": 1000}, "of 1024 donated bytes 1000 are aliased"),
+        ({"kernels_a_layer": 12.5}, "12.5 kernels a layer, not 12"),
+        ({"peak_bytes": 5 * 2**20}, "peak of 5 MiB, not 4"),
+        ({"weight_copies": ("copy.1", "copy.2")}, "copies weights: copy.1, copy.2"),
+    ],
+)
+def test_every_limit_of_a_program_can_be_broken(changes, said):
+    assert programs.faults(dataclasses.replace(FACTS, **changes), LIMIT) == [said]
+
+
+def test_missing_kernels_are_named():
+    assert programs.missing_kernels(FACTS.mosaic, ["rms_norm"], training=True) == []
+    assert programs.missing_kernels(FACTS.mosaic, ["rms_norm", "glu"], training=False) == [
+        "0 launches of swiglu, not 4"
+    ]
+    assert programs.missing_kernels(FACTS.mosaic[:8], ["rms_norm"], training=True) == [
+        "8 launches of rms_norm, not 9",
+        "no backward kernel of rms_norm",
+    ]
+
+
+@needs_plugin
+def test_a_copy_of_a_weight_is_seen():
+    weight = jax.ShapeDtypeStruct((512, 256), jnp.float32)
+    copies = aot.compile_for(lambda w: (w.T + 0, w * 2), weight)
+    assert programs.weight_copies(copies, weight)
+    assert not programs.weight_copies(aot.compile_for(lambda w: w * 2, weight), weight)
+
+
+@needs_plugin
+def test_a_decode_step_within_its_limits():
+    key = ("Qwen2.5-0.5B bfloat16", "decode", "auto")
+    row = compile_table.compile_program(*key)
+    assert row.faults == ()
+    assert row.facts is not None
+    assert row.facts.alias_bytes == row.facts.kept_bytes == 2 * 4 * 1024 * 2 * 64 * 2 + 8
+    assert row.facts.graphs == 1
