@@ -1,0 +1,296 @@
+"""`python -m benchmarks [NAME ...] --out FILE.json`: right, then the ceilings, then every rival.
+
+This process touches no GPU: it starts a worker for JAX, then one for torch, reads their logs, and
+starts them anew behind a task that killed them. The file is rewritten as results come in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import report, rivals, sections
+from benchmarks.case import Case
+from benchmarks.cases import all_cases
+from benchmarks.worker import CLOCKS_EXIT, FATAL_EXIT, Plan, chosen
+
+REPO = Path(__file__).resolve().parent.parent
+JAX_SHARE = 0.72  # of the time, if torch is there too
+MAX_STARTS = 12
+PACKAGES = (
+    "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin flax numpy nvidia-cudnn-cu13 nvidia-cublas "
+    "nvidia-cudnn-cu12 nvidia-cublas-cu12"
+).split()
+
+
+class Worker:
+    """A worker process that is started as often as its tasks ask for, and what it found."""
+
+    def __init__(self, module: str, plan: Plan, folder: Path, *, task_s: float):
+        self.module, self.plan, self.folder, self.task_s = module, plan, folder, task_s
+        self.results: dict[str, dict[str, Any]] = {}
+        self.stopped: str | None = None
+        self.read = self.starts = 0
+        self.begun: str | None = None
+        self.last_s = 0.0
+        Path(plan.log).touch()
+
+    def run(self, on_change: Callable[[], None]) -> None:
+        """Until every task has a result, or why it has none."""
+        while self.starts < MAX_STARTS:
+            self.starts += 1
+            code, killed = self._once(on_change)
+            on_change()
+            if "all" in self.results or code == 0:
+                return
+            if code == CLOCKS_EXIT:
+                self.stopped = self.results.get("ceilings", {}).get("failed", "the clocks disagree")
+                return
+            if code == FATAL_EXIT:
+                continue  # the task that did it has said so itself
+            why = f"it took more than {self.task_s:.0f} s" if killed else f"exit code {code}"
+            if self.begun in (None, "device", "torch"):
+                self.stopped = f"the process ended before its first task: {why}"
+                return
+            if self.plan.threads > 1 and not killed:
+                self.plan.threads = 1  # it may have died in a thread: no task is blamed yet
+                continue
+            said = f"the process was ended: {why}" if killed else f"the process died: {why}"
+            self.results.setdefault(self.begun, {"failed": said})
+            self.plan.threads = 1
+        self.stopped = f"given up after {self.starts} starts"
+
+    def _once(self, on_change: Callable[[], None]) -> tuple[int, bool]:
+        self.plan.done = sorted(self.results)
+        path = self.folder / f"{self.module}.plan.json"
+        path.write_text(json.dumps(dataclasses.asdict(self.plan)))
+        command = [sys.executable, "-m", f"benchmarks.{self.module}", str(path)]
+        paths = [str(REPO), os.environ.get("PYTHONPATH", "")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self.begun, self.last_s = None, time.time()
+        process = subprocess.Popen(command, env=env, cwd=REPO)
+        killed = False
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                if self._read():
+                    on_change()
+                late = time.time() > self.plan.deadline + self.task_s
+                if late or time.time() - self.last_s > self.task_s:
+                    killed = True
+                    process.kill()
+                    process.wait()
+        finally:
+            if process.poll() is None:  # this process was interrupted
+                process.kill()
+                process.wait()
+        self._read()
+        return process.returncode, killed
+
+    def _read(self) -> bool:
+        with Path(self.plan.log).open() as file:
+            file.seek(self.read)
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        self.read += len(whole.encode())
+        for line in whole.splitlines():
+            event = json.loads(line)
+            self.last_s = time.time()
+            if event["event"] == "begin":
+                self.begun = event["key"]
+                print(f"... {event['key']}", file=sys.stderr, flush=True)
+            else:
+                self.results[event["key"]] = event["result"]
+                if "failed" in event["result"]:
+                    print(f"    {event['result']['failed']}", file=sys.stderr, flush=True)
+        return bool(whole)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0 if all went well; 1 if something is wrong or the bench does not believe it."""
+    args = _arguments(argv)
+    jax.config.update("jax_platforms", "cpu")  # shapes are all that this process needs of JAX
+    try:
+        known = {case.op for case in all_cases()} | set(sections.SECTIONS)
+        if unknown := [name for name in args.names if name not in known]:
+            raise ValueError(
+                f"benchmarks: nothing is named {', '.join(unknown)}; there are "
+                f"{', '.join(sorted(known))}"
+            )
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    start = time.time()
+    libraries = rivals.available()
+    with_torch = "absent" not in libraries["torch"] and not args.no_torch
+    results: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": ["python", "-m", "benchmarks", *(sys.argv[1:] if argv is None else argv)],
+        "revision": args.revision or _revision(),
+        "gpu": gpu(),
+        "versions": _versions(),
+        "libraries": libraries,
+        "ceilings": None,
+        "rows": [],
+        "sections": {},
+        "notes": {},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        workers: dict[str, Worker] = {}
+
+        def save() -> None:
+            assemble(results, workers, args.names, args.quick)
+            temporary = args.out.with_suffix(".part")
+            temporary.write_text(json.dumps(results, indent=1) + "\n")
+            temporary.replace(args.out)
+
+        for module, share in (
+            ("worker", JAX_SHARE if with_torch else 1.0),
+            ("torch_worker", 1.0),
+        ):
+            if module == "torch_worker" and not (with_torch and _on_gpu(workers)):
+                continue
+            plan = Plan(
+                log=str(Path(folder) / f"{module}.log"),
+                names=args.names,
+                done=[],
+                deadline=start + share * args.budget_s,
+                threads=args.threads,
+                quick=args.quick,
+                host_clock=args.host_clock,
+            )
+            workers[module] = Worker(module, plan, Path(folder), task_s=args.task_s)
+            workers[module].run(save)
+            if workers[module].stopped:
+                results["notes"][module] = workers[module].stopped
+                print(f"benchmarks: {module}: {workers[module].stopped}", file=sys.stderr)
+                if module == "worker" and workers[module].results.get("ceilings", {}).get("failed"):
+                    save()
+                    return 1
+        results["seconds"] = round(time.time() - start, 1)
+        save()
+    if not _on_gpu(workers):
+        results["notes"]["gpu"] = "no GPU that JAX can use: a smoke test on the CPU, no measurement"
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(
+            "benchmarks: there is no GPU that JAX can use; this was a small smoke test on the CPU"
+        )
+    print("\n".join(report.lines(results)))
+    print(f"{args.out}: {len(results['rows'])} rows, {results['seconds']} s")
+    bad = [row for row in results["rows"] if not {"right", "not_run"} & _states(row["correct"])]
+    for row in bad:
+        print(f"not right: {row['op']}: {row['label']}: {row['correct']}", file=sys.stderr)
+    return 1 if bad or "worker" in results["notes"] else 0
+
+
+def assemble(
+    results: dict[str, Any], workers: dict[str, Worker], names: list[str], quick: bool
+) -> None:
+    """What the logs say so far, as rows and sections."""
+    found = workers["worker"].results
+    other = workers["torch_worker"].results if "torch_worker" in workers else {}
+    results["device"] = found.get("device")
+    results["torch"] = other.get("torch")
+    results["ceilings"] = found.get("ceilings")
+    prefix = "section/"
+    results["sections"] = {
+        key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)
+    }
+    cases = chosen(names, quick, _on_gpu(workers))
+    results["rows"] = [_row(case, found, other) for case in cases]
+
+
+def _row(case: Case, found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    times = found.get(f"time/{case.name}", {"ours": {"not_run": "no result"}})
+    if "failed" in times or "not_run" in times:
+        times = {"ours": times}
+    prefix = f"torch/{case.name}/"
+    torch = {key.removeprefix(prefix): v for key, v in other.items() if key.startswith(prefix)}
+    return {
+        "op": case.op,
+        "label": case.label,
+        "kind": case.kind,
+        "bytes": case.bytes,
+        "operations": case.operations,
+        "correct": found.get(f"correct/{case.name}", {"not_run": "no result"}),
+        "times": {**times, **torch},
+    }
+
+
+def gpu() -> dict[str, str]:
+    """Name, driver and memory, as nvidia-smi tells them; nothing without it."""
+    query = "name,driver_version,memory.total,clocks.max.sm,power.limit"
+    try:
+        text = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    keys = ("name", "driver", "memory", "max_sm_clock", "power_limit")
+    values = [value.strip() for value in text.splitlines()[0].split(",")]
+    return dict(zip(keys, values, strict=False))
+
+
+def _states(correct: dict[str, Any]) -> set[str]:
+    return {correct.get("status", ""), *correct}
+
+
+def _on_gpu(workers: dict[str, Worker]) -> bool:
+    device = workers["worker"].results.get("device") or {}
+    return device.get("platform") == "gpu"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in (*PACKAGES, *rivals.LIBRARIES):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _revision() -> str | None:
+    try:
+        command = ["git", "-C", str(REPO), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("names", nargs="*", help="ops, or " + ", ".join(sections.SECTIONS))
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--budget-s", type=float, default=360, help="begin nothing after this")
+    parser.add_argument("--task-s", type=float, default=120, help="end what takes longer")
+    parser.add_argument("--threads", type=int, default=8, help="that compile ahead")
+    parser.add_argument("--quick", action="store_true", help="two cases an op, no torch.compile")
+    parser.add_argument("--no-torch", action="store_true", help="leave out torch and Liger")
+    parser.add_argument("--host-clock", action="store_true", help="without CUPTI, unchecked")
+    parser.add_argument("--revision", help="the commit measured, where there is no git")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

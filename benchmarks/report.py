@@ -1,0 +1,252 @@
+"""Results as tables and a plot: `python -m benchmarks.report benchmarks/results/*.json`.
+
+Writes the tables into benchmarks/README.md, between its two marks, and results.png beside the
+files. Ratios are taken within one file, that is one run on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+# A sum of kernels this far below the wall clock leaves something out, such as a copy.
+UNSEEN, LONG_US = 1.2, 100.0
+
+
+def time_us(timing: dict[str, Any]) -> float | None:
+    """Microseconds a call; None if there is no time.
+
+    CUPTI's sum of kernels; the wall clock for long calls where that is a fifth above it: what CUPTI
+    does not see, such as a copy, then takes time.
+    """
+    if "us" not in timing:
+        return None
+    us, wall_us = timing["us"], timing.get("wall_us", timing["us"])
+    unseen = timing.get("clock") == "cupti" and us > LONG_US and wall_us > UNSEEN * us
+    return wall_us if unseen else us
+
+
+def percent(row: dict[str, Any], us: float, ceilings: dict[str, Any] | None) -> float | None:
+    """Of the copy rate of the run, or of its matmul rate where that is what counts."""
+    if not ceilings or "copy" not in ceilings:
+        return None
+    if row["kind"] == "matmul" and row["operations"]:
+        return 1e8 * row["operations"] / us / ceilings["matmul"]
+    return 1e8 * row["bytes"] / us / ceilings["copy"]
+
+
+def figures(row: dict[str, Any], ceilings: dict[str, Any] | None) -> dict[str, Any]:
+    """What a row says of ours: us, percent, best rival, its us, ratio (above 1: ours is faster)."""
+    times = {name: time_us(timing) for name, timing in row["times"].items()}
+    ours = times.pop("ours", None)
+    rivals = {name: us for name, us in times.items() if us is not None}
+    best = min(rivals, key=lambda name: rivals[name], default=None)
+    found: dict[str, Any] = {"us": ours, "percent": None, "best": best, "ratio": None}
+    found["best_us"] = None if best is None else rivals[best]
+    found["xla_us"] = rivals.get("xla")
+    if ours is not None:
+        found["percent"] = percent(row, ours, ceilings)
+        if best is not None:
+            found["ratio"] = rivals[best] / ours
+    return found
+
+
+def lines(results: dict[str, Any]) -> Iterator[str]:
+    """One run as Markdown."""
+    gpu = results["gpu"]
+    ceilings = results.get("ceilings") or {}
+    versions = results["versions"]
+    named = ", ".join(f"{name} {versions[name]}" for name in ("jax", "torch") if name in versions)
+    yield f"### {gpu.get('name', 'no GPU')}, {results['date']}"
+    yield ""
+    yield f"Driver {gpu.get('driver', 'none')}, {named}."
+    if "copy" in ceilings:
+        yield (
+            f"Ceilings of this run: copy {ceilings['copy'] / 1e12:.2f} TB/s, read "
+            f"{ceilings['read'] / 1e12:.2f} TB/s, bf16 matmul {ceilings['matmul'] / 1e12:.0f} "
+            "TFLOP/s."
+        )
+    yield ""
+    yield from _cases(results, ceilings)
+    yield from _fusion(results, ceilings)
+    yield from _layer(results)
+    yield from _decode(results, ceilings)
+    absent = {k: v["absent"] for k, v in results["libraries"].items() if "absent" in v}
+    if absent:
+        yield "Absent: " + ", ".join(f"{name} ({why})" for name, why in absent.items()) + "."
+        yield ""
+
+
+def _cases(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
+    if not results["rows"]:
+        return
+    yield "| case | right | MB | GFLOP | ours, us | of ceiling | XLA, us | best rival | ratio |"
+    yield "|---|---|--:|--:|--:|--:|--:|---|--:|"
+    for row in results["rows"]:
+        f = figures(row, ceilings)
+        rival = "" if f["best"] is None else f"{f['best']} {f['best_us']:.1f}"
+        ours = _number(f["us"], "{:.1f}") or _why(row["times"].get("ours"))
+        cells = [
+            f"{row['op']}: {row['label']}",
+            row["correct"].get("status") or _why(row["correct"]),
+            f"{row['bytes'] / 1e6:.3g}",
+            f"{row['operations'] / 1e9:.4g}" if row["operations"] else "",
+            ours,
+            _number(f["percent"], "{:.0f} %"),
+            _number(f["xla_us"], "{:.1f}"),
+            rival,
+            _number(f["ratio"], "{:.2f}"),
+        ]
+        yield "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+    yield ""
+
+
+def _fusion(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
+    found = _section(results, "softmax-fusion")
+    if not found:
+        return
+    yield "Scale, mask and softmax, bfloat16, with a key mask:"
+    yield ""
+    yield "| shape | how | kernels | MB | us | of the copy rate, by ours' bytes |"
+    yield "|---|---|--:|--:|--:|--:|"
+    for shape, result in found.items():
+        if "model_bytes" not in result:
+            yield f"| {shape} | {_why(result)} | | | | |"
+            continue
+        for how in ("separate", "xla", "ours"):
+            timing = result[how]
+            us = time_us(timing) or 0.0
+            kernels = timing.get("kernels")
+            rate = 1e8 * result["model_bytes"] / us / ceilings["copy"] if ceilings else None
+            yield (
+                f"| {shape} | {how} | {'' if kernels is None else len(kernels)} | "
+                f"{timing['bytes'] / 1e6:.4g} | {us:.1f} | {_number(rate, '{:.0f} %')} |"
+            )
+    yield ""
+
+
+def _layer(results: dict[str, Any]) -> Iterator[str]:
+    for label, result in _section(results, "layer").items():
+        if "jitted" not in result:
+            yield f"A decoder layer, {label}: {_why(result)}"
+        else:
+            slow = result["op by op, attention on the host"]["us"]
+            fast = result["jitted"]["us"]
+            yield (
+                f"A decoder layer of Qwen2.5-0.5B, {label}, wall clock: op by op with attention on "
+                f"the host {slow:.0f} us, jitted {fast:.0f} us ({slow / fast:.0f} times faster)."
+            )
+        yield ""
+
+
+def _decode(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
+    found = _section(results, "decode")
+    if not found:
+        return
+    yield "Decoding, Qwen2.5-0.5B's shape, random bfloat16 weights, batch 1, 64 + 256 tokens:"
+    yield ""
+    yield "| implementation | tokens a second | of the limit by the copy rate |"
+    yield "|---|--:|--:|"
+    for name, result in found.items():
+        if "tokens_per_s" not in result:
+            yield f"| {name} | {_why(result)} | |"
+            continue
+        speed = result["tokens_per_s"]
+        part = 100 * speed * result["bytes_a_token"] / ceilings["copy"] if ceilings else None
+        yield f"| {name} | {speed:.0f} | {_number(part, '{:.0f} %')} |"
+    yield ""
+
+
+def _section(results: dict[str, Any], name: str) -> dict[str, Any]:
+    prefix = f"{name}/"
+    sections = results["sections"].items()
+    return {key.removeprefix(prefix): value for key, value in sections if key.startswith(prefix)}
+
+
+def _number(x: float | None, form: str) -> str:
+    return "" if x is None else form.format(x)
+
+
+def _why(result: dict[str, Any] | None) -> str:
+    """Why there is no number."""
+    if not result:
+        return "not run"
+    for word in ("failed", "not_run", "absent"):
+        if word in result:
+            return f"{word.replace('_', ' ')}: {result[word]}"[:120]
+    return "not run"
+
+
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Percent of the ceiling, ours and each case's best rival, a panel a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs = [run for run in runs if run["rows"] and run.get("ceilings")]
+    if not runs:
+        raise ValueError("report: no file has rows and ceilings to draw")
+    heights = [0.28 * len(run["rows"]) + 1.2 for run in runs]
+    figure, axes = pyplot.subplots(
+        len(runs), 1, figsize=(11, sum(heights)), squeeze=False, height_ratios=heights
+    )
+    for axis, run in zip(axes[:, 0], runs, strict=True):
+        rows = [(row, figures(row, run["ceilings"])) for row in run["rows"]]
+        for y, (row, f) in enumerate(rows):
+            if f["best_us"] is not None:
+                best = percent(row, f["best_us"], run["ceilings"]) or 0.0
+                axis.barh(y + 0.19, best, 0.36, color="#b5b5b5")
+                axis.text(best + 0.5, y + 0.19, f["best"], va="center", fontsize=6, color="#606060")
+            if f["percent"] is not None:
+                axis.barh(y - 0.19, f["percent"], 0.36, color="#1f77b4")
+        axis.set_yticks(range(len(rows)), [f"{r['op']}: {r['label']}" for r, _ in rows], fontsize=7)
+        axis.invert_yaxis()
+        axis.margins(y=0.01)
+        axis.set_xlim(0, 118)
+        axis.axvline(100, color="black", linewidth=0.8)
+        axis.set_xlabel("percent of the ceiling of the run (copy rate; matmul rate for matmul)")
+        title = f"{run['gpu'].get('name', '')}, {run['date']}: ours (blue), best rival (grey)"
+        axis.set_title(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def write_readme(readme: Path, text: str) -> None:
+    """Put the tables between the two marks."""
+    old = readme.read_text()
+    if old.count(BEGIN) != 1 or old.count(END) != 1:
+        raise ValueError(f"report: {readme} must have the marks {BEGIN} and {END} once each")
+    head, rest = old.split(BEGIN)
+    tail = rest.split(END)[1]
+    readme.write_text(f"{head}{BEGIN}\n\n{text.strip()}\n\n{END}{tail}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="what python -m benchmarks wrote")
+    parser.add_argument("--readme", type=Path, default=HERE / "README.md")
+    parser.add_argument("--plot", type=Path, default=HERE / "results" / "results.png")
+    args = parser.parse_args(argv)
+    runs = [json.loads(path.read_text()) for path in args.files]
+    text = "\n".join(line for run in runs for line in lines(run))
+    try:
+        plot(runs, args.plot)
+        write_readme(args.readme, text)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{args.readme} and {args.plot}: {len(runs)} runs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""What is no single kernel against its rivals: fusion side by side, a layer, decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxllm
+from benchmarks.case import size_bytes
+from jaxllm import ops
+from jaxllm.config import ModelConfig, Rope, Runtime
+from jaxllm.layers import Block
+from pallas_kernels.measure import Stopwatch, Timing, num_sets
+
+SECTIONS = ("softmax-fusion", "layer", "decode")
+
+Work = Callable[[Stopwatch], dict[str, Any]]
+
+# Qwen/Qwen2.5-0.5B's config.json
+QWEN = ModelConfig(
+    model_type="qwen2",
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    rope=Rope(rope_theta=1e6),
+    tie_word_embeddings=True,
+    qkv_bias=True,
+)
+SOFTMAX_SHAPES = ((32, 512), (2, 8, 128, 128), (8, 32, 2048, 2048), (64, 131072))
+
+
+def tasks(names: list[str], quick: bool, on_gpu: bool) -> list[tuple[str, Work]]:
+    """The sections named (all if no name is given); none without a GPU."""
+    if not on_gpu:
+        return []
+    work: list[tuple[str, Work]] = []
+    if wanted("softmax-fusion", names):
+        for shape in SOFTMAX_SHAPES:
+            label = " x ".join(map(str, shape))
+            work.append((f"softmax-fusion/{label}", functools.partial(softmax_fusion, shape)))
+    if wanted("layer", names):
+        work.append(("layer/512 tokens", functools.partial(layer, QWEN, 512)))
+    if wanted("decode", names) and not (quick and "decode" not in names):
+        for name in implementations():
+            work.append((f"decode/{name}", functools.partial(decode, QWEN, name)))
+    return work
+
+
+def wanted(section: str, names: list[str]) -> bool:
+    """Whether the command line asks for it."""
+    return not names or section in names
+
+
+def implementations() -> dict[str, Any]:
+    """By name, what `Runtime` takes: XLA alone, our kernels wherever an op has one, and auto."""
+    pallas = {op: "pallas" for op, (_, table) in ops.OPS.items() if "pallas" in table}
+    both = {"xla": "xla", "auto": "auto"}
+    return {**both, "pallas": pallas} if pallas else both
+
+
+def softmax_fusion(
+    shape: tuple[int, ...], watch: Stopwatch, *, interpret: bool = False
+) -> dict[str, Any]:
+    """Scale, mask and softmax: each alone, as XLA fuses them, and ours. bfloat16, a key mask [S].
+
+    bytes: by XLA's own count of what its kernels read and write; ours: x and mask in, y out.
+    """
+    from pallas_kernels.softmax import scale_softmax
+
+    scale = 0.125
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((1,) * (len(shape) - 1) + shape[-1:], jnp.bool_)
+
+    def scaled(x):
+        return x * jnp.asarray(scale, x.dtype)
+
+    def masked(x, mask):
+        return jnp.where(mask, x, jnp.asarray(-jnp.inf, x.dtype))
+
+    def softmax(x):
+        return jax.nn.softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype)
+
+    parts = [_compile(scaled, x), _compile(masked, x, mask), _compile(softmax, x)]
+    fused = _compile(lambda x, mask: softmax(masked(scaled(x), mask)), x, mask)
+    ours = _compile(
+        lambda x, mask: scale_softmax(x, scale=scale, mask=mask, interpret=interpret), x, mask
+    )
+    keep = jnp.arange(shape[-1]).reshape(mask.shape) < shape[-1] * 3 // 4
+    sets = [
+        (jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16), keep)
+        for key in jax.random.split(jax.random.key(0), num_sets(2 * size_bytes(x)))
+    ]
+    truth = fused(*sets[0])
+    apart = jnp.max(jnp.abs(ours(*sets[0]).astype(jnp.float32) - truth.astype(jnp.float32)))
+    moved = 2 * size_bytes(x) + size_bytes(mask)
+    return {
+        "model_bytes": moved,
+        "largest_difference": float(apart),
+        "separate": {
+            **_time(watch, lambda x, mask: parts[2](parts[1](parts[0](x), mask)), sets),
+            "bytes": sum(_bytes(part) for part in parts),
+        },
+        "xla": {**_time(watch, fused, sets), "bytes": _bytes(fused)},
+        "ours": {**_time(watch, ours, sets), "bytes": moved},
+    }
+
+
+def layer(config: ModelConfig, tokens: int, watch: Stopwatch) -> dict[str, Any]:
+    """One decoder layer in bfloat16: op by op with attention on the host, and the jitted step."""
+    block = Block(config, runtime=Runtime(dtype="bfloat16", param_dtype="bfloat16"), rngs=_rngs())
+    x = jax.random.normal(jax.random.key(1), (1, tokens, config.hidden_size), jnp.float32)
+    x = x.astype(jnp.bfloat16)
+    rotary = block.self_attn.rotary(jnp.arange(tokens, dtype=jnp.int32)[None, :])
+    graph, state = nnx.split(block)
+    weights, tree = jax.tree.flatten(state)
+
+    @jax.jit
+    def step(weights, x, rotary):
+        return nnx.merge(graph, jax.tree.unflatten(tree, weights))(x, rotary)[0]
+
+    jitted = watch.time(step, [(tuple(weights), x, rotary)])
+    slow = lambda: jax.block_until_ready(_op_by_op(block, x, rotary))  # noqa: E731
+    apart = jnp.max(jnp.abs((slow() - step(tuple(weights), x, rotary)).astype(jnp.float32)))
+    walls = []
+    for _ in range(5):
+        start = time.perf_counter()
+        slow()
+        walls.append(1e6 * (time.perf_counter() - start))
+    return {
+        "largest_difference": float(apart),
+        "op by op, attention on the host": {"us": statistics.median(walls), "clock": "host"},
+        "jitted": {**dataclasses.asdict(jitted), "us": jitted.wall_us, "clock": "host"},
+        "jitted, kernels alone": dataclasses.asdict(jitted),
+    }
+
+
+def _op_by_op(block: Block, x: jax.Array, rotary: Any) -> jax.Array:
+    """What a program without jit and without a kernel for attention does."""
+    attention, cpu = block.self_attn, jax.devices("cpu")[0]
+    here = x.device
+    h = block.input_layernorm(x)
+    heads = (*x.shape[:2], -1, attention.width)
+    q, k, v = (
+        project(h).reshape(heads)
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    q, k = ops.rope(q, k, *rotary, implementation="xla")
+    q, k, v = jax.device_put((q, k, v), cpu)
+    with jax.default_device(cpu):
+        out = ops.attention(q, k, v, scale=attention.scale, implementation="xla")
+    out = jax.device_put(out, here)
+    x = x + attention.o_proj(out.reshape(*x.shape[:2], -1))
+    return x + block.mlp(block.post_attention_layernorm(x))
+
+
+def decode(
+    config: ModelConfig,
+    implementation: str,
+    watch: Stopwatch,
+    *,
+    prompt: int = 64,
+    new_tokens: int = 256,
+) -> dict[str, Any]:
+    """Tokens a second of `generate` for one row, random weights in bfloat16, by the wall clock.
+
+    bytes_a_token: every weight once (a tied table once, as the head), and the cache at its mean
+    length; over the copy rate that is the limit.
+    """
+    del watch  # the loop's own times are what a user sees
+    choice = implementations()[implementation]
+    runtime = Runtime(dtype="bfloat16", param_dtype="bfloat16", implementation=choice)
+    model = jaxllm.Transformer(config, runtime, rngs=_rngs())
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, prompt).tolist()
+    run = functools.partial(
+        jaxllm.generate, model, None, [ids], max_new_tokens=new_tokens, stop_ids=[]
+    )
+    start = time.perf_counter()
+    run()
+    first_s = time.perf_counter() - start
+    results = [run() for _ in range(3)]
+    best = max(results, key=lambda r: r.timings.decode_tokens_per_s)
+    weights = size_bytes(nnx.state(model, nnx.Param))
+    if not config.tie_word_embeddings:
+        weights -= 2 * config.vocab_size * config.hidden_size
+    cached = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return {
+        "tokens_per_s": statistics.median(r.timings.decode_tokens_per_s for r in results),
+        "best_tokens_per_s": best.timings.decode_tokens_per_s,
+        "prefill_s": best.timings.prefill_s,
+        "first_call_s": first_s,
+        "bytes_a_token": weights + cached * (prompt + new_tokens // 2),
+        "tokens": best.tokens[0][:8],
+        "implementation": choice if isinstance(choice, str) else dict(choice),
+    }
+
+
+def _rngs() -> nnx.Rngs:
+    return nnx.Rngs(0)
+
+
+def _compile(f: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> Any:
+    return jax.jit(f).lower(*arguments).compile()
+
+
+def _bytes(compiled: Any) -> int:
+    cost = compiled.cost_analysis()
+    cost = cost[0] if isinstance(cost, list) else cost
+    return int((cost or {}).get("bytes accessed", 0))
+
+
+def _time(watch: Stopwatch, f: Callable[..., Any], sets: list[tuple]) -> dict[str, Any]:
+    timing: Timing = watch.time(f, sets)
+    return dataclasses.asdict(timing)

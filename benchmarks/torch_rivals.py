@@ -1,0 +1,233 @@
+"""Rivals of torch and Liger, by op: functions on torch tensors. torch is imported when asked for.
+
+The arguments of a case in its order; statics (eps, scale) do not matter to a stopwatch and are the
+usual ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.case import Case
+from benchmarks.rivals import is_backward, num_forward
+
+EPS, SCALE = 1e-6, 0.125
+GRADIENTS = {"rope": 2, "embedding": 1}  # of how many of the forward's arguments; else of all
+
+
+def of(case: Case) -> dict[str, Callable[..., Any]]:
+    """Forward functions of the case's op; "torch" is what "torch.compile" compiles, if it may."""
+    torch, nn = _torch()
+    options = {word for word in WORDS if word in case.label.lower()}
+    table = OPS.get(case.op)
+    rivals = {} if table is None else table(torch, nn, options, case)
+    if "torch" in rivals:
+        rivals["torch.compile"] = rivals["torch"]
+    if is_backward(case) and case.op == "matmul":
+        return {}  # two products of transposes, each a row of its own in torch
+    return rivals
+
+
+WORDS = ("residual", "causal", "mask", "transposed", "bias", "silu", "fused", "gelu", "exact")
+
+
+def arguments(case: Case, seed: int, device: str) -> list[Any]:
+    """Tensors of the case's shapes and dtypes: normal numbers, ids within the table, masks."""
+    torch, _ = _torch()
+    generator = torch.Generator(device).manual_seed(seed)
+    made = []
+    for spec in case.arguments:
+        name = str(spec.dtype)
+        if name == "bool":
+            x = torch.rand(spec.shape, generator=generator, device=device) > 0.25
+        elif name.startswith(("int", "uint")):
+            rows = case.arguments[0].shape[0]
+            x = torch.randint(rows, spec.shape, generator=generator, device=device)
+        else:
+            x = torch.randn(spec.shape, generator=generator, device=device)
+            x = x.to(getattr(torch, name))
+        made.append(x)
+    return made
+
+
+def call(case: Case, forward: Callable[..., Any], tensors: Sequence[Any]) -> Callable[[], Any]:
+    """What is timed: the forward pass, or its backward pass alone with the graph kept."""
+    torch, _ = _torch()
+    if not is_backward(case):
+        return torch.no_grad()(functools.partial(forward, *tensors))
+    inputs = [x.detach() for x in tensors[: num_forward(case)]]
+    wanted = [
+        x.requires_grad_(True)
+        for x in inputs[: GRADIENTS.get(case.op, len(inputs))]
+        if x.is_floating_point()
+    ]
+    out = forward(*inputs)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    cotangents = [torch.randn_like(y) for y in outs]
+    return lambda: torch.autograd.grad(outs, wanted, cotangents, retain_graph=True)
+
+
+def _torch() -> tuple[Any, Any]:
+    import torch
+    from torch.nn import functional
+
+    return torch, functional
+
+
+def _liger() -> Any:
+    """Liger's functions, or None where it is not installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    from liger_kernel.transformers import functional  # type: ignore
+
+    return functional
+
+
+def _rms_norm(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
+    liger = _liger()
+    if "residual" in options:
+
+        def norm(x, w, residual):
+            total = x + residual
+            return nn.rms_norm(total, w.shape, w, EPS), total
+
+        rivals: dict[str, Callable[..., Any]] = {"torch": norm}
+        if liger is not None:
+            rivals["liger"] = lambda x, w, r: liger.liger_fused_add_rms_norm(
+                x, r, w, EPS, in_place=False
+            )
+        return rivals
+    rivals = {"torch": lambda x, w: nn.rms_norm(x, w.shape, w, EPS)}
+    if liger is not None:
+        rivals["liger"] = lambda x, w: liger.liger_rms_norm(x, w, EPS, in_place=False)
+    return rivals
+
+
+def _layer_norm(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
+    liger = _liger()
+    rivals = {"torch": lambda x, w, b: nn.layer_norm(x, w.shape, w, b, 1e-5)}
+    if liger is not None:
+        rivals["liger"] = lambda x, w, b: liger.liger_layer_norm(x, w, b, 1e-5)
+    return rivals
+
+
+def _scale_softmax(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
+    def softmax(x, mask=None):
+        x = x * SCALE
+        if "causal" in options:
+            t, s = x.shape[-2:]
+            keep = torch.ones(t, s, dtype=torch.bool, device=x.device).tril(s - t)
+            x = x.masked_fill(~keep, -torch.inf)
+        if mask is not None:
+            x = x.masked_fill(~mask, -torch.inf)
+        return torch.softmax(x, -1)
+
+    rivals: dict[str, Callable[..., Any]] = {"torch": softmax}
+    if not options & {"causal", "mask"}:
+        rivals["torch softmax alone"] = lambda x: torch.softmax(x, -1)
+        liger = _liger()
+        if liger is not None:
+            rivals["liger softmax alone"] = liger.liger_softmax
+    return rivals
+
+
+def _rope(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
+    def rotate(x, cos, sin):
+        r = 2 * cos.shape[-1]
+        first, second, rest = x[..., : r // 2], x[..., r // 2 : r], x[..., r:]
+        cos, sin = cos.unsqueeze(2).to(x.dtype), sin.unsqueeze(2).to(x.dtype)
+        parts = [first * cos - second * sin, second * cos + first * sin]
+        return torch.cat(parts + ([rest] if rest.shape[-1] else []), -1)
+
+    rivals: dict[str, Callable[..., Any]] = {
+        "torch": lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))
+    }
+    liger = _liger()
+    q, _, cos = case.arguments[:3]
+    if liger is not None and 2 * cos.shape[-1] == q.shape[-1]:
+
+        def turn(q, k, cos, sin):
+            cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+            return liger.liger_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+        rivals["liger"] = turn
+    return rivals
+
+
+def _glu(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
+    swiglu = case.op == "swiglu"
+
+    def gated(gate, up=None):
+        if up is None:
+            gate, up = gate.chunk(2, -1)
+        if swiglu:
+            return nn.silu(gate) * up
+        return nn.gelu(gate, approximate="none" if "exact" in options else "tanh") * up
+
+    rivals = {"torch": gated}
+    liger = _liger()
+    forward = num_forward(case) if is_backward(case) else len(case.arguments)
+    if liger is not None and forward == 2:
+        rivals["liger"] = liger.liger_swiglu if swiglu else liger.liger_geglu
+    return rivals
+
+
+def _embedding(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
+    return {"torch": lambda table, ids: nn.embedding(ids, table)}
+
+
+def _matmul(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
+    a = case.arguments[0]
+    if "float8" in str(a.dtype):
+
+        def scaled(a, b, *_):
+            b = b.t() if "transposed" in options else b.t().contiguous().t()
+            one = torch.ones((), device=a.device)
+            return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+        return {"torch scaled_mm": scaled} if len(a.shape) == 2 else {}
+
+    def product(a, b, other=None):
+        y = torch.matmul(a, b.transpose(-1, -2) if "transposed" in options else b)
+        if other is not None:
+            y = y + other
+        if "silu" in options:
+            gate, up = y.chunk(2, -1)
+            y = nn.silu(gate) * up
+        return y
+
+    return {"torch": product}
+
+
+def _attention(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attend(backends, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        kwargs = {"is_causal": "causal" in options, "enable_gqa": q.shape[1] != k.shape[1]}
+        if backends is None:
+            return nn.scaled_dot_product_attention(q, k, v, **kwargs)
+        with sdpa_kernel(backends):
+            return nn.scaled_dot_product_attention(q, k, v, **kwargs)
+
+    return {
+        "torch sdpa": functools.partial(attend, None),
+        "torch sdpa cudnn": functools.partial(attend, [SDPBackend.CUDNN_ATTENTION]),
+    }
+
+
+OPS: dict[str, Callable[..., dict[str, Callable[..., Any]]]] = {
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "scale_softmax": _scale_softmax,
+    "rope": _rope,
+    "swiglu": _glu,
+    "geglu": _glu,
+    "embedding": _embedding,
+    "matmul": _matmul,
+    "attention": _attention,
+    "unfused_attention": _attention,
+}

@@ -1,0 +1,188 @@
+"""The process that holds the GPU for torch: times the rivals of torch_rivals.py, case by case.
+
+Started by `__main__.py` behind the worker of JAX, with the same plan and the same kind of log. JAX
+is there for the cases' shapes alone, and kept off the GPU. What torch compiles comes last, a case
+of every op in turn, the largest first, until the time is spent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import torch_rivals
+from benchmarks.case import Case
+from benchmarks.correct import sentence
+from benchmarks.rivals import is_backward
+from benchmarks.worker import FATAL_EXIT, Log, Plan, chosen
+from pallas_kernels.measure import COLD_BYTES, Timing, num_sets
+
+FATAL = ("illegal memory access", "unspecified launch failure", "misaligned address")
+
+
+class TorchWatch:
+    """As `Stopwatch`, of torch: CUPTI through its profiler, CUDA events where that fails."""
+
+    def __init__(self, torch: Any):
+        self.torch = torch
+        buffer = torch.ones(COLD_BYTES // 4, device="cuda")
+        self.clear: Callable[[], Any] = buffer.max
+        self.reason: str | None = None
+        self.clear_kernels = 0
+        try:
+            self._events([self.clear], 2)  # the first use starts the profiler up
+            self.clear_kernels = len(self._events([self.clear], 4)[0])
+        except RuntimeError as error:
+            self.reason = str(error)
+
+    def time(self, runs: Sequence[Callable[[], Any]], *, cold: bool, calls: int) -> Timing:
+        """The time of a call, `runs` being the same over other inputs; cold: the L2 is cleared."""
+        torch = self.torch
+        for run in runs[:2]:
+            run()
+        torch.cuda.synchronize()
+        walls = sorted(self._wall(runs, calls) for _ in range(5))
+        wall_us, reason = statistics.median(walls), self.reason
+        if reason is None:
+            both = [self._then_clear(run) for run in runs] if cold else list(runs)
+            try:
+                events = self._events(both, calls)
+                ours = len(events[0]) - (self.clear_kernels if cold else 0)
+                if ours < 1:
+                    raise RuntimeError("it saw no kernel")
+            except RuntimeError as error:
+                reason = str(error)
+            else:
+                times = [sum(us for _, us in call[:ours]) for call in events]
+                names = tuple(name[:80] for name, _ in events[0][:ours])
+                return Timing(*_middle(times), wall_us, "cupti", calls, names)
+        times = []
+        for i in range(calls):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.clear()
+            start.record()
+            runs[i % len(runs)]()
+            end.record()
+            end.synchronize()
+            times.append(1e3 * start.elapsed_time(end))
+        return Timing(*_middle(times), wall_us, f"cuda events (profiler: {reason})", calls)
+
+    def _then_clear(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: (run(), self.clear())
+
+    def _wall(self, runs: Sequence[Callable[[], Any]], calls: int) -> float:
+        kept = [None] * len(runs)
+        start = time.perf_counter()
+        for i in range(calls):
+            kept[i % len(runs)] = runs[i % len(runs)]()
+        self.torch.cuda.synchronize()
+        return 1e6 * (time.perf_counter() - start) / calls
+
+    def _events(
+        self, runs: Sequence[Callable[[], Any]], calls: int
+    ) -> list[list[tuple[str, float]]]:
+        """(name, microseconds) of what the device did in each call."""
+        torch = self.torch
+        kept = [None] * len(runs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for i in range(calls):
+                kept[i % len(runs)] = runs[i % len(runs)]()
+            torch.cuda.synchronize()
+        events = sorted(
+            (event.time_range.start, event.name, event.time_range.elapsed_us())
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+            and not getattr(event, "is_user_annotation", False)  # ranges around kernels
+        )
+        if not events or len(events) % calls:
+            raise RuntimeError(f"{len(events)} events in {calls} calls")
+        size = len(events) // calls
+        split = [events[i : i + size] for i in range(0, len(events), size)]
+        names = [[name for _, name, _ in call] for call in split]
+        if any(other != names[0] for other in names):
+            raise RuntimeError("the calls differ in their kernels")
+        return [[(name, us) for _, name, us in call] for call in split]
+
+
+def _middle(times: Sequence[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return statistics.median(times), (high - low) / 2
+
+
+def order(cases: Sequence[Case]) -> list[Case]:
+    """For what takes long to compile: forward first, the ops in turn, the largest of each first."""
+    piles = [
+        sorted((c for c in cases if (c.op, is_backward(c)) == key), key=lambda c: -c.bytes)
+        for key in sorted({(c.op, is_backward(c)) for c in cases}, key=lambda key: key[::-1])
+    ]
+    return [c for c in itertools.chain(*itertools.zip_longest(*piles)) if c is not None]
+
+
+def main(argv: list[str]) -> int:
+    """Run a plan: the path of its JSON file is the only argument."""
+    plan = Plan(**json.loads(Path(argv[0]).read_text()))
+    log = Log(plan.log)
+    jax.config.update("jax_platforms", "cpu")
+    log.write("begin", "torch")
+    import torch
+
+    if not torch.cuda.is_available():
+        log.write("end", "torch", result={"failed": "torch sees no GPU"})
+        return 0
+    # Backward passes are called again and again on one graph.
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+    watch = TorchWatch(torch)
+    version = {"version": torch.__version__, "cudnn": torch.backends.cudnn.version()}
+    log.write("end", "torch", result={**version, "profiler": watch.reason or "works"})
+    cases = chosen(plan.names, plan.quick, on_gpu=True)
+    for case in cases:
+        for name, forward in torch_rivals.of(case).items():
+            if name != "torch.compile":
+                _task(plan, log, watch, case, name, forward)
+    for case in order([] if plan.quick else cases):
+        forward = torch_rivals.of(case).get("torch.compile")
+        if forward is not None:
+            torch._dynamo.reset()
+            compiled = torch.compile(forward, dynamic=False, fullgraph=True)
+            _task(plan, log, watch, case, "torch.compile", compiled)
+    log.write("end", "all", result={})
+    return 0
+
+
+def _task(plan: Plan, log: Log, watch: TorchWatch, case: Case, name: str, forward: Any) -> None:
+    key = f"torch/{case.name}/{name}"
+    if key in plan.done:
+        return
+    if time.time() > plan.deadline:
+        log.write("end", key, result={"not_run": "the time for this run was spent"})
+        return
+    log.write("begin", key)
+    try:
+        count = num_sets(case.bytes)
+        runs = [
+            torch_rivals.call(case, forward, torch_rivals.arguments(case, i, "cuda"))
+            for i in range(count)
+        ]
+        cold = count * case.bytes < COLD_BYTES
+        result = dataclasses.asdict(watch.time(runs, cold=cold, calls=10 if plan.quick else 20))
+    except Exception as error:
+        result = {"failed": sentence(error)}
+    log.write("end", key, result=result)
+    if any(text in str(result.get("failed", "")) for text in FATAL):
+        sys.exit(FATAL_EXIT)
+    watch.torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,267 @@
+"""The process that holds the GPU for JAX: takes tasks one by one, writes what came of each.
+
+`__main__.py` starts it, reads its log, and starts it anew without the task that killed it: a kernel
+that hangs or faults takes one row with it, not the run. Order: correctness of every case, then the
+ceilings, then times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import ceilings, rivals, sections
+from benchmarks.case import Case
+from benchmarks.cases import all_cases
+from benchmarks.correct import DIFFERS, check, sentence
+from pallas_kernels.measure import Stopwatch, num_sets
+
+# After these the process can do nothing more on the GPU.
+FATAL = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_MISALIGNED", "unspecified launch")
+FATAL_EXIT, CLOCKS_EXIT = 70, 71
+HOST_BYTES = 24 * 2**30  # float64 arrays of checks that may lie on the host at a time
+
+
+@dataclasses.dataclass
+class Plan:
+    """What the parent asks for; done holds the keys of tasks that have a result already."""
+
+    log: str
+    names: list[str]
+    done: list[str]
+    deadline: float
+    threads: int = 8
+    quick: bool = False
+    host_clock: bool = False
+
+
+class Log:
+    """JSON lines: what was begun, and what came of it."""
+
+    def __init__(self, path: str):
+        self.file = Path(path).open("a")  # noqa: SIM115 - open as long as the process is
+
+    def write(self, event: str, key: str, **values: Any) -> None:
+        """One line, on disk when this returns."""
+        record = {"event": event, "key": key, "at": time.time(), **values}
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+
+def chosen(names: list[str], quick: bool, on_gpu: bool) -> list[Case]:
+    """The cases to run: those named; without a GPU or in a hurry, the smallest (and largest) an op.
+
+    Names of sections choose no case.
+    """
+    ops = tuple(name for name in names if name not in sections.SECTIONS)
+    if names and not ops:
+        return []
+    cases = [case for case in all_cases(ops) if not case.compile_only]
+    if on_gpu and not quick:
+        return cases
+    picked: dict[str, Case] = {}
+    for op in dict.fromkeys(case.op for case in cases):
+        falling = sorted((c for c in cases if c.op == op), key=lambda c: c.bytes)
+        for case in [falling[0], *([falling[-1]] if on_gpu else [])]:
+            picked[case.name] = case
+    return list(picked.values())
+
+
+class Programs:
+    """Every case's programs, compiled ahead in threads."""
+
+    def __init__(self, cases: list[Case], *, on_gpu: bool, threads: int):
+        self.pool = ThreadPoolExecutor(threads)
+        self.rivals = {case.name: rivals.of(case) for case in cases}
+        self.futures: dict[tuple[str, str], Future] = {}
+        for case in cases:
+            if on_gpu:
+                self._submit(case, "ours", rivals.Rival(case.run))
+            for name, rival in self.rivals[case.name].items():
+                if on_gpu or name == "xla":
+                    self._submit(case, name, rival)
+
+    def _submit(self, case: Case, name: str, rival: rivals.Rival) -> None:
+        if rival.prepare is None:
+            self.futures[case.name, name] = self.pool.submit(_compile, case.arguments, rival)
+
+    def get(self, case: Case, name: str, arguments: tuple) -> Callable[..., Any]:
+        """The compiled program; `arguments` are what it will be called with."""
+        future = self.futures.get((case.name, name))
+        if future is None:
+            rival = self.rivals[case.name][name]
+            future = self.futures[case.name, name] = self.pool.submit(_compile, arguments, rival)
+        return future.result()
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _compile(arguments: tuple, rival: rivals.Rival) -> Callable[..., Any]:
+    program = jax.jit(rival.run).lower(*arguments)
+    compiled = program.compile(compiler_options=dict(rival.options) or None)
+    if rival.must_have and rival.must_have not in (compiled.as_text() or ""):
+        raise NotImplementedError(f"XLA put no {rival.must_have} into the program")
+    return compiled
+
+
+def main(argv: list[str]) -> int:
+    """Run a plan: the path of its JSON file is the only argument."""
+    plan = Plan(**json.loads(Path(argv[0]).read_text()))
+    log = Log(plan.log)
+    log.write("begin", "device")
+    device = jax.devices()[0]
+    on_gpu = device.platform == "gpu"
+    stats = device.memory_stats() or {}
+    log.write(
+        "end",
+        "device",
+        result={
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "capability": str(getattr(device, "compute_capability", "")),
+            "memory_bytes": stats.get("bytes_limit", 0),
+            "jax": jax.__version__,
+        },
+    )
+    cases = chosen(plan.names, plan.quick, on_gpu)
+    run = _Run(plan, log, cases, on_gpu)
+    try:
+        run.correctness()
+        run.ceilings()
+        run.sections()
+        run.times()
+    finally:
+        run.programs.close()
+    log.write("end", "all", result={})
+    return 0
+
+
+class _Run:
+    def __init__(self, plan: Plan, log: Log, cases: list[Case], on_gpu: bool):
+        self.plan, self.log, self.cases, self.on_gpu = plan, log, cases, on_gpu
+        open_cases = [c for c in cases if f"time/{c.name}" not in plan.done]
+        self.programs = Programs(open_cases, on_gpu=on_gpu, threads=plan.threads)
+        self.watch = Stopwatch("host" if plan.host_clock or not on_gpu else None)
+
+    def task(self, key: str, work: Callable[[], Any]) -> None:
+        """Do it unless it is done, and write down what came of it."""
+        if key in self.plan.done:
+            return
+        if time.time() > self.plan.deadline:
+            self.log.write("end", key, result={"not_run": "the time for this run was spent"})
+            return
+        self.log.write("begin", key)
+        try:
+            result = work()
+        except ceilings.ClocksDisagreeError as error:
+            self.log.write("end", key, result={"failed": str(error)})
+            sys.exit(CLOCKS_EXIT)
+        except Exception as error:  # the row says what went wrong; the run goes on
+            self.log.write("end", key, result={"failed": sentence(error)})
+            if any(text in str(error) for text in FATAL):
+                self.log.file.close()
+                os._exit(FATAL_EXIT)  # ending in order would wait for a GPU that answers no more
+        else:
+            if result is not None:
+                self.log.write("end", key, result=result)
+
+    def correctness(self) -> None:
+        """Every case against float64: the GPU's part here, the host's part in threads."""
+        pool = ThreadPoolExecutor(max(2, min(12, (os.cpu_count() or 4) - 2)))
+        waiting: list[tuple[str, Future, int]] = []
+
+        def finish(limit: int) -> None:
+            while waiting and sum(size for _, _, size in waiting) > limit:
+                key, future, _ = waiting.pop(0)
+                self.log.write("end", key, result=future.result())
+
+        def begin(case: Case, key: str) -> None:
+            arguments = case.inputs(jax.random.key(0))
+            jax.block_until_ready(arguments)
+            plain = self.programs.get(case, "xla", arguments)(*arguments)
+            ours = self.programs.get(case, "ours", arguments)(*arguments) if self.on_gpu else plain
+            arguments, ours, plain = jax.device_get((arguments, ours, plain))
+            size = 8 * 6 * sum(x.size for x in jax.tree.leaves((arguments, ours)))
+            finish(max(0, HOST_BYTES - size))
+            waiting.append((key, pool.submit(check, case, arguments, ours, plain), size))
+
+        for case in self.cases:
+            key = f"correct/{case.name}"
+            self.task(key, lambda case=case, key=key: begin(case, key))
+        finish(0)
+        pool.shutdown()
+
+    def ceilings(self) -> None:
+        """What percent is percent of."""
+        if self.on_gpu:
+            believe = self.plan.host_clock
+            self.task("ceilings", lambda: ceilings.measure(self.watch, believe=believe))
+
+    def sections(self) -> None:
+        """What is no single kernel: see sections.py."""
+        for key, work in sections.tasks(self.plan.names, self.plan.quick, self.on_gpu):
+            self.task(f"section/{key}", lambda work=work: work(self.watch))
+
+    def times(self) -> None:
+        """Every case against its rivals."""
+        for case in self.cases:
+            self.task(f"time/{case.name}", lambda case=case: self.time(case))
+
+    def time(self, case: Case) -> dict[str, Any]:
+        """{rival: its timing, or why there is none}."""
+        count = num_sets(case.bytes) if self.on_gpu else 2
+        sets = [case.inputs(jax.random.key(i)) for i in range(count)]
+        jax.block_until_ready(sets)
+        names = (["ours"] if self.on_gpu else []) + list(self.programs.rivals[case.name])
+        plain, times = None, {}
+        for name in names if self.on_gpu else ["xla"]:
+            try:
+                rival = self.programs.rivals[case.name].get(name)
+                used = sets
+                if rival is not None and rival.prepare is not None:
+                    used = jax.block_until_ready([rival.prepare(*x) for x in sets])
+                program = self.programs.get(case, name, used[0])
+                if name == "xla":
+                    plain = program(*used[0])
+                apart = 0.0 if plain is None else _apart(program(*used[0]), plain)
+                if not apart < DIFFERS:
+                    times[name] = {"failed": f"its result is {apart:.2g} away from xla's"}
+                    continue
+                timing = self.watch.time(program, used, calls=10 if self.plan.quick else 20)
+                times[name] = dataclasses.asdict(timing)
+            except Exception as error:
+                if any(text in str(error) for text in FATAL):
+                    raise
+                times[name] = {"failed": sentence(error)}
+        return times
+
+
+def _apart(result: Any, plain: Any) -> float:
+    """The largest normwise distance of two results; infinite if they have not the same shapes."""
+    ours, other = jax.tree.leaves(result), jax.tree.leaves(plain)
+    if [x.shape for x in ours] != [x.shape for x in other]:
+        shapes = [[tuple(x.shape) for x in tree] for tree in (ours, other)]
+        raise ValueError(f"its results have shapes {shapes[0]}, xla's {shapes[1]}")
+    return max(float(_distance(a, b)) for a, b in zip(ours, other, strict=True))
+
+
+@jax.jit
+def _distance(a: jax.Array, b: jax.Array) -> jax.Array:
+    a, b = a.astype(jax.numpy.float32), b.astype(jax.numpy.float32)
+    norm = jax.numpy.linalg.norm(b.ravel())
+    return jax.numpy.linalg.norm((a - b).ravel()) / jax.numpy.maximum(norm, 1e-30)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
