@@ -1,0 +1,66 @@
+"""Cases: what is refused, what is found, and that those of the project can be made."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import cases
+from benchmarks.case import Case, size_bytes
+
+X = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
+
+
+def case(**changes):
+    fields = {"op": "toy", "label": "4 x 8", "arguments": (X,), "run": abs, "plain": abs}
+    return Case(**{**fields, "kind": "memory", "bytes": 128, **changes})
+
+
+def test_inputs_are_normal_numbers_and_differ_by_key():
+    a, b = (case().inputs(jax.random.key(i))[0] for i in range(2))
+    assert a.shape == X.shape
+    assert a.dtype == X.dtype
+    assert bool(jnp.all(a != 0))
+    assert not bool(jnp.all(a == b))
+
+
+def test_make_makes_what_is_not_normal():
+    ids = jax.ShapeDtypeStruct((3,), jnp.int32)
+    with pytest.raises(ValueError, match="random numbers do not fit dtype int32; give the case a"):
+        case(arguments=(ids,)).inputs(jax.random.key(0))
+    made = case(arguments=(ids,), make=lambda key: (jnp.arange(3),)).inputs(jax.random.key(0))
+    assert made[0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kind": "fast"}, "kind 'fast' is not one of memory, memory-reduce, matmul"),
+        ({"bytes": 0}, "moves 0 bytes"),
+    ],
+)
+def test_a_case_that_cannot_be(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        case(**changes)
+
+
+def test_size_bytes():
+    assert size_bytes(X, (X, {"a": jax.ShapeDtypeStruct((3,), jnp.int8)})) == 131
+
+
+def test_a_name_that_no_case_has():
+    with pytest.raises(ValueError, match="no case is named sundial; there are"):
+        cases.all_cases(("sundial",))
+
+
+def test_the_cases_of_the_project():
+    """Shapes alone: what they compute is for the tests of the kernels."""
+    found = cases.all_cases()
+    names = [case.name for case in found]
+    assert len(set(names)) == len(names), "two cases have one name"
+    for case in found:
+        out = jax.eval_shape(case.plain, *case.arguments)
+        least = size_bytes(case.arguments)
+        assert case.bytes >= 0.5 * least, f"{case.name}: {case.bytes} of {least} bytes are read"
+        assert jax.tree.leaves(out), case.name
+        if case.kind == "matmul":
+            assert case.operations > 0, case.name

@@ -1,0 +1,163 @@
+"""Rivals: who is asked, and that those of torch compute what their op means."""
+
+import dataclasses
+import importlib.util
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import rivals, torch_rivals
+from benchmarks.case import Case
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def case(op, label, *arguments, **kwargs):
+    return Case(op, label, arguments, jnp.abs, jnp.abs, "memory", 64, **kwargs)
+
+
+NORM = case("rms_norm", "4 x 8", struct(4, 8), struct(8))
+
+
+def test_xla_is_always_there_and_a_cases_own_rivals_too():
+    found = rivals.of(dataclasses.replace(NORM, rivals={"triton": jnp.sin}))
+    assert found["xla"].run is NORM.plain
+    assert found["triton"].run is jnp.sin
+    assert found["xla cudnn norm"].must_have == "__cudnn$norm"
+    assert found["xla cudnn norm"].options == {"xla_gpu_enable_cudnn_layer_norm": True}
+
+
+def test_absent_libraries_are_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = rivals.available()
+    assert found.keys() == rivals.LIBRARIES.keys()
+    assert set(map(str, found.values())) == {"{'absent': 'not installed'}"}
+    assert rivals.of(NORM).keys() == {"xla", "xla cudnn norm"}
+
+
+def test_a_library_that_does_not_import_fails_its_own_row_alone(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name == "jla" or real(name) is not None or None
+    )
+    monkeypatch.setitem(sys.modules, "jla", None)
+    rival = rivals.of(NORM)["jax-linear-attention"]
+    with pytest.raises(RuntimeError, match="ModuleNotFoundError"):
+        rival.run(jnp.ones(3))
+
+
+def test_the_backward_pass_is_timed_alone():
+    backward = case("swiglu", "4 x 8, backward", struct(4, 8), struct(4, 8), struct(4, 8))
+    rival = rivals._backward(lambda a, b: a * b, backward)
+    a, b, dy = (jnp.full((4, 8), x) for x in (2.0, 3.0, 5.0))
+    vjp, cotangents = rival.prepare(a, b, dy)
+    da, db = jax.jit(rival.run)(vjp, cotangents)
+    assert float(da[0, 0]) == 15.0
+    assert float(db[0, 0]) == 10.0
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def rotate(x, cos, sin):
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def softmax(x, keep=True):
+    x = np.where(keep, 0.125 * x, -np.inf)
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def rms(x, w):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w
+
+
+def gelu_tanh(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+X, W = struct(4, 8), struct(8)
+BOOL = struct(1, 8, dtype=jnp.bool_)
+IDS = struct(2, 3, dtype=jnp.int32)
+HEADS = (struct(1, 4, 2, 8), struct(1, 4, 1, 8), struct(1, 4, 3), struct(1, 4, 3))
+TORCH = [
+    (case("rms_norm", "4 x 8", X, W), lambda x, w: [rms(x, w)]),
+    (case("rms_norm", "residual", X, W, X), lambda x, w, r: [rms(x + r, w), x + r]),
+    (
+        case("layer_norm", "4 x 8", X, W, W),
+        lambda x, w, b: [
+            (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * w + b
+        ],
+    ),
+    (case("scale_softmax", "masked", X, BOOL), lambda x, m: [softmax(x, m)]),
+    (case("scale_softmax", "causal", X), lambda x: [softmax(x, np.tri(4, 8, 4, bool))]),
+    (
+        case("rope", "1 x 4", *HEADS),
+        lambda q, k, cos, sin: [rotate(q, cos, sin), rotate(k, cos, sin)],
+    ),
+    (case("swiglu", "4 x 8", X, X), lambda gate, up: [silu(gate) * up]),
+    (case("swiglu", "fused", X), lambda x: [silu(x[:, :4]) * x[:, 4:]]),
+    (case("geglu", "4 x 8", X, X), lambda gate, up: [gelu_tanh(gate) * up]),
+    (case("embedding", "16 x 8", struct(16, 8), IDS), lambda table, ids: [table[ids]]),
+    (case("matmul", "4 x 8 x 6", X, struct(8, 6)), lambda a, b: [a @ b]),
+    (case("matmul", "b transposed", X, struct(6, 8)), lambda a, b: [a @ b.T]),
+    (case("matmul", "bias", X, struct(8, 6), struct(6)), lambda a, b, c: [a @ b + c]),
+    (
+        case("matmul", "silu", X, struct(8, 6)),
+        lambda a, b: [silu((a @ b)[:, :3]) * (a @ b)[:, 3:]],
+    ),
+]
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("case", "truth"), TORCH, ids=[c.name for c, _ in TORCH])
+def test_torch_computes_the_op(case, truth):
+    tensors = torch_rivals.arguments(case, 0, "cpu")
+    found = torch_rivals.of(case)
+    assert found["torch.compile"] is found["torch"]
+    out = torch_rivals.call(case, found["torch"], tensors)()
+    out = out if isinstance(out, tuple) else (out,)
+    arrays = [
+        x.numpy().astype(np.float64 if x.is_floating_point() else x.numpy().dtype) for x in tensors
+    ]
+    for ours, true in zip(out, truth(*arrays), strict=True):
+        np.testing.assert_allclose(ours.numpy(), true, atol=1e-5)  # float32 beside float64
+
+
+BACKWARD = [
+    (case("rms_norm", "backward", X, W, X), [(4, 8), (8,)]),
+    (case("rms_norm", "residual, backward", X, W, X, X, X), [(4, 8), (8,), (4, 8)]),
+    (case("layer_norm", "backward", X, W, W, X), [(4, 8), (8,), (8,)]),
+    (case("scale_softmax", "masked, backward", X, BOOL, X), [(4, 8)]),
+    (case("rope", "backward", *HEADS, *HEADS[:2]), [(1, 4, 2, 8), (1, 4, 1, 8)]),
+    (case("swiglu", "fused, backward", X, struct(4, 4)), [(4, 8)]),
+    (case("geglu", "backward", X, X, X), [(4, 8), (4, 8)]),
+    (case("embedding", "backward", struct(16, 8), IDS, struct(2, 3, 8)), [(16, 8)]),
+]
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("case", "shapes"), BACKWARD, ids=[c.name for c, _ in BACKWARD])
+def test_torch_has_a_backward_pass_that_can_be_repeated(case, shapes):
+    run = torch_rivals.call(
+        case, torch_rivals.of(case)["torch"], torch_rivals.arguments(case, 0, "cpu")
+    )
+    first, second = run(), run()
+    assert [tuple(x.shape) for x in first] == shapes
+    assert all(bool((a == b).all()) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.reference
+def test_the_comparison_with_torch_can_fail():
+    with pytest.raises(AssertionError):
+        test_torch_computes_the_op(NORM, lambda x, w: [1.01 * rms(x, w)])
