@@ -46,6 +46,7 @@ class Worker:
         self.read = self.starts = 0
         self.begun: str | None = None
         self.last_s = 0.0
+        self.command = [sys.executable, "-m", f"benchmarks.{module}"]
         Path(plan.log).touch()
 
     def run(self, on_change: Callable[[], None]) -> None:
@@ -77,7 +78,7 @@ class Worker:
         self.plan.done = sorted(self.results)
         path = self.folder / f"{self.module}.plan.json"
         path.write_text(json.dumps(dataclasses.asdict(self.plan)))
-        command = [sys.executable, "-m", f"benchmarks.{self.module}", str(path)]
+        command = [*self.command, str(path)]
         paths = [str(REPO), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self.begun, self.last_s = None, time.time()

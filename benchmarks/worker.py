@@ -48,13 +48,13 @@ class Log:
     """JSON lines: what was begun, and what came of it."""
 
     def __init__(self, path: str):
-        self.file = Path(path).open("a")  # noqa: SIM115 - open as long as the process is
+        self.path = Path(path)
 
     def write(self, event: str, key: str, **values: Any) -> None:
         """One line, on disk when this returns."""
         record = {"event": event, "key": key, "at": time.time(), **values}
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def chosen(names: list[str], quick: bool, on_gpu: bool) -> list[Case]:
@@ -170,7 +170,6 @@ class _Run:
         except Exception as error:  # the row says what went wrong; the run goes on
             self.log.write("end", key, result={"failed": sentence(error)})
             if any(text in str(error) for text in FATAL):
-                self.log.file.close()
                 os._exit(FATAL_EXIT)  # ending in order would wait for a GPU that answers no more
         else:
             if result is not None:
