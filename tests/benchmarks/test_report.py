@@ -1,0 +1,139 @@
+"""The report: figures of a row, tables in the README, the plot."""
+
+import json
+
+import pytest
+
+from benchmarks import report
+
+CEILINGS = {"copy": 4e12, "read": 4.5e12, "matmul": 8e14}
+
+
+def timing(us, **values):
+    return {"us": us, "spread_us": 0.1, "wall_us": us, "clock": "cupti", "calls": 20, **values}
+
+
+def row(**changes):
+    return {
+        **{"op": "rms_norm", "label": "8192 x 8192 bfloat16", "kind": "memory-reduce"},
+        **{"bytes": 268_451_840, "operations": 0, "correct": {"status": "right"}},
+        "times": {
+            "ours": timing(70.0),
+            "xla": timing(90.0),
+            "liger": timing(84.0),
+            "tokamax": {"failed": "ValueError: no"},
+        },
+        **changes,
+    }
+
+
+def results(**changes):
+    matmul = {"kind": "matmul", "operations": 2 * 4096**3, "bytes": 10**8, "op": "matmul"}
+    fusion = {how: timing(9.0, kernels=["k"], bytes=1e6) for how in ("separate", "xla", "ours")}
+    return {
+        **{"gpu": {"name": "NVIDIA H200", "driver": "580.1"}, "date": "2026-11-20T15:00:00+00:00"},
+        **{"versions": {"jax": "0.11.2"}, "libraries": {"torch": {"absent": "not installed"}}},
+        "ceilings": CEILINGS,
+        "rows": [
+            row(),
+            row(label="4096^3", **matmul, times={"ours": timing(200.0), "xla": timing(190.0)}),
+            row(label="a|b", times={"ours": {"failed": "RuntimeError: x"}, "xla": timing(80.0)}),
+            row(label="late", correct={"not_run": "late"}, times={"ours": {"not_run": "late"}}),
+        ],
+        "sections": {
+            "softmax-fusion/32 x 512": {"model_bytes": 65536, **fusion},
+            "softmax-fusion/64 x 131072": {"failed": "ValueError: y"},
+            "layer/512 tokens": {
+                "op by op, attention on the host": {"us": 9000.0},
+                "jitted": {"us": 90.0},
+            },
+            "decode/xla": {"tokens_per_s": 2000.0, "bytes_a_token": 10**9},
+            "decode/pallas": {"failed": "NotImplementedError: z"},
+        },
+        **changes,
+    }
+
+
+def test_figures():
+    found = report.figures(row(), CEILINGS)
+    assert found["percent"] == pytest.approx(100 * 268_451_840 / 70e-6 / 4e12)
+    assert (found["best"], found["best_us"], found["xla_us"]) == ("liger", 84.0, 90.0)
+    assert found["ratio"] == pytest.approx(1.2)
+    matmul = report.figures(results()["rows"][1], CEILINGS)
+    assert matmul["percent"] == pytest.approx(100 * 2 * 4096**3 / 200e-6 / 8e14)
+    assert matmul["ratio"] == pytest.approx(0.95)
+
+
+def test_no_figure_without_its_parts():
+    found = report.figures(row(times={"ours": {"failed": "x"}, "xla": timing(9.0)}), CEILINGS)
+    assert (found["us"], found["percent"], found["ratio"]) == (None, None, None)
+    found = report.figures(row(times={"ours": timing(9.0)}), None)
+    assert (found["us"], found["percent"], found["ratio"]) == (9.0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("us", "wall_us", "clock", "expected"),
+    [
+        (200.0, 220.0, "cupti", 200.0),
+        (200.0, 300.0, "cupti", 300.0),  # a copy that CUPTI does not see
+        (2.0, 30.0, "cupti", 2.0),  # the host is slower than so small a kernel
+        (200.0, 300.0, "cuda events (profiler: x)", 200.0),
+    ],
+)
+def test_what_counts_as_the_time(us, wall_us, clock, expected):
+    assert report.time_us(timing(us, wall_us=wall_us, clock=clock)) == expected
+    assert report.time_us({"failed": "x"}) is None
+
+
+def test_the_tables():
+    text = "\n".join(report.lines(results()))
+    assert "### NVIDIA H200, 2026-11-20T15:00:00+00:00" in text
+    assert "Driver 580.1, jax 0.11.2." in text
+    assert "copy 4.00 TB/s, read 4.50 TB/s, bf16 matmul 800 TFLOP/s" in text
+    first = "| rms_norm: 8192 x 8192 bfloat16 | right | 268 |  | 70.0 | 96 % | 90.0 | liger 84.0 |"
+    assert f"{first} 1.20 |" in text
+    assert "| rms_norm: a/b | right | 268 |  | failed: RuntimeError: x |  | 80.0 |" in text
+    assert "| rms_norm: late | not run: late | 268 |  | not run: late |" in text
+    assert "| 32 x 512 | separate | 1 | 1 | 9.0 | 0 % |" in text
+    assert "| 64 x 131072 | failed: ValueError: y |" in text
+    assert "the host 9000 us, jitted 90 us (100 times faster)" in text
+    assert "| xla | 2000 | 50 % |" in text
+    assert "| pallas | failed: NotImplementedError: z | |" in text
+    assert "Absent: torch (not installed)." in text
+    for line in text.splitlines():
+        if line.startswith("| rms_norm") or line.startswith("| case"):
+            assert line.count("|") == 10, line
+
+
+def test_the_command_writes_readme_and_plot(tmp_path, capsys):
+    readme, plot, file = (tmp_path / name for name in ("README.md", "x.png", "h200.json"))
+    file.write_text(json.dumps(results()))
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    arguments = [str(file), "--readme", str(readme), "--plot", str(plot)]
+    assert report.main(arguments) == 0
+    once = readme.read_text()
+    assert once.startswith("before\n")
+    assert once.endswith("after\n")
+    assert "old" not in once
+    assert "| rms_norm: 8192 x 8192" in once
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert report.main(arguments) == 0
+    assert readme.read_text() == once
+    assert "1 runs" in capsys.readouterr().out
+
+
+def test_what_cannot_be_reported(tmp_path, capsys):
+    readme, plot, file = (tmp_path / name for name in ("README.md", "x.png", "cpu.json"))
+    readme.write_text("no marks")
+    arguments = [str(file), "--readme", str(readme), "--plot", str(plot)]
+    file.write_text(json.dumps(results(ceilings=None)))
+    assert report.main(arguments) == 2
+    assert "no file has rows and ceilings" in capsys.readouterr().err
+    file.write_text(json.dumps(results()))
+    assert report.main(arguments) == 2
+    assert "must have the marks" in capsys.readouterr().err
+
+
+def test_the_readme_of_the_project_has_its_marks():
+    text = (report.HERE / "README.md").read_text()
+    assert text.count(report.BEGIN) == text.count(report.END) == 1
