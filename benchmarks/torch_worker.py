@@ -2,13 +2,12 @@
 
 Started by `__main__.py` behind the worker of JAX, with the same plan and the same kind of log. JAX
 is there for the cases' shapes alone, and kept off the GPU. What torch compiles comes last, a case
-of every op in turn, the largest first, until the time is spent.
+of every op in turn, until the time is spent.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import statistics
 import sys
@@ -22,8 +21,7 @@ import jax
 from benchmarks import torch_rivals
 from benchmarks.case import Case
 from benchmarks.correct import sentence
-from benchmarks.rivals import is_backward
-from benchmarks.worker import FATAL_EXIT, Log, Plan, chosen
+from benchmarks.worker import FATAL_EXIT, Log, Plan, chosen, in_turn
 from pallas_kernels.measure import COLD_BYTES, Timing, num_sets
 
 FATAL = ("illegal memory access", "unspecified launch failure", "misaligned address")
@@ -118,15 +116,6 @@ def _middle(times: Sequence[float]) -> tuple[float, float]:
     return statistics.median(times), (high - low) / 2
 
 
-def order(cases: Sequence[Case]) -> list[Case]:
-    """For what takes long to compile: forward first, the ops in turn, the largest of each first."""
-    piles = [
-        sorted((c for c in cases if (c.op, is_backward(c)) == key), key=lambda c: -c.bytes)
-        for key in sorted({(c.op, is_backward(c)) for c in cases}, key=lambda key: key[::-1])
-    ]
-    return [c for c in itertools.chain(*itertools.zip_longest(*piles)) if c is not None]
-
-
 def main(argv: list[str]) -> int:
     """Run a plan: the path of its JSON file is the only argument."""
     plan = Plan(**json.loads(Path(argv[0]).read_text()))
@@ -146,11 +135,11 @@ def main(argv: list[str]) -> int:
     version = {"version": torch.__version__, "cudnn": torch.backends.cudnn.version()}
     log.write("end", "torch", result={**version, "profiler": watch.reason or "works"})
     cases = chosen(plan.names, plan.quick, on_gpu=True)
-    for case in cases:
+    for case in in_turn(cases):
         for name, forward in torch_rivals.of(case).items():
             if name != "torch.compile":
                 _task(plan, log, watch, case, name, forward)
-    for case in order([] if plan.quick else cases):
+    for case in in_turn([] if plan.quick else cases):
         forward = torch_rivals.of(case).get("torch.compile")
         if forward is not None:
             torch._dynamo.reset()

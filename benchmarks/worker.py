@@ -2,17 +2,18 @@
 
 `__main__.py` starts it, reads its log, and starts it anew without the task that killed it: a kernel
 that hangs or faults takes one row with it, not the run. Order: correctness of every case, then the
-ceilings, then times.
+ceilings, then times, the ops in turn, so that what no time is left for is a bit of each.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from pallas_kernels.measure import Stopwatch, num_sets
 # After these the process can do nothing more on the GPU.
 FATAL = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_MISALIGNED", "unspecified launch")
 FATAL_EXIT, CLOCKS_EXIT = 70, 71
+DECODE_S = 90.0  # of the time kept for decoding, whose programs take long to compile
 HOST_BYTES = 24 * 2**30  # float64 arrays of checks that may lie on the host at a time
 
 
@@ -74,6 +76,18 @@ def chosen(names: list[str], quick: bool, on_gpu: bool) -> list[Case]:
         for case in [falling[0], *([falling[-1]] if on_gpu else [])]:
             picked[case.name] = case
     return list(picked.values())
+
+
+def in_turn(cases: Sequence[Case]) -> list[Case]:
+    """The ops in turn, forward before backward: of each the largest, the smallest, and so on."""
+    piles = []
+    for key in sorted({(rivals.is_backward(c), c.op) for c in cases}):
+        falling = sorted(
+            (c for c in cases if (rivals.is_backward(c), c.op) == key), key=lambda c: -c.bytes
+        )
+        ends = itertools.zip_longest(falling, reversed(falling))
+        piles.append(list(itertools.chain(*ends))[: len(falling)])
+    return [c for c in itertools.chain(*itertools.zip_longest(*piles)) if c is not None]
 
 
 class Programs:
@@ -139,8 +153,7 @@ def main(argv: list[str]) -> int:
     try:
         run.correctness()
         run.ceilings()
-        run.sections()
-        run.times()
+        run.rest()
     finally:
         run.programs.close()
     log.write("end", "all", result={})
@@ -207,15 +220,21 @@ class _Run:
             believe = self.plan.host_clock
             self.task("ceilings", lambda: ceilings.measure(self.watch, believe=believe))
 
-    def sections(self) -> None:
-        """What is no single kernel: see sections.py."""
-        for key, work in sections.tasks(self.plan.names, self.plan.quick, self.on_gpu):
-            self.task(f"section/{key}", lambda work=work: work(self.watch))
-
-    def times(self) -> None:
-        """Every case against its rivals."""
-        for case in self.cases:
+    def rest(self) -> None:
+        """Sections (see sections.py) and times; decoding last, with time kept for it."""
+        work = sections.tasks(self.plan.names, self.plan.quick, self.on_gpu)
+        late = {key: run for key, run in work if key.startswith("decode/")}
+        for key, run in work:
+            if key not in late:
+                self.task(f"section/{key}", lambda run=run: run(self.watch))
+        end = self.plan.deadline
+        if late and self.cases:
+            self.plan.deadline -= DECODE_S
+        for case in in_turn(self.cases):
             self.task(f"time/{case.name}", lambda case=case: self.time(case))
+        self.plan.deadline = end
+        for key, run in late.items():
+            self.task(f"section/{key}", lambda run=run: run(self.watch))
 
     def time(self, case: Case) -> dict[str, Any]:
         """{rival: its timing, or why there is none}."""

@@ -131,7 +131,7 @@ def test_inputs_rotate_and_results_are_kept(sets):
 
 
 @pytest.mark.parametrize(
-    ("call_bytes", "sets"), [(0, 64), (1, 64), (2**23, 32), (2**27, 2), (2**35, 2)]
+    ("call_bytes", "sets"), [(0, 4), (2**20, 4), (2**22, 64), (2**23, 32), (2**27, 2), (2**35, 2)]
 )
 def test_as_many_sets_as_the_cache_asks_for(call_bytes, sets):
     assert measure.num_sets(call_bytes) == sets

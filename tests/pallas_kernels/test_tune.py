@@ -1,13 +1,16 @@
 """Tuning: rows for what wins outside the noise, and for nothing else. The clock is made up."""
 
 import dataclasses
+import importlib
 import json
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import pallas_kernels
 from pallas_kernels import measure, tune, tuned
 from pallas_kernels.device import Device
 
@@ -44,7 +47,7 @@ class Clock:
         self.us = us
 
     def time(self, f, sets, *, calls):
-        assert len(sets) == measure.MAX_SETS
+        assert len(sets) == measure.FEW_SETS
         rows = round(float(f(jnp.ones(8, jnp.float32))[0]) / 2.0)
         return measure.Timing(self.us[rows], 0.1, self.us[rows], "made up", calls, None)
 
@@ -110,6 +113,27 @@ def test_rows_replace_those_of_their_keys(tmp_path):
     assert json.loads(path.read_text())["gpu"] == "NVIDIA H200"
     tune.write(path, "NVIDIA H200", "toy", {"a", "b"}, [])  # neither wins any more
     assert tuned.read(path) == [row("a", 7, "other")]
+
+
+FOLDER = Path(pallas_kernels.__file__).parent
+TUNABLE = sorted(
+    path.stem for path in FOLDER.glob("*.py") if "\ndef tuning_calls(" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", TUNABLE)
+def test_kernels_can_be_asked_what_to_tune(name):
+    module = importlib.import_module(f"pallas_kernels.{name}")
+    keys = set()
+    for call in module.tuning_calls():
+        default = module.default_config(*call.arguments, device=H200, **call.keywords)
+        candidates = module.candidates(*call.arguments, device=H200, **call.keywords)
+        assert {type(c) for c in [default, *candidates]} == {module.Config}
+        assert any(c != default for c in candidates), f"{name}: nothing to try"
+        keys.add(module.bucket(*call.arguments, **call.keywords))
+        assert tuned.Call(call.arguments, call.run, call.keywords, call.make) == call
+    assert keys
+    assert all(isinstance(key, str) for key in keys)
 
 
 def test_without_a_gpu_it_says_so(capsys):
