@@ -143,6 +143,12 @@ class Part:
             index = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.tile.layout)
         return index + self.chunk * self.tile.inner
 
+    def lines(self) -> jax.Array:
+        """Which row of the part each number is in: int32 [rows, columns]."""
+        if self.tile.interpret:
+            return jax.lax.broadcasted_iota(jnp.int32, self.shape, 0)
+        return plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.tile.layout)
+
     def _lay_out(self, x: jax.Array) -> jax.Array:
         return x if self.tile.interpret else plgpu.layout_cast(x, self.tile.layout)
 
@@ -194,9 +200,9 @@ def why_not_rows(width: int, itemsize: int) -> str | None:
 def default_config(
     width: int, itemsize: int, count: int, *, array_bytes: int, held_bytes: int
 ) -> Config:
-    """Tiles of about 8 KB, two in flight a block, and as many blocks as fit, up to eight.
+    """Tiles of about 8 KB, three in flight a block, and as many blocks as fit, up to eight.
 
-    array_bytes: of one number in all inputs and outputs together; held_bytes: in all weights.
+    array_bytes: of one number in all inputs together; held_bytes: in all weights.
     """
     tile = row_tile(width, itemsize)
     repeat = max(1, 8192 // (tile.rows * tile.padded * itemsize))
@@ -204,7 +210,7 @@ def default_config(
         repeat //= 2
     stage = repeat * tile.rows * tile.padded * array_bytes
     held = tile.padded * held_bytes + 4096
-    stages = 2 if 2 * stage + held <= SMEM_BYTES else 1
+    stages = max(1, min(3, (SMEM_BYTES - held) // stage))
     return Config(repeat, stages, max(1, min(8, SMEM_BYTES // (stages * stage + held))))
 
 
@@ -261,15 +267,17 @@ def over_rows(
     """Runs sums = step(group, inputs, weights, outputs, sums) for all rows of the inputs [M, D].
 
     `group` is the parts of some whole rows (`RowTile.groups(numbers)`), inputs and outputs are
-    `Staged`, weights [D] `StagedRow`. `outputs` are the dtypes of the results [M, D]. Each of the
-    `sums` is a list, a part its entry: float32 [rows, columns], which the step adds to.
+    `Staged`, weights [D] `StagedRow`. `outputs` are the dtypes of the results [M, D]; output j is
+    written over input j on chip, of the same dtype, so a step loads a part before it stores it.
+    Each of the `sums` is a list, a part its entry: float32 [rows, columns], which the step adds to.
     Returns the outputs and, for each sum, rows [some, D] that are still to be added up.
     """
     count, width = inputs[0].shape
-    narrowest = min(jnp.dtype(d).itemsize for d in [*(x.dtype for x in inputs), *outputs])
+    assert all(x.dtype == dtype for x, dtype in zip(inputs, outputs, strict=False)), name
+    sizes = [x.dtype.itemsize for x in inputs]
+    narrowest = min(sizes)
     if config is None:
-        sizes = [jnp.dtype(d).itemsize for d in [*(x.dtype for x in inputs), *outputs]]
-        held = sum(jnp.dtype(w.dtype).itemsize for w in weights)
+        held = sum(w.dtype.itemsize for w in weights)
         config = default_config(width, narrowest, count, array_bytes=sum(sizes), held_bytes=held)
     tile = row_tile(width, narrowest, repeat=config.repeat, interpret=interpret)
     tiles = -(-count // tile.rows)
@@ -287,8 +295,7 @@ def over_rows(
         in_refs, weight_refs, out_refs, sum_refs = map(
             take, (len(inputs), len(weights), len(outputs), sums)
         )
-        in_buffers, weight_rows, out_buffers = map(take, (len(inputs), len(weights), len(outputs)))
-        lines = take(len(shared))
+        buffers, weight_rows, lines = map(take, (len(inputs), len(weights), len(shared)))
         barrier, *weight_barrier = refs
         for ref, row in zip(weight_refs, weight_rows, strict=True):
             plgpu.copy_gmem_to_smem(_whole(ref, tile), row, weight_barrier[0])
@@ -297,10 +304,10 @@ def over_rows(
         weights_on_chip = [StagedRow(row) for row in weight_rows]
         groups = tile.groups(numbers)
 
-        def tile_step(ins, outs, totals):
-            ins, outs = ([Staged(ref) for ref in refs] for refs in (ins, outs))
+        def tile_step(slots, totals):
+            staged = [Staged(ref) for ref in slots]
             for group in groups:
-                totals = step(group, ins, weights_on_chip, outs, totals)
+                totals = step(group, staged, weights_on_chip, staged[: len(outputs)], totals)
             return totals
 
         zeros = [[part.zeros() for part in groups[0]] for _ in range(sums)]
@@ -310,8 +317,9 @@ def over_rows(
             tiles=tiles,
             blocks=blocks,
             stages=config.stages,
-            sources=list(zip(in_refs, in_buffers, strict=True)),
-            targets=list(zip(out_refs, out_buffers, strict=True)),
+            sources=in_refs,
+            targets=out_refs,
+            buffers=buffers,
             barrier=barrier,
             carry=zeros,
         )
@@ -333,7 +341,6 @@ def over_rows(
         scratch_types=[
             *(tile.buffer(x.dtype, config.stages) for x in inputs),
             *(tile.row_buffer(w.dtype) for w in weights),
-            *(tile.buffer(dtype, config.stages) for dtype in outputs),
             *shared,
             plgpu.Barrier(num_arrivals=len(inputs), num_barriers=config.stages),
             *[plgpu.Barrier(num_arrivals=len(weights))] * bool(weights),
@@ -378,45 +385,52 @@ def stream(
     tiles: int,
     blocks: int,
     stages: int,
-    sources: Sequence[tuple[Any, Any]],
-    targets: Sequence[tuple[Any, Any]],
+    sources: Sequence[Any],
+    targets: Sequence[Any],
+    buffers: Sequence[Any],
     barrier: Any,
     carry: Any = None,
+    places: Sequence[Callable[..., Any]] | None = None,
 ) -> Any:
-    """Calls carry = step(inputs, outputs, carry) for each tile of this block; returns the last.
+    """Calls carry = step(slots, carry) for each tile of this block; returns the last carry.
 
-    Inputs and outputs are a stage in shared memory. Each source and target is (array in device
-    memory as `RowTile.view` makes it, `RowTile.buffer` of `stages`); `barrier` has a
-    barrier a stage that expects as many arrivals as there are sources.
+    The slots are a stage of each of the `buffers` (`RowTile.buffer` of `stages`), which hold a tile
+    of the sources; what the step leaves in the first of them goes to the targets. Both are arrays
+    in device memory as `RowTile.view` makes them. `barrier` has a barrier a stage that expects as
+    many arrivals as there are sources. `places`: for each source, and the target written from its
+    slot, where in the array tile `index` lies, place(ref, index), if not in rows one after another.
     """
     block = jax.lax.axis_index("block")
+    places = places or [functools.partial(_at_tile, tile=tile)] * len(sources)
     mine = (tiles - block + blocks - 1) // blocks
+    # A slot is filled anew when its result has left; that of the step just done is given a step's
+    # time for it, if there is another slot.
+    lag = min(1, stages - 1)
+    ahead = stages - lag
 
     def fetch(i, slot):
-        for ref, buffer in sources:
+        for ref, buffer, place in zip(sources, buffers, places, strict=True):
             plgpu.copy_gmem_to_smem(
-                _at_tile(ref, block + i * blocks, tile), buffer.at[slot], barrier.at[slot]
+                place(ref, block + i * blocks), buffer.at[slot], barrier.at[slot]
             )
 
-    for s in range(stages):
+    for s in range(ahead):
         pl.when(s < mine)(functools.partial(fetch, s, s))
 
     def body(i, carry):
         slot = jax.lax.rem(i, stages)
         plgpu.barrier_wait(barrier.at[slot])
-        plgpu.wait_smem_to_gmem(stages - 1, wait_read_only=True)  # who had the slot has left it
-        carry = step(
-            [buffer.at[slot] for _, buffer in sources],
-            [buffer.at[slot] for _, buffer in targets],
-            carry,
-        )
+        carry = step([buffer.at[slot] for buffer in buffers], carry)
         plgpu.commit_smem()
-        for ref, buffer in targets:
+        for ref, buffer, place in zip(targets, buffers, places, strict=False):
             plgpu.copy_smem_to_gmem(
-                buffer.at[slot], _at_tile(ref, block + i * blocks, tile), commit_group=False
+                buffer.at[slot], place(ref, block + i * blocks), commit_group=False
             )
         plgpu.commit_smem_to_gmem_group()
-        pl.when(i + stages < mine)(functools.partial(fetch, i + stages, slot))
+        plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+        pl.when(i + ahead < mine)(
+            functools.partial(fetch, i + ahead, jax.lax.rem(i + ahead, stages))
+        )
         return carry
 
     carry = jax.lax.fori_loop(0, mine, body, carry)
