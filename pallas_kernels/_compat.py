@@ -88,11 +88,14 @@ def tiled_layout(
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
-def load(ref: Any, layout: Any) -> jax.Array:
-    """What a reference in shared memory holds, in registers."""
+def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
+    """What a reference in shared memory holds, in registers.
+
+    Without `optimized`, JAX need not prove that no two threads wait for one memory bank.
+    """
     if VERSION < (0, 11):  # ends with jax 0.10
-        return plgpu.load(ref, (), layout=layout)
-    return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
+        return plgpu.load(ref, (), layout=layout, optimized=optimized)
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
 
 
 def races_found() -> bool:

@@ -115,6 +115,55 @@ def linear(
     return y if bias is None else _store(y + _load(dtype, bias)[0], dtype)
 
 
+def matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    *,
+    transpose_b: bool = False,
+    epilogue: str | None = None,
+    bias: np.ndarray | None = None,
+    residual: np.ndarray | None = None,
+    a_scale: np.ndarray | None = None,
+    b_scale: np.ndarray | None = None,
+    d_out: np.ndarray | None = None,
+    dtype: DTypeLike = np.float64,
+) -> Any:
+    """The result [.., M, F]; if its cotangent `d_out` is given, those of the arrays by name."""
+    a, b = _load(dtype, a, b)
+    b = np.swapaxes(b, -1, -2) if transpose_b else b
+    product = a @ b
+    rows, columns = (np.asarray(1 if x is None else x, a.dtype) for x in (a_scale, b_scale))
+    rows = rows[..., None] if rows.ndim else rows
+    total = product * rows * columns
+    total = total if bias is None else total + np.asarray(bias, a.dtype)
+    gate, up = np.split(total, 2, axis=-1) if epilogue == "swiglu" else (total, None)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    if d_out is None:
+        out = total if up is None else gate * sigmoid * up
+        return _store(out if residual is None else out + np.asarray(residual, a.dtype), dtype)
+    d_out = d_total = np.asarray(d_out, a.dtype)
+    if up is not None:
+        d_gate = d_out * up * sigmoid * (1 + gate * (1 - sigmoid))
+        d_total = np.concatenate([d_gate, d_out * gate * sigmoid], axis=-1)
+    d_product = _store(d_total * rows * columns, dtype)
+    d_b = np.swapaxes(a, -1, -2) @ d_product
+    result = {
+        "a": _store(d_product @ np.swapaxes(b, -1, -2), dtype),
+        "b": _store(np.swapaxes(d_b, -1, -2) if transpose_b else d_b, dtype),
+    }
+    if bias is not None:
+        result["bias"] = _store(d_total.sum(axis=0), dtype)
+    if residual is not None:
+        result["residual"] = _store(d_out, dtype)
+    for name, scale, other, axis in (
+        ("a_scale", a_scale, columns, 1),
+        ("b_scale", b_scale, rows, 0),
+    ):
+        if scale is not None:
+            result[name] = (d_total * product * other).sum(axis=axis if np.ndim(scale) else None)
+    return result
+
+
 def frequencies(dim: int, rope: Mapping[str, Any], length: int = 0) -> np.ndarray:
     """Radians a position of each pair; `rope` as in `rope_parameters`, `length` for longrope."""
     result = []
@@ -156,11 +205,29 @@ def rotate(
     x: np.ndarray, angles: np.ndarray, *, scale: float = 1.0, dtype: DTypeLike = np.float64
 ) -> np.ndarray:
     """Pairs (i, i + R/2) of x [B, T, N, H] as complex numbers, turned by angles [B, T, R/2]."""
-    half = angles.shape[-1]
+    return turn(x, scale * np.cos(angles), scale * np.sin(angles), dtype=dtype)
+
+
+def turn(
+    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, *, dtype: DTypeLike = np.float64
+) -> np.ndarray:
+    """The same, given cosines and sines [B, T, R/2]."""
+    half = cos.shape[-1]
     (x,) = _load(dtype, x)
-    cos, sin = (_store(scale * f(angles), dtype)[:, :, None, :] for f in (np.cos, np.sin))
+    cos, sin = (_store(table, dtype)[:, :, None, :] for table in (cos, sin))
     turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * (cos + 1j * sin)
     return _store(np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1), dtype)
+
+
+def turn_backward(
+    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, d_out: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The cotangents of x, cos and sin."""
+    x, cos, sin, d_out = _load(np.float64, x, cos, sin, d_out)
+    half = cos.shape[-1]
+    pairs = [z[..., :half] + 1j * z[..., half : 2 * half] for z in (x, d_out)]
+    d_angles = np.sum(np.conj(pairs[0]) * pairs[1], axis=2)
+    return turn(d_out, cos, -sin), d_angles.real, d_angles.imag
 
 
 def sees(

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxllm.ops._select import Implementation, Table, select
+from jaxllm.ops._select import Implementation, Table, pallas, select
+from pallas_kernels.rope import rope as rope_kernel
+from pallas_kernels.rope import why_not as why_not_kernel
 
 # A frequency is kept as a fraction of a full turn a position, in FRACTION_BITS = 32 + LOW_BITS
 # bits: the product with a position below 2**(32 - LOW_BITS) then needs only 32-bit integers, and
@@ -129,4 +131,4 @@ def _rope_xla(q, k, cos, sin):
     return rotate(q), rotate(k)
 
 
-ROPE: Table = {"xla": Implementation(_rope_xla)}
+ROPE: Table = {**pallas(rope_kernel, why_not_kernel), "xla": Implementation(_rope_xla)}

@@ -1,6 +1,7 @@
 """Rotary frequencies by the book, angles exact at any position, rotation as complex numbers."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from kernels import interpreted
 from numerics import assert_as_accurate
 
 from jaxllm.config import MAX_POSITIONS, Rope
@@ -220,3 +222,12 @@ def test_numbers_that_are_not_turned_stay_as_they_are():
     quarter = jnp.zeros((1, 1, 2), jnp.float32), jnp.ones((1, 1, 2), jnp.float32)
     out, _ = rope(q, q, *quarter)
     assert out[0, 0, 0].tolist() == [-2, -3, 0, 1, 4, 5, 6, 7]  # (x1, x2) turns to (-x2, x1)
+
+
+def test_the_kernel_turns_as_xla_does():
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal((2, 3, n, 24)), jnp.bfloat16) for n in (3, 1))
+    cos, sin = (jnp.asarray(rng.standard_normal((2, 3, 8)), jnp.float32) for _ in range(2))
+    kernel = interpreted(functools.partial(rope, implementation="pallas-interpret"), q, k, cos, sin)
+    for ours, xla in zip(kernel, rope(q, k, cos, sin, implementation="xla"), strict=True):
+        np.testing.assert_array_equal(ours, xla)
