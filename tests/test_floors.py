@@ -205,6 +205,7 @@ def test_import_does_no_work():
         """
 import logging, os, sys
 import jax
+import jax.experimental.mosaic.gpu  # JAX's own import writes MOSAIC_GPU_CUDA_ROOT
 def world():
     return dict(jax.config.values), dict(os.environ), list(logging.root.handlers), list(sys.path)
 before = world()
