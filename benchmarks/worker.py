@@ -29,6 +29,7 @@ from pallas_kernels.measure import Stopwatch, num_sets
 # After these the process can do nothing more on the GPU.
 FATAL = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_MISALIGNED", "unspecified launch")
 FATAL_EXIT, CLOCKS_EXIT = 70, 71
+ROUNDS, ROUND_S = 2, 3.0
 DECODE_S = 90.0  # of the time kept for decoding, whose programs take long to compile
 HOST_BYTES = 24 * 2**30  # float64 arrays of checks that may lie on the host at a time
 
@@ -242,27 +243,50 @@ class _Run:
         sets = [case.inputs(jax.random.key(i)) for i in range(count)]
         jax.block_until_ready(sets)
         names = (["ours"] if self.on_gpu else []) + list(self.programs.rivals[case.name])
-        plain, times = None, {}
-        for name in names if self.on_gpu else ["xla"]:
+        times: dict[str, dict[str, Any]] = {}
+        ready: dict[str, tuple] = {}
+        plain = None
+        for name in ["xla", *names] if self.on_gpu else ["xla"]:
+            if name in ready:
+                continue
             try:
                 rival = self.programs.rivals[case.name].get(name)
                 used = sets
                 if rival is not None and rival.prepare is not None:
                     used = jax.block_until_ready([rival.prepare(*x) for x in sets])
                 program = self.programs.get(case, name, used[0])
-                if name == "xla":
-                    plain = program(*used[0])
-                apart = 0.0 if plain is None else _apart(program(*used[0]), plain)
+                result = program(*used[0])
+                plain = result if name == "xla" else plain
+                apart = 0.0 if plain is None else _apart(result, plain)
                 if not apart < DIFFERS:
                     times[name] = {"failed": f"its result is {apart:.2g} away from xla's"}
-                    continue
-                timing = self.watch.time(program, used, calls=10 if self.plan.quick else 20)
-                times[name] = dataclasses.asdict(timing)
+                else:
+                    ready[name] = program, used
             except Exception as error:
-                if any(text in str(error) for text in FATAL):
-                    raise
+                self._survive(error)
                 times[name] = {"failed": sentence(error)}
-        return times
+        del plain
+        calls = 10 if self.plan.quick or not self.on_gpu else 20
+        start = time.time()
+        for _ in range(ROUNDS):  # in turns, since clocks drift; the better one counts
+            for name, (program, used) in list(ready.items()):
+                try:
+                    timing = dataclasses.asdict(self.watch.time(program, used, calls=calls))
+                except Exception as error:
+                    self._survive(error)
+                    times[name] = {"failed": sentence(error)}
+                    del ready[name]
+                    continue
+                if name not in times or timing["us"] < times[name]["us"]:
+                    times[name] = timing
+            if time.time() - start > ROUND_S:
+                break
+        return {name: times[name] for name in dict.fromkeys([*names, "xla"]) if name in times}
+
+    def _survive(self, error: Exception) -> None:
+        """One rival's failure is its own, unless the process can do nothing more."""
+        if any(text in str(error) for text in FATAL):
+            raise error
 
 
 def _apart(result: Any, plain: Any) -> float:

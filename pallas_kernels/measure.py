@@ -96,7 +96,7 @@ class Stopwatch:
         warm = jax.block_until_ready([f(*arguments) for arguments in sets[:2]])
         cold_bytes = len(sets) * (size_bytes(sets[0]) + size_bytes(warm[0]))
         del warm
-        walls = sorted(self._wall(f, sets, calls) for _ in range(5))
+        walls = sorted(self._wall(f, sets, calls) for _ in range(3))
         wall_us, reason = statistics.median(walls), self.reason
         if reason is None:
             try:

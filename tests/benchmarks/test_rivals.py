@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import rivals, torch_rivals
 from benchmarks.case import Case
+from benchmarks.cases import all_cases
 
 
 def struct(*shape, dtype=jnp.float32):
@@ -161,3 +162,25 @@ def test_torch_has_a_backward_pass_that_can_be_repeated(case, shapes):
 def test_the_comparison_with_torch_can_fail():
     with pytest.raises(AssertionError):
         test_torch_computes_the_op(NORM, lambda x, w: [1.01 * rms(x, w)])
+
+
+@pytest.mark.reference
+def test_torch_takes_the_arguments_of_every_case():
+    """On shapes alone, at full size: what would fail on a GPU for its arguments fails here."""
+    import torch
+
+    for case in all_cases():
+        if case.compile_only:
+            continue
+        for name, forward in torch_rivals.of(case).items():
+            if name.startswith(("torch.compile", "liger", "torch sdpa")) or "float8" in case.label:
+                continue
+            tensors = [
+                torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")
+                for x in case.arguments
+            ]
+            out = torch_rivals.call(case, forward, tensors)()
+            out = out if isinstance(out, tuple) else (out,)
+            wanted = jax.tree.leaves(jax.eval_shape(case.plain, *case.arguments))
+            shapes = [tuple(x.shape) for x in out]
+            assert shapes == [x.shape for x in wanted][: len(shapes)], f"{case.name}: {name}"
