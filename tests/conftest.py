@@ -22,6 +22,10 @@ def _why_not(marker: str) -> str | None:
         missing = [m for m in ("torch", "transformers") if importlib.util.find_spec(m) is None]
         if missing:
             return f"{' and '.join(missing)} not installed: make test-reference"
+    if marker == "triton":
+        missing = [m for m in ("jax_triton", "triton") if importlib.util.find_spec(m) is None]
+        if missing:
+            return f"{' and '.join(missing)} not installed: pip install -e '.[triton]'"
     return None
 
 
@@ -32,7 +36,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for marker in ("gpu", "reference"):
+    for marker in ("gpu", "reference", "triton"):
         reason = _why_not(marker)
         for item in items:
             if reason is not None and item.get_closest_marker(marker):
