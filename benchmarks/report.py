@@ -77,6 +77,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     yield from _fusion(results, ceilings)
     yield from _layer(results)
     yield from _decode(results, ceilings)
+    yield from _failures(results)
     absent = {k: v["absent"] for k, v in results["libraries"].items() if "absent" in v}
     if absent:
         yield "Absent: " + ", ".join(f"{name} ({why})" for name, why in absent.items()) + "."
@@ -105,6 +106,21 @@ def _cases(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
         ]
         yield "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
     yield ""
+
+
+def _failures(results: dict[str, Any]) -> Iterator[str]:
+    """Rivals without a time, each reason once."""
+    cases: dict[tuple[str, str], int] = {}
+    for row in results["rows"]:
+        for name, timing in row["times"].items():
+            if name != "ours" and "us" not in timing:
+                cases[name, _why(timing)] = cases.get((name, _why(timing)), 0) + 1
+    if cases:
+        yield "Rivals without a time:"
+        yield ""
+        for (name, why), count in sorted(cases.items()):
+            yield f"* {name}, {count} case{'s' if count > 1 else ''}: {why}"
+        yield ""
 
 
 def _fusion(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:

@@ -99,6 +99,7 @@ def test_the_tables():
     assert "the host 9000 us, jitted 90 us (100 times faster)" in text
     assert "| xla | 2000 | 50 % |" in text
     assert "| pallas | failed: NotImplementedError: z | |" in text
+    assert "Rivals without a time:\n\n* tokamax, 1 case: failed: ValueError: no\n" in text
     assert "Absent: torch (not installed)." in text
     for line in text.splitlines():
         if line.startswith("| rms_norm") or line.startswith("| case"):

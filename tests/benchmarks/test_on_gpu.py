@@ -1,0 +1,30 @@
+"""Every case of the benchmark and of the compile table, at its full size, against float64."""
+
+import jax
+import pytest
+
+from benchmarks.cases import all_cases
+from benchmarks.correct import check
+from pallas_kernels.measure import Stopwatch, num_sets
+
+CASES = all_cases()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_every_case_is_right(case):
+    arguments = case.inputs(jax.random.key(0))
+    ours, plain = (jax.jit(f)(*arguments) for f in (case.run, case.plain))
+    result = check(case, *jax.device_get((arguments, ours, plain)))
+    assert result["status"] == "right", result
+
+
+@pytest.mark.gpu
+def test_cupti_sees_the_kernel_of_a_case():
+    if not CASES:
+        pytest.skip("there are no cases")
+    case = min(CASES, key=lambda case: case.bytes)
+    sets = [case.inputs(jax.random.key(i)) for i in range(num_sets(case.bytes))]
+    timing = Stopwatch().time(jax.jit(case.run), sets)
+    assert timing.clock == "cupti"
+    assert any(case.op in name for name in timing.kernels), timing.kernels
