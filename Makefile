@@ -16,7 +16,7 @@ pytest := -m pytest -n auto --maxprocesses 4
 shapes := tests/jaxllm/ops tests/jaxllm/test_layers.py tests/jaxllm/test_cache.py tests/jaxllm/test_sampling.py tests/jaxllm/test_generate.py
 shapes += --jaxtyping-packages=jaxllm,pallas_kernels,shape_check.check -m "not slow and not reference and not own_errors"
 
-.PHONY: help generate test test-reference test-shapes lint format clean
+.PHONY: help generate test test-reference test-shapes gpu-compile lint format clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -38,6 +38,9 @@ test-reference: ## compare with torch and transformers, live; TORCH=... names an
 test-shapes: ## run the fast tests with the shapes in all signatures checked at run time
 	@.ci/environment test
 	@PYTHONPATH=tests $(python) $(pytest) $(shapes) $(ARGS)
+
+gpu-compile: ## compile kernels and programs for an H200, without one; ARGS="rms_norm" for some
+	@.ci/gpu-compile $(ARGS)
 
 lint: ## check style and types
 	@.ci/environment test dev
