@@ -107,6 +107,10 @@ class Config:
     stages: int = 2
     blocks_per_sm: int = 2
 
+    def __post_init__(self) -> None:
+        if min(self.repeat, self.stages, self.blocks_per_sm) < 1:
+            raise ValueError(f"rows: {self}: each number must be 1 at least")
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
