@@ -75,6 +75,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from _cases(results, ceilings)
     yield from _fusion(results, ceilings)
+    yield from _attention(results)
     yield from _layer(results)
     yield from _decode(results, ceilings)
     yield from _failures(results)
@@ -144,6 +145,26 @@ def _fusion(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
                 f"| {shape} | {how} | {'' if kernels is None else len(kernels)} | "
                 f"{timing['bytes'] / 1e6:.4g} | {us:.1f} | {_number(rate, '{:.0f} %')} |"
             )
+    yield ""
+
+
+def _attention(results: dict[str, Any]) -> Iterator[str]:
+    found = _section(results, "unfused-attention")
+    if not found:
+        return
+    yield "Causal attention with and without our softmax between two matmuls:"
+    yield ""
+    yield "| B x T x N x H, dtype | how | kernels | us |"
+    yield "|---|---|--:|--:|"
+    for dtype, result in found.items():
+        if "times" not in result:
+            yield f"| {dtype} | {_why(result)} | | |"
+            continue
+        sizes = " x ".join(map(str, result["shape"]))
+        for how, timing in result["times"].items():
+            kernels = timing.get("kernels")
+            count = "" if kernels is None else len(kernels)
+            yield f"| {sizes} {dtype} | {how} | {count} | {time_us(timing) or 0.0:.1f} |"
     yield ""
 
 

@@ -21,7 +21,7 @@ from jaxllm.config import ModelConfig, Rope, Runtime
 from jaxllm.layers import Block
 from pallas_kernels.measure import Stopwatch, Timing, num_sets
 
-SECTIONS = ("softmax-fusion", "layer", "decode")
+SECTIONS = ("softmax-fusion", "unfused-attention", "layer", "decode")
 
 Work = Callable[[Stopwatch], dict[str, Any]]
 
@@ -42,6 +42,7 @@ QWEN = ModelConfig(
     tie_word_embeddings=True,
     qkv_bias=True,
 )
+ATTENTION_SHAPE = (1, 2048, 32, 128)  # B T N H: Llama-3.1-8B's query heads
 SOFTMAX_SHAPES = ((32, 512), (2, 8, 128, 128), (8, 32, 2048, 2048), (64, 131072))
 
 
@@ -54,6 +55,10 @@ def tasks(names: list[str], quick: bool, on_gpu: bool) -> list[tuple[str, Work]]
         for shape in SOFTMAX_SHAPES:
             label = " x ".join(map(str, shape))
             work.append((f"softmax-fusion/{label}", functools.partial(softmax_fusion, shape)))
+    if wanted("unfused-attention", names):
+        for dtype in ("bfloat16", "float32"):
+            run = functools.partial(unfused_attention, ATTENTION_SHAPE, dtype)
+            work.append((f"unfused-attention/{dtype}", run))
     if wanted("layer", names):
         work.append(("layer/512 tokens", functools.partial(layer, QWEN, 512)))
     if wanted("decode", names) and not (quick and "decode" not in names):
@@ -119,6 +124,48 @@ def softmax_fusion(
         "xla": {**_time(watch, fused, sets), "bytes": _bytes(fused)},
         "ours": {**_time(watch, ours, sets), "bytes": moved},
     }
+
+
+def unfused_attention(
+    shape: tuple[int, ...], dtype: str, watch: Stopwatch, *, interpret: bool = False
+) -> dict[str, Any]:
+    """Causal attention as matmul, softmax, matmul: with our softmax, with XLA's, and fused ones."""
+    from pallas_kernels.softmax import scale_softmax, scale_softmax_reference
+
+    scale = shape[-1] ** -0.5
+    ours = functools.partial(scale_softmax, interpret=interpret)
+
+    def unfused(softmax, q, k, v):
+        precision = "highest" if q.dtype == jnp.float32 else None
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision=precision)
+        weights = softmax(scores, scale=scale, causal=True)
+        return jnp.einsum("bnts,bsnh->btnh", weights, v, precision=precision)
+
+    ways = {
+        "matmul, our softmax, matmul": functools.partial(unfused, ours),
+        "matmul, XLA's softmax, matmul": functools.partial(unfused, scale_softmax_reference),
+        "ops.attention, xla": functools.partial(ops.attention, scale=scale, implementation="xla"),
+    }
+    if dtype == "bfloat16" and jax.default_backend() == "gpu":
+        ways["cudnn"] = functools.partial(
+            jax.nn.dot_product_attention, scale=scale, is_causal=True, implementation="cudnn"
+        )
+    spec = jax.ShapeDtypeStruct(shape, dtype)
+    sets = [
+        tuple(
+            jax.random.normal(k, shape, jnp.float32).astype(dtype) for k in jax.random.split(key, 3)
+        )
+        for key in jax.random.split(jax.random.key(0), num_sets(4 * size_bytes(spec)))
+    ]
+    times: dict[str, Any] = {}
+    first = None
+    for name, way in ways.items():
+        program = _compile(way, spec, spec, spec)
+        out = program(*sets[0]).astype(jnp.float32)
+        first = out if first is None else first
+        apart = float(jnp.linalg.norm((out - first).ravel()) / jnp.linalg.norm(first.ravel()))
+        times[name] = {**_time(watch, program, sets), "apart": apart}
+    return {"shape": list(shape), "times": times}
 
 
 def layer(config: ModelConfig, tokens: int, watch: Stopwatch) -> dict[str, Any]:

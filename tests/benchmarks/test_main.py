@@ -268,6 +268,17 @@ def test_the_sections_run(monkeypatch):
     assert found["bytes_a_token"] == 2 * parameters + cached
 
 
+@pytest.mark.slow
+def test_the_sections_of_softmax_run_in_the_interpreter():
+    watch = measure.Stopwatch("host")
+    found = sections.softmax_fusion((2, 128), watch, interpret=True)
+    assert found["largest_difference"] < 0.01
+    assert found["model_bytes"] == 2 * 2 * 2 * 128 + 128
+    assert found["separate"]["bytes"] > found["model_bytes"]
+    found = sections.unfused_attention((1, 8, 1, 16), "float32", watch, interpret=True)
+    assert max(timing["apart"] for timing in found["times"].values()) < 1e-5  # float32 throughout
+
+
 def test_sections_are_chosen_by_name():
     def keys(names, quick=False, on_gpu=True):
         return [key.split("/")[0] for key, _ in sections.tasks(names, quick, on_gpu)]

@@ -43,6 +43,11 @@ def results(**changes):
         "sections": {
             "softmax-fusion/32 x 512": {"model_bytes": 65536, **fusion},
             "softmax-fusion/64 x 131072": {"failed": "ValueError: y"},
+            "unfused-attention/bfloat16": {
+                "shape": [1, 2048, 32, 128],
+                "times": {"ours": timing(7.0, kernels=["a", "b", "c"])},
+            },
+            "unfused-attention/float32": {"failed": "ValueError: w"},
             "layer/512 tokens": {
                 "op by op, attention on the host": {"us": 9000.0},
                 "jitted": {"us": 90.0},
@@ -97,6 +102,8 @@ def test_the_tables():
     assert "| 32 x 512 | separate | 1 | 1 | 9.0 | 0 % |" in text
     assert "| 64 x 131072 | failed: ValueError: y |" in text
     assert "the host 9000 us, jitted 90 us (100 times faster)" in text
+    assert "| 1 x 2048 x 32 x 128 bfloat16 | ours | 3 | 7.0 |" in text
+    assert "| float32 | failed: ValueError: w | | |" in text
     assert "| xla | 2000 | 50 % |" in text
     assert "| pallas | failed: NotImplementedError: z | |" in text
     assert "Rivals without a time:\n\n* tokamax, 1 case: failed: ValueError: no\n" in text
