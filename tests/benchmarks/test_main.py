@@ -14,7 +14,7 @@ import pytest
 from benchmarks import __main__ as main
 from benchmarks import ceilings, rivals, sections, worker
 from benchmarks.case import Case
-from pallas_kernels import measure
+from pallas_kernels import _compat, measure
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -270,12 +270,14 @@ def test_the_sections_run(monkeypatch):
 
 @pytest.mark.slow
 def test_the_sections_of_softmax_run_in_the_interpreter():
+    if not _compat.INTERPRETS_CUT_COPIES:
+        pytest.skip("the interpreter of jax 0.10 copies nothing that passes the end of an array")
     watch = measure.Stopwatch("host")
-    found = sections.softmax_fusion((2, 128), watch, interpret=True)
+    found = sections.softmax_fusion((2, 256), watch, interpret=True)
     assert found["largest_difference"] < 0.01
-    assert found["model_bytes"] == 2 * 2 * 2 * 128 + 128
+    assert found["model_bytes"] == 2 * 2 * 2 * 256 + 256
     assert found["separate"]["bytes"] > found["model_bytes"]
-    found = sections.unfused_attention((1, 8, 1, 16), "float32", watch, interpret=True)
+    found = sections.unfused_attention((1, 64, 1, 16), "float32", watch, interpret=True)
     assert max(timing["apart"] for timing in found["times"].values()) < 1e-5  # float32 throughout
 
 
