@@ -198,6 +198,9 @@ def why_not_rows(width: int, itemsize: int) -> str | None:
         )
     if size > MAX_ROW_BYTES:
         return f"rows of {size} bytes are longer than {MAX_ROW_BYTES}, what stays on chip"
+    inner = math.gcd(width, MAX_BOX)
+    if width // inner > MAX_BOX:
+        return f"rows of {width} numbers are {width // inner} runs of {inner}; a copy takes {MAX_BOX}"
     return None
 
 
