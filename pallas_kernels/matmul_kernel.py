@@ -1,0 +1,379 @@
+"""The kernel of `matmul`: one product of two matrices, and what follows it before it is written.
+
+One block stays on each multiprocessor and takes every blocks-th tile of the result, in an order
+that snakes through groups of rows so that neighbours share what the L2 holds. A warpgroup of few
+registers brings tiles of a and b through the copy engine (TMA) into a ring of stages, 128-byte
+swizzled, and runs ahead into the next tile while the consumers still write the last. Two consumer
+warpgroups each multiply (wgmma) their half of the rows, one stage's product in flight while the
+stage before it is given back. The result leaves by slices of 128 bytes, two buffers a consumer.
+Where gate and up meet, the left half of a tile of b comes from the gate columns and the right half
+from the up columns, so that each pair is in the registers of one thread.
+Imported only by matmul.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+
+SHARED_BYTES = 227 * 1024  # of one block, on Hopper
+LINE_BYTES = 128  # of K a copy and a step of wgmma: the widest swizzle
+WGMMA_ROWS = 64
+VECTOR_BYTES = 1024  # a bias or scales of a tile, as aligned on chip
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 40 + 2 * 232 of the 512 that three share
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A block computes tile_m x tile_n at a time, tile_k of K a stage.
+
+    consumers: warpgroups that split the rows of a tile. stages: how many are loaded ahead.
+    snake: tiles of rows that are neighbours in the order of tiles. cluster: blocks, one above the
+    other, that load each tile of b once for all of them.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    consumers: int = 2
+    stages: int = 4
+    snake: int = 8
+    cluster: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a kernel is compiled for."""
+
+    name: str
+    config: Config
+    num_sms: int
+    interpret: bool
+    out_dtype: str
+    transpose_a: bool = False
+    transpose_b: bool = False
+    gated: bool = False
+
+
+def shared_bytes(config: Config, dtype, vectors: int) -> int:
+    """On chip: stages, two slices of the result a consumer, scales and bias, barriers."""
+    c = config
+    stage = (c.tile_m + c.tile_n) * c.tile_k * dtype.itemsize
+    slices = 2 * c.consumers * WGMMA_ROWS * LINE_BYTES
+    barriers = 8 * (2 * c.stages + 2 * c.consumers + 2)
+    return c.stages * stage + slices + max(vectors, 1) * VECTOR_BYTES + barriers
+
+
+def _transforms(width: int, dtype) -> tuple[Any, ...]:
+    """As wgmma reads shared memory, `width` numbers a row."""
+    size_bytes = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(width * size_bytes * 8)
+    return plgpu.TilingTransform((8, swizzle // size_bytes)), plgpu.SwizzleTransform(swizzle)
+
+
+def _rows(ref, index, start, size, interpret):
+    """Some rows of a tile of 128 bytes a row, as the copy engine may write or read them.
+
+    wgmma reads [rows / 8, 1, 8, columns], which is [rows, columns] in memory; but a copy that is
+    told so wants whole tiles of 8 rows and 128 bytes in global memory too.
+    """
+    if interpret:  # it knows no layouts
+        return ref.at[*index, pl.ds(start, size)]
+    unswizzle, untile = ref.transforms
+    view = ref.ref.at[*index, pl.ds(start // 8, size // 8)].reshape(size, untile.tiling[1])
+    return type(ref)(view.ref, (*view.transforms, unswizzle))
+
+
+def _load(ref, layout):
+    return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
+
+
+def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scale=None):
+    """One product of two matrices; a is [K, M] with transpose_a."""
+    c, gated, out_dtype = static.config, static.gated, jnp.dtype(static.out_dtype)
+    m, k = a.shape[::-1] if static.transpose_a else a.shape
+    n = b.shape[0] if static.transpose_b else b.shape[1]
+    halves = 2 if gated else 1
+    width, tile_width = n // halves, c.tile_n // halves  # of the result
+    rows = c.tile_m // c.consumers
+    tiles = (-(-m // (c.tile_m * c.cluster)), -(-width // tile_width))
+    k_steps = -(-k // c.tile_k)
+    step = LINE_BYTES // a.dtype.itemsize
+    chunks = c.tile_k // step
+    slice_width = min(tile_width, LINE_BYTES // out_dtype.itemsize)
+    slices = [
+        (row, column)
+        for row in range(0, rows, WGMMA_ROWS)
+        for column in range(0, tile_width, slice_width)
+    ]
+    # a vector: where it lies, and whether it has a number for each column or each row
+    vectors = {
+        name: name != "a_scale"
+        for name, x in (("bias", bias), ("a_scale", a_scale), ("b_scale", b_scale))
+        if x is not None and x.shape != (1,)
+    }
+
+    def body(a_ref, b_ref, bias_ref, residual_ref, a_scale_ref, b_scale_ref, out_ref, **scratch):
+        sources = {"bias": bias_ref, "a_scale": a_scale_ref, "b_scale": b_scale_ref}
+        a_stages, b_stages, slots = scratch["a"], scratch["b"], scratch["out"]
+        full, empty = scratch["full"], scratch["empty"]
+        group = lax.axis_index("group")
+
+        def each_tile(step) -> Any:
+            """step(row, column of the result, first stage) -> next stage, for every tile."""
+
+            @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block", init_carry=jnp.int32(0))
+            def end(info, carry):
+                down, across = plgpu.planar_snake(info.index[0], tiles, 0, c.snake)
+                down = down * c.cluster + lax.axis_index("cluster")
+                return step(down * c.tile_m, across * tile_width, carry)
+
+            return end
+
+        def slot_of(at):
+            return lax.rem(at, jnp.int32(c.stages))
+
+        def load_chunk(row, column, inner, to, barrier):
+            """128 bytes of K, or as many rows of an operand that lies the other way."""
+            outer = pl.ds(row, c.tile_m)
+            if static.transpose_a:
+                plgpu.copy_gmem_to_smem(a_ref.at[inner, outer], a_stages.at[to], barrier)
+            else:
+                target = _rows(a_stages, to, 0, c.tile_m, static.interpret)
+                plgpu.copy_gmem_to_smem(a_ref.at[outer, inner], target, barrier)
+            for half in range(halves):
+                outer = pl.ds(column + half * width, tile_width)
+                start = half * tile_width
+                if static.transpose_b:
+                    source = b_ref.at[outer, inner]
+                    target = _rows(b_stages, to, start, tile_width, static.interpret)
+                else:
+                    source, target = b_ref.at[inner, outer], b_stages.at[to]
+                plgpu.copy_gmem_to_smem(
+                    source, target, barrier, collective_axes="cluster" if c.cluster > 1 else None
+                )
+
+        def produce():
+            if c.consumers > 1:
+                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+
+            def tile(row, column, at):
+                def load(i, at):
+                    @pl.when(at >= c.stages)
+                    def _():
+                        plgpu.barrier_wait(empty.at[slot_of(at)])
+
+                    slot = slot_of(at)
+                    for chunk in range(chunks):
+                        inner = pl.ds(i * c.tile_k + chunk * step, step)
+                        load_chunk(row, column, inner, (slot, chunk), full.at[slot])
+                    return at + 1
+
+                end = lax.fori_loop(0, k_steps, load, at)
+                if vectors:  # after the stages: nothing waits for these before the last of them
+
+                    @pl.when(at > 0)
+                    def _():
+                        plgpu.barrier_wait(scratch["vectors_empty"])
+
+                    for name, of_columns in vectors.items():
+                        source, target = sources[name], scratch[name]
+                        parts = [(row, 0, c.tile_m)]
+                        if of_columns:
+                            parts = [
+                                (column + half * width, half * tile_width, tile_width)
+                                for half in range(halves)
+                            ]
+                        for start, to, size in parts:
+                            size = _whole_lines(size, source.dtype)
+                            plgpu.copy_gmem_to_smem(
+                                source.at[pl.ds(start, size)],
+                                target.at[pl.ds(to, size)],
+                                scratch["vectors_full"],
+                            )
+                return end
+
+            end = each_tile(tile)
+            # every phase of a barrier must be seen, and no block may go while others use its own
+            if vectors:
+
+                @pl.when(end > 0)
+                def _():
+                    plgpu.barrier_wait(scratch["vectors_empty"])
+
+            for slot in range(c.stages):
+
+                @pl.when(end > slot)
+                def _(slot=slot):
+                    plgpu.barrier_wait(empty.at[jnp.int32(slot)])
+
+        def consume():
+            if c.consumers > 1:
+                plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            mine = pl.ds(group * rows, rows)
+
+            def multiply(at, acc):
+                def issue(at):
+                    slot = slot_of(at)
+                    plgpu.barrier_wait(full.at[slot])
+                    for chunk in range(chunks):
+                        left, right = a_stages.at[slot, chunk], b_stages.at[slot, chunk]
+                        left = left.at[:, mine].T if static.transpose_a else left.at[mine]
+                        plgpu.wgmma(acc, left, right.T if static.transpose_b else right)
+
+                def next_stage(_, at):
+                    issue(at)
+                    plgpu.wgmma_wait(chunks)  # those before this stage's are done
+                    plgpu.barrier_arrive(empty.at[slot_of(at - 1)])
+                    return at + 1
+
+                issue(at)
+                end = lax.fori_loop(1, k_steps, next_stage, at + 1)
+                total = acc[...]
+                plgpu.barrier_arrive(empty.at[slot_of(end - 1)])
+                return total
+
+            def scaled(total, row, column):
+                def vector(name, dimension):
+                    start = (group * rows + row, column)[dimension]
+                    part = scratch[name].at[pl.ds(start, (WGMMA_ROWS, slice_width)[dimension])]
+                    layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
+                    part = _load(part, layout).astype(jnp.float32)
+                    part = lax.broadcast_in_dim(part, (WGMMA_ROWS, slice_width), (dimension,))
+                    return plgpu.layout_cast(part, plgpu.Layout.WGMMA)
+
+                y = total[row : row + WGMMA_ROWS, column : column + slice_width]
+                for name, dimension in (("a_scale", 0), ("b_scale", 1)):
+                    if name in vectors:
+                        y = y * vector(name, dimension)
+                    elif sources[name] is not None:
+                        y = y * sources[name][0]
+                return y + vector("bias", 1) if "bias" in vectors else y
+
+            def tile(row, column, at):
+                row = row + group * rows
+
+                def target(ref, i):
+                    down, across = slices[i]
+                    return ref.at[
+                        pl.ds(row + down, WGMMA_ROWS), pl.ds(column + across, slice_width)
+                    ]
+
+                def slot_rows(i):
+                    return _rows(slots, (group, i % 2), 0, WGMMA_ROWS, static.interpret)
+
+                def load_residual(i):
+                    barrier = scratch["residual"].at[group, i % 2]
+                    plgpu.copy_gmem_to_smem(target(residual_ref, i), slot_rows(i), barrier)
+
+                if residual is not None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    for i in range(min(2, len(slices))):
+                        load_residual(i)
+                total = pl.run_scoped(
+                    functools.partial(multiply, at),
+                    plgpu.WGMMAAccumulatorRef((rows, c.tile_n), jnp.float32),
+                )
+                if vectors:
+                    plgpu.barrier_wait(scratch["vectors_full"])
+                for i, (down, across) in enumerate(slices):
+                    slot = slots.at[group, i % 2]
+                    y = scaled(total, down, across)
+                    if gated:
+                        y = jax.nn.silu(y) * scaled(total, down, across + tile_width)
+                    if residual is not None:
+                        plgpu.barrier_wait(scratch["residual"].at[group, i % 2])
+                        y = y + _load(slot, plgpu.Layout.WGMMA).astype(jnp.float32)
+                    else:  # the copy before the last has left its slot; the last one too, if
+                        # the tile before this one ended in the same slot
+                        again = i == 0 and len(slices) % 2
+                        plgpu.wait_smem_to_gmem(0 if again else 1, wait_read_only=True)
+                    slot[...] = y.astype(out_dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(slot_rows(i), target(out_ref, i))
+                    if residual is not None and i + 2 < len(slices):
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        load_residual(i + 2)
+                if vectors:
+                    plgpu.barrier_arrive(scratch["vectors_empty"])
+                return at + k_steps
+
+            each_tile(tile)
+            plgpu.wait_smem_to_gmem(0)
+
+        lax.cond(group == c.consumers, produce, consume)
+
+    stages = (c.stages, chunks)
+    a_tile = (step, c.tile_m) if static.transpose_a else (c.tile_m, step)
+    b_tile = (c.tile_n, step) if static.transpose_b else (step, c.tile_n)
+    shared = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+    scratch = {
+        "a": plgpu.SMEM((*stages, *a_tile), a.dtype, transforms=_transforms(a_tile[1], a.dtype)),
+        "b": plgpu.SMEM((*stages, *b_tile), b.dtype, transforms=_transforms(b_tile[1], b.dtype)),
+        "out": plgpu.SMEM(
+            (c.consumers, 2, WGMMA_ROWS, slice_width),
+            out_dtype,
+            transforms=_transforms(slice_width, out_dtype),
+        ),
+        "full": plgpu.Barrier(num_arrivals=chunks * (1 + halves), num_barriers=c.stages),
+        "empty": (shared if c.cluster > 1 else plgpu.Barrier)(
+            num_arrivals=c.consumers, num_barriers=c.stages
+        ),
+    }
+    given: Any = {"bias": bias, "a_scale": a_scale, "b_scale": b_scale}
+    for name, of_columns in vectors.items():
+        dtype = given[name].dtype
+        size = _whole_lines(c.tile_n if of_columns else c.tile_m, dtype)
+        scratch[name] = plgpu.SMEM((size,), dtype)
+    if vectors:
+        arrivals = sum(halves if of_columns else 1 for of_columns in vectors.values())
+        scratch["vectors_full"] = plgpu.Barrier(num_arrivals=arrivals)
+        scratch["vectors_empty"] = plgpu.Barrier(num_arrivals=c.consumers)
+    if residual is not None:
+        scratch["residual"] = plgpu.Barrier(num_barriers=(c.consumers, 2))
+    return _compat.kernel(
+        body,
+        name=static.name,
+        out_type=jax.ShapeDtypeStruct((m, width), out_dtype),
+        scratch_types=scratch,
+        grid=(min(static.num_sms // c.cluster, tiles[0] * tiles[1]),),
+        grid_names=("block",),
+        cluster=(c.cluster,),
+        cluster_names=("cluster",),
+        num_threads=c.consumers + 1,
+        thread_name="group",
+        interpret=static.interpret,
+        approx_math=True,
+    )(
+        _whole_tiles(a) if static.transpose_a else a,
+        b if static.transpose_b else _whole_tiles(b),
+        bias,
+        residual,
+        a_scale,
+        b_scale,
+    )
+
+
+def _whole_lines(size: int, dtype) -> int:
+    """A vector is copied by 128 bytes at least."""
+    line = LINE_BYTES // dtype.itemsize
+    return -(-size // line) * line
+
+
+def _whole_tiles(x):
+    """An operand whose rows are not along K is copied by tiles of 8 rows and 128 bytes.
+
+    Where it has no such sizes, zeros fill them up; that costs a copy of it.
+    """
+    tile = (8, LINE_BYTES // x.dtype.itemsize)
+    missing = [-size % t for size, t in zip(x.shape, tile, strict=True)]
+    return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x

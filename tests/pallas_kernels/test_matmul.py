@@ -1,0 +1,452 @@
+"""Matmul against float64: in the interpreter at small tiles, on a GPU at the sizes of models."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from kernels import interpreted
+from numerics import assert_as_accurate
+
+from pallas_kernels import _compat
+from pallas_kernels import device as device_lib
+from pallas_kernels.matmul import (
+    Config,
+    bucket,
+    candidates,
+    default_config,
+    matmul,
+    matmul_reference,
+    why_not,
+)
+
+BF16, F16, F32, FP8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn
+H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
+SMALL = Config(128, 64, 64, consumers=2, stages=2)
+NARROW = Config(64, 32, 64, consumers=1, stages=2)
+GATED = Config(128, 128, 64, consumers=2, stages=2)
+BYTES = Config(64, 64, 128, consumers=1, stages=2)  # fp8: 128 bytes of K
+
+transposed = pytest.mark.skipif(
+    not _compat.INTERPRETS_TRANSPOSED_WGMMA,
+    reason="the interpreter of jax 0.10 has no transposed wgmma operand",
+)
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
+    x = np.random.default_rng(seed).normal(size=shape) * scale
+    return jnp.asarray(x, jnp.float32).astype(dtype)
+
+
+def call(
+    m: int, n: int, k: int, dtype: Any = BF16, *, extra: str = "", **keywords: Any
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """Arrays and keywords of a call; `extra` names further arrays: bias residual rows columns one.
+
+    n is the width of the result.
+    """
+    gated, transpose_b = keywords.get("epilogue") == "swiglu", keywords.get("transpose_b", False)
+    wide = 2 * n if gated else n
+    out = keywords.get("out_dtype") or (BF16 if dtype == FP8 else dtype)
+    arrays = {
+        "a": numbers(0, (m, k), dtype),
+        "b": numbers(1, (wide, k) if transpose_b else (k, wide), dtype, k**-0.5),
+    }
+    if "bias" in extra:
+        arrays["bias"] = numbers(2, (wide,), out)
+    if "residual" in extra:
+        arrays["residual"] = numbers(3, (m, n), out)
+    if "rows" in extra:
+        arrays["a_scale"] = 1 + abs(numbers(4, (m,), F32))
+    if "columns" in extra:
+        arrays["b_scale"] = 1 + abs(numbers(5, (wide,), F32))
+    if "one" in extra:
+        arrays |= {"a_scale": jnp.float32(0.5), "b_scale": jnp.float32(3)}
+    return arrays, keywords
+
+
+def plain_dtype(arrays: dict[str, jax.Array], keywords: dict[str, Any]) -> Any:
+    return keywords.get("out_dtype") or (BF16 if arrays["a"].dtype == FP8 else arrays["a"].dtype)
+
+
+def assert_right(arrays: dict[str, jax.Array], keywords: dict[str, Any], ours: jax.Array) -> None:
+    assert ours.dtype == plain_dtype(arrays, keywords)
+    keywords = {k: v for k, v in keywords.items() if k != "out_dtype"}
+    exact = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
+    plain = matmul_reference(**arrays, **keywords, out_dtype=ours.dtype)
+    assert plain.dtype == ours.dtype
+    assert_as_accurate(ours, plain, oracles.matmul(**exact, **keywords))
+
+
+WEIGHT: Any = {"transpose_b": True}
+FORWARD = {
+    "one row": (NARROW, call(1, 96, 96, **WEIGHT)),
+    "a prime of rows, bias": (SMALL, call(131, 96, 72, extra="bias", **WEIGHT)),
+    "one past a tile": (SMALL, call(129, 72, 72, F16, **WEIGHT)),
+    "K of 1000": (SMALL, call(3, 40, 1000, **WEIGHT)),
+    "float32 result, residual": (
+        SMALL,
+        call(130, 40, 64, F16, extra="residual", out_dtype=F32, **WEIGHT),
+    ),
+    "b as [K, N]": (SMALL, call(65, 72, 136)),
+    "b as [K, N], bias, residual": (SMALL, call(200, 136, 64, F16, extra="bias residual")),
+    "rows and columns scaled": (NARROW, call(65, 40, 64, extra="rows columns", **WEIGHT)),
+    "two lines of K a stage": (Config(64, 16, 128, 1, 2), call(67, 40, 200, **WEIGHT)),
+    "three stages, snake 1": (Config(64, 16, 64, 1, 3, snake=1), call(130, 40, 72, **WEIGHT)),
+    "a cluster of two": (
+        dataclasses.replace(SMALL, cluster=2),
+        call(200, 72, 136, extra="bias residual", **WEIGHT),
+    ),
+    "swiglu": (GATED, call(130, 72, 64, epilogue="swiglu", **WEIGHT)),
+    "swiglu, all": (
+        GATED,
+        call(65, 136, 72, F16, extra="bias residual", epilogue="swiglu", **WEIGHT),
+    ),
+    "swiglu, a cluster of two": (
+        dataclasses.replace(GATED, cluster=2),
+        call(65, 72, 72, epilogue="swiglu", **WEIGHT),
+    ),
+    "fp8, one scale each": (BYTES, call(3, 72, 144, FP8, extra="one", **WEIGHT)),
+    "fp8, all": (
+        BYTES,
+        call(65, 72, 144, FP8, extra="rows columns bias residual", **WEIGHT),
+    ),
+    "fp8, swiglu, float16 result": (
+        Config(64, 128, 128, 1, 2),
+        call(65, 72, 144, FP8, extra="one", epilogue="swiglu", out_dtype=F16, **WEIGHT),
+    ),
+}
+
+
+@transposed
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward(name: str):
+    config, (arrays, keywords) = FORWARD[name]
+    run = lambda arrays: matmul(**arrays, **keywords, config=config, interpret=True)  # noqa: E731
+    assert_right(arrays, keywords, interpreted(run, arrays))
+
+
+@transposed
+def test_forward_fails_where_a_scale_is_left_out():
+    """The twin: the check sees a result that is not the one that was asked for."""
+    arrays, keywords = call(65, 72, 64, extra="rows", **WEIGHT)
+    other = {name: x for name, x in arrays.items() if name != "a_scale"}
+    y = interpreted(lambda x: matmul(**x, **keywords, config=NARROW, interpret=True), other)
+    with pytest.raises(AssertionError, match="error is"):
+        assert_right(arrays, keywords, y)
+
+
+BACKWARD = {
+    "weight, bias, residual": (SMALL, call(67, 72, 136, extra="bias residual", **WEIGHT)),
+    "b as [K, N]": (SMALL, call(67, 72, 136, F16)),
+    "float32 result": (NARROW, call(3, 40, 72, out_dtype=F32, **WEIGHT)),
+    "swiglu": (GATED, call(67, 72, 64, epilogue="swiglu", extra="bias residual", **WEIGHT)),
+    "scales": (NARROW, call(5, 40, 64, extra="rows columns", **WEIGHT)),
+    "one scale": (NARROW, call(5, 40, 64, F16, extra="one bias", **WEIGHT)),
+}
+
+
+@transposed
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(name: str):
+    config, (arrays, keywords) = BACKWARD[name]
+    m, n = matmul_reference(**arrays, **keywords).shape
+    d_out = numbers(9, (m, n), plain_dtype(arrays, keywords))
+
+    def run(arrays: dict[str, jax.Array], d_out: jax.Array) -> Any:
+        call = lambda arrays: matmul(**arrays, **keywords, config=config, interpret=True)  # noqa: E731
+        return jax.vjp(call, arrays)[1](d_out)[0]
+
+    ours = interpreted(run, arrays, d_out)
+    keywords = {k: v for k, v in keywords.items() if k != "out_dtype"}
+    exact = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
+    truth = oracles.matmul(**exact, **keywords, d_out=np.asarray(d_out).astype(np.float64))
+    dtype = arrays["a"].dtype
+    plain = oracles.matmul(
+        **{name: np.asarray(x) for name, x in arrays.items()},
+        **keywords,
+        d_out=np.asarray(d_out),
+        dtype=dtype,
+    )
+    assert ours.keys() == truth.keys() == arrays.keys()
+    for name, x in arrays.items():
+        assert (ours[name].dtype, ours[name].shape) == (x.dtype, x.shape), name
+        assert_as_accurate(ours[name], plain[name], truth[name])
+
+
+@transposed
+def test_backward_of_fp8_is_bfloat16_and_saturates():
+    arrays, keywords = call(3, 40, 144, FP8, extra="one", **WEIGHT)
+
+    def run(arrays: dict[str, jax.Array], size: jax.Array) -> Any:
+        call = lambda arrays: matmul(**arrays, **keywords, interpret=True)  # noqa: E731
+        y, pull = jax.vjp(call, arrays)
+        return pull(jnp.full(y.shape, size, y.dtype))[0]
+
+    ours = interpreted(run, arrays, jnp.bfloat16(1))
+    exact = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
+    truth = oracles.matmul(**exact, **keywords, d_out=np.ones((3, 40)))
+    for name in ("a", "b"):
+        assert ours[name].dtype == FP8
+        rounded = np.asarray(jnp.asarray(truth[name], F32).astype(BF16).astype(FP8)).astype(float)
+        # the same number, or its neighbour: e4m3 has three bits behind the point
+        np.testing.assert_allclose(np.asarray(ours[name]).astype(float), rounded, rtol=2**-3)
+    large = interpreted(run, arrays, jnp.bfloat16(1e4))
+    assert np.asarray(abs(large["a"])).astype(float).max() == 448
+
+
+@transposed
+def test_leading_dimensions_and_batches():
+    a, b = numbers(0, (2, 3, 5, 72), BF16), numbers(1, (40, 72), BF16)
+    y = interpreted(
+        lambda a, b: matmul(a, b, transpose_b=True, config=NARROW, interpret=True), a, b
+    )
+    assert y.shape == (2, 3, 5, 40)
+    exact = [np.asarray(x).astype(np.float64) for x in (a, b)]
+    plain = matmul_reference(a, b, transpose_b=True)
+    assert_as_accurate(y, plain, oracles.matmul(*exact, transpose_b=True))
+
+    many, over = numbers(2, (2, 3, 40, 72), BF16), numbers(3, (2, 3, 5, 40), BF16)
+    run = lambda a, b, r: matmul(  # noqa: E731
+        a, b, transpose_b=True, residual=r, config=NARROW, interpret=True
+    )
+    y = interpreted(run, a, many, over)
+    exact = [np.asarray(x).astype(np.float64) for x in (a, many, over)]
+    truth = oracles.matmul(*exact[:2], transpose_b=True, residual=exact[2])
+    assert_as_accurate(y, matmul_reference(a, many, transpose_b=True, residual=over), truth)
+
+
+def legal_configs() -> list[Config]:
+    """Each value that a field may have, and no tile larger than the interpreter bears."""
+    configs = [Config(64, n, 64, 1, 2) for n in (16, 192, 256)]
+    configs += [Config(256, 64, 64, 2, 2), Config(128, 64, 64, 1, 4, snake=3)]
+    return [*configs, Config(128, 64, 192, 2, 2, cluster=2)]
+
+
+@transposed
+@pytest.mark.parametrize("config", legal_configs(), ids=str)
+def test_every_config_gives_the_same(config: Config):
+    arrays, keywords = call(130, 72, 136, extra="bias", **WEIGHT)
+    run = lambda arrays, c: matmul(**arrays, **keywords, config=c, interpret=True)  # noqa: E731
+    one = interpreted(lambda arrays: run(arrays, config), arrays)
+    other = interpreted(lambda arrays: run(arrays, SMALL), arrays)
+    np.testing.assert_array_equal(
+        np.asarray(one).view(np.uint16), np.asarray(other).view(np.uint16)
+    )
+
+
+def shape(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+A, B, W = shape(3, 64), shape(64, 32), shape(32, 64)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "keywords", "sentence"),
+    [
+        (shape(64), B, {}, "need two dimensions"),
+        (A, W, {}, r"a \[3, 64\] is \[.., M, K\], which b \[32, 64\] as \[.., K, N\] does not fit"),
+        (A, B, WEIGHT, r"as \[.., N, K\] does not fit"),
+        (shape(2, 3, 64), shape(5, 64, 32), {}, "does not fit"),
+        (shape(3, 64, dtype=jnp.int8), B, {}, "a is int8; it must be floating point"),
+        (A, shape(64, 32, dtype=jnp.int32), {}, "b is int32; it must be floating point"),
+        (A, shape(64, 32, dtype=F16), {}, "a is bfloat16 and b is float16; they must agree"),
+        (A, B, {"out_dtype": jnp.int8}, "out_dtype int8 is not bfloat16, float16 or float32"),
+        (A, B, {"epilogue": "relu"}, "no epilogue is named 'relu'; there is 'swiglu'"),
+        (A, shape(64, 33), {"epilogue": "swiglu"}, "gate and up columns, but N = 33 is odd"),
+        (A, B, {"bias": shape(31)}, r"bias \[31\] is not \[N\] = \[32\]"),
+        (A, B, {"bias": shape(32, dtype=jnp.int32)}, "bias is int32"),
+        (A, B, {"residual": shape(3, 31)}, r"residual is bfloat16\[3, 31\], but the result is"),
+        (A, B, {"residual": shape(3, 32, dtype=F32)}, "residual is float32"),
+        (
+            A,
+            B,
+            {"epilogue": "swiglu", "residual": shape(3, 32)},
+            r"the result is bfloat16\[3, 16\]",
+        ),
+        (A, B, {"a_scale": shape(4, dtype=F32)}, r"a_scale \[4\] is neither one number nor \[3\]"),
+        (A, B, {"b_scale": shape(3, dtype=F32)}, r"b_scale \[3\] is neither one number nor \[32\]"),
+    ],
+)
+def test_wrong_calls(a: Any, b: Any, keywords: dict[str, Any], sentence: str):
+    arrays = {name: x for name, x in keywords.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    rest = {name: x for name, x in keywords.items() if name not in arrays}
+    with pytest.raises(ValueError, match=f"^matmul: .*{sentence}"):
+        jax.eval_shape(lambda a, b, arrays: matmul(a, b, **arrays, **rest), a, b, arrays)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (Config(consumers=3), "consumers must be 1 or 2"),
+        (Config(tile_m=96), "tile_m must be 64, 128 or 256"),
+        (Config(tile_m=64), "a multiple of 64 a consumer"),
+        (Config(tile_n=260), "tile_n must be 16, 32 or a multiple of 64, 256 at most"),
+        (Config(tile_k=96), "tile_k must be a multiple of 64"),
+        (Config(256, 256), "a consumer can hold 64 x 256 sums"),
+        (Config(stages=1), "stages must be 2 at least"),
+        (Config(snake=0), "snake 1"),
+        (Config(cluster=4), "cluster must be 1 or 2"),
+        (Config(stages=5), "takes [0-9]+ of 232448 bytes on chip"),
+    ],
+)
+def test_wrong_configs(config: Config, sentence: str):
+    run = lambda a, b: matmul(a, b, transpose_b=True, config=config, interpret=True)  # noqa: E731
+    with pytest.raises(ValueError, match=sentence):
+        jax.eval_shape(run, A, W)
+
+
+def test_wrong_configs_of_other_operands():
+    gated = {"transpose_b": True, "epilogue": "swiglu"}
+    for b, keywords, columns in ((B, {}, 64), (W, gated, 128)):
+        run = lambda a, b, kw=keywords: matmul(a, b, **kw, config=NARROW, interpret=True)  # noqa: E731
+        with pytest.raises(ValueError, match=f"tile_n must be a multiple of {columns}"):
+            jax.eval_shape(run, A, b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "keywords", "device", "phrase"),
+    [
+        (A, W, WEIGHT, H200, None),
+        (A, B, {}, H200, None),
+        (A, W, WEIGHT, device_lib.INTERPRETED, None),
+        (A, W, WEIGHT, device_lib.Device("cpu", "cpu"), "needs an NVIDIA GPU, found cpu"),
+        (A, W, WEIGHT, device_lib.Device("gpu", "NVIDIA A100", 8.0), "needs a Hopper GPU"),
+        (A, W, WEIGHT, device_lib.Device("gpu", "NVIDIA B200", 10.0), "needs a Hopper GPU"),
+        (shape(3, 64, dtype=F32), shape(32, 64, dtype=F32), WEIGHT, H200, "round float32 to 10"),
+        (
+            shape(3, 64, dtype=jnp.float8_e5m2),
+            shape(32, 64, dtype=jnp.float8_e5m2),
+            WEIGHT,
+            H200,
+            "takes bfloat16, float16 or float8_e4m3fn, got float8_e5m2",
+        ),
+        (
+            shape(3, 64, dtype=FP8),
+            shape(64, 32, dtype=FP8),
+            {},
+            H200,
+            "fp8 tensor cores want K innermost",
+        ),
+        (
+            A,
+            shape(64, 80),
+            {"epilogue": "swiglu"},
+            H200,
+            "takes gate and up as rows of a weight",
+        ),
+        (
+            shape(2, 3, 64),
+            shape(2, 32, 64),
+            {**WEIGHT, "a_scale": shape(dtype=F32)},
+            H200,
+            "takes scales for one b only",
+        ),
+        (shape(0, 64), W, WEIGHT, H200, "nothing to multiply"),
+        (shape(3, 60), shape(32, 60), WEIGHT, H200, "rows of K = 120 bytes are no multiple of 16"),
+        (A, shape(36, 64), WEIGHT, H200, "rows of N = 72 bytes are no multiple of 16"),
+        (
+            A,
+            shape(24, 64),
+            {**WEIGHT, "epilogue": "swiglu"},
+            H200,
+            "rows of N = 24 bytes are no multiple of 16",
+        ),
+    ],
+)
+def test_why_not(a: Any, b: Any, keywords: dict[str, Any], device: Any, phrase: str | None):
+    reason = why_not(a, b, **keywords, device=device)
+    if phrase is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        with pytest.raises(AssertionError, match=phrase):
+            raise AssertionError(reason)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_without_a_gpu_the_call_says_so():
+    with pytest.raises(NotImplementedError, match="^matmul: cannot run this call: needs an NVIDIA"):
+        matmul(numbers(0, (3, 64), BF16), numbers(1, (64, 32), BF16))
+
+
+SIZES = [(m, n, k) for m in (1, 64, 65, 8192) for n, k in ((896, 896), (28672, 4096), (16, 64))]
+
+
+@pytest.mark.parametrize("epilogue", [None, "swiglu"])
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+@pytest.mark.parametrize("transpose_b", [True, False])
+def test_configs_that_are_proposed_can_run(epilogue: str | None, dtype: Any, transpose_b: bool):
+    if not transpose_b and (dtype == FP8 or epilogue is not None):
+        return  # as why_not says
+    for m, n, k in SIZES:
+        a = shape(m, k, dtype=dtype)
+        b = shape(*((n, k) if transpose_b else (k, n)), dtype=dtype)
+        kw: dict[str, Any] = {"transpose_b": transpose_b, "epilogue": epilogue}
+        vectors = {"bias": shape(n), "a_scale": shape(m, dtype=F32), "b_scale": shape(n, dtype=F32)}
+        extras: Any = ({}, vectors if dtype == FP8 else {"bias": vectors["bias"]})
+        for extra in extras:
+            tried = [default_config(a, b, **kw, **extra, device=H200)]
+            tried += candidates(a, b, **kw, **extra, device=H200)
+            assert len(set(tried)) == len(tried) > 2
+            for config in tried:
+                # refused configs raise before a device is asked for
+                run = lambda a, b, x, c=config, kw=kw: matmul(a, b, **kw, **x, config=c)  # noqa: E731
+                with pytest.raises(NotImplementedError):
+                    jax.eval_shape(run, a, b, extra)
+
+
+def test_bucket():
+    assert bucket(shape(5, 64), W, transpose_b=True) == "bfloat16-m8-n32-k64-nk-bfloat16"
+    fp8 = shape(2, 3, 64, dtype=FP8), shape(32, 64, dtype=FP8)
+    scales = {"a_scale": shape(2, 3, dtype=F32), "b_scale": shape(32, dtype=F32)}
+    key = bucket(*fp8, transpose_b=True, out_dtype=F32, epilogue="swiglu", **scales)
+    assert key == "float8_e4m3fn-m8-n32-k64-nk-float32-swiglu-2 vectors"
+    assert bucket(A, B) == "bfloat16-m4-n32-k64-kn-bfloat16"
+
+
+ON_DEVICE = {
+    "4096 cubed": call(4096, 4096, 4096, **WEIGHT),
+    "a prime of rows, K of 1000": call(131, 1000, 1000, extra="bias residual", **WEIGHT),
+    "b as [K, N]": call(1000, 4864, 896, F16),
+    "one row": call(1, 4096, 4096, **WEIGHT),
+    "decode, vocabulary": call(2, 151936, 896, out_dtype=F32, **WEIGHT),
+    "swiglu": call(2048, 4864, 896, epilogue="swiglu", extra="bias", **WEIGHT),
+    "swiglu, one row": call(1, 14336, 4096, epilogue="swiglu", **WEIGHT),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_forward_on_the_device(name: str):
+    arrays, keywords = ON_DEVICE[name]
+    assert_right(arrays, keywords, jax.jit(lambda x: matmul(**x, **keywords))(arrays))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extra", ["one", "rows columns bias"])
+def test_fp8_on_the_device(extra: str):
+    """Hopper adds fp8 products with fewer bits than float32 has: at most 2^-8 of the result."""
+    arrays, keywords = call(1111, 2048, 4096, FP8, extra=extra, **WEIGHT)
+    ours = np.asarray(jax.jit(lambda x: matmul(**x, **keywords))(arrays)).astype(np.float64)
+    exact = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
+    truth = oracles.matmul(**exact, **keywords)
+    assert np.linalg.norm(ours - truth) < 2**-8 * np.linalg.norm(truth)
+
+
+@pytest.mark.gpu
+def test_backward_on_the_device():
+    arrays, keywords = call(1021, 896, 4864, extra="bias residual", **WEIGHT)
+    d_out = numbers(9, (1021, 896), BF16)
+    run = lambda arrays, d_out: jax.vjp(lambda x: matmul(**x, **keywords), arrays)[1](d_out)[0]  # noqa: E731
+    ours = jax.jit(run)(arrays, d_out)
+    host = {name: np.asarray(x) for name, x in arrays.items()}
+    exact = {name: x.astype(np.float64) for name, x in host.items()}
+    truth = oracles.matmul(**exact, **keywords, d_out=np.asarray(d_out).astype(np.float64))
+    plain = oracles.matmul(**host, **keywords, d_out=np.asarray(d_out), dtype=BF16)
+    for name in arrays:
+        assert_as_accurate(ours[name], plain[name], truth[name])
