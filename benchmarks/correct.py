@@ -57,11 +57,12 @@ def check(case: Case, arguments: Sequence[np.ndarray], ours: Any, plain: Any) ->
     return result
 
 
-def distance(x: Any, truth: Any) -> float:
-    """||x - truth|| / ||truth||; NaN where x has one."""
-    x = np.asarray(x).astype(np.float64)
-    norm = float(np.linalg.norm(np.asarray(truth, np.float64)))
-    return float(np.linalg.norm(x - truth)) / (norm or 1.0)
+def distance(x: Any, truth: np.ndarray) -> float:
+    """||x - truth|| / ||truth||; NaN where x has a number that is not finite."""
+    import numerics  # type: ignore
+
+    norm = float(np.linalg.norm(truth.reshape(-1))) / max(truth.size, 1) ** 0.5
+    return numerics.far(np.asarray(x), truth)[1] / (norm or 1.0)
 
 
 def sentence(error: BaseException, limit: int = 300) -> str:
