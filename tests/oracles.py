@@ -86,6 +86,30 @@ def rms_norm(
     return _store(_store(y, dtype) * weight, dtype)
 
 
+def layer_norm(
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    *,
+    eps: float,
+    d_out: np.ndarray | None = None,
+) -> Any:
+    """The result; if its cotangent `d_out` is given, those of x, weight and bias instead."""
+    x, weight = _load(np.float64, x, weight)
+    centred = x - x.mean(axis=-1, keepdims=True)
+    deviation = np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + eps)
+    h = centred / deviation
+    if d_out is None:
+        return h * weight + (0 if bias is None else bias.astype(np.float64))
+    (d_out,) = _load(np.float64, d_out)
+    g = d_out * weight
+    along = h * np.mean(g * h, axis=-1, keepdims=True)
+    d_x = (g - g.mean(axis=-1, keepdims=True) - along) / deviation
+    rows = tuple(range(x.ndim - 1))
+    d_bias = None if bias is None else d_out.sum(axis=rows)
+    return d_x, (d_out * h).sum(axis=rows), d_bias
+
+
 def activate(x: np.ndarray, activation: str) -> np.ndarray:
     if activation == "silu":
         return x / (1 + np.exp(-x))
@@ -94,6 +118,28 @@ def activate(x: np.ndarray, activation: str) -> np.ndarray:
         return x * (1 + erf(x / math.sqrt(2))) / 2
     assert activation == "gelu_pytorch_tanh"
     return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def slope(x: np.ndarray, activation: str) -> np.ndarray:
+    """The derivative of `activate`."""
+    if activation == "silu":
+        s = 1 / (1 + np.exp(-x))
+        return s * (1 + x * (1 - s))
+    if activation == "gelu":
+        erf = np.vectorize(math.erf, otypes=[x.dtype])
+        below = (1 + erf(x / math.sqrt(2))) / 2
+        return below + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    assert activation == "gelu_pytorch_tanh"
+    t = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+    return (1 + t) / 2 + x * (1 - t**2) * inner / 2
+
+
+def glu_gradient(
+    gate: np.ndarray, up: np.ndarray, d_out: np.ndarray, *, activation: str
+) -> tuple[np.ndarray, np.ndarray]:
+    gate, up, d_out = _load(np.float64, gate, up, d_out)
+    return d_out * up * slope(gate, activation), d_out * activate(gate, activation)
 
 
 def glu(

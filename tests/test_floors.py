@@ -23,6 +23,10 @@ MAY_IMPORT = {
     "pallas_kernels._compat": "",
     "pallas_kernels.rows": "pallas_kernels._compat",
     "pallas_kernels.rms_norm": "pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned",
+    "pallas_kernels.layer_norm": "pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned",
+    "pallas_kernels.swiglu": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
+    ),
     "pallas_kernels.rope": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
     "pallas_kernels.measure": "",
     "pallas_kernels.tuned": "pallas_kernels.device",

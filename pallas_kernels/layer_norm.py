@@ -1,0 +1,283 @@
+"""LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.
+
+x [*B, D], weight and bias [D]. One block owns every blocks-th tile of rows (`rows.over_rows`): each
+row is read once and written once. The variance is the mean of (x - mean)^2, taken in a second pass
+over the row on chip: E[x^2] - mean^2 has no digit left where the mean is large. The backward pass
+reads x and dy and takes the statistics anew, which costs no byte; a block sums its shares of
+d_weight and d_bias in registers, and XLA adds the shares in a fixed order.
+Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import device as device_lib
+from pallas_kernels import rows, tuned
+from pallas_kernels.device import Device
+from pallas_kernels.rows import Config
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+MAX_WIDTH = 8192  # 64 float32 sums a thread; wider, those of d_weight spill (332 bytes at 12288)
+MAX_TWO_SUMS = 6144  # wider, d_weight and d_bias spill (92 bytes at 8192): XLA sums dy for d_bias
+
+
+def layer_norm(
+    x: Float[Array, "*B D"],
+    weight: Float[Array, " D"],
+    bias: Float[Array, " D"] | None,
+    *,
+    eps: float,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*B D"]:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias; without a bias, nothing is added.
+
+    Dtypes: x bfloat16, float16 or float32, weight and bias in any of them. All in float32, rounded
+    once at the end to x's dtype; right at a mean of 1e4 times the deviation. Gradients have the
+    dtypes of their arguments.
+    Raises: ValueError if shapes or dtypes disagree or eps is not positive. NotImplementedError
+    without a Hopper GPU (unless `interpret`), or for rows that are no multiple of 16 bytes.
+    """
+    _check(x, weight, bias, eps)
+    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    reason = why_not(x, weight, bias, eps=eps, device=device)
+    if reason is not None:
+        raise NotImplementedError(f"layer_norm: cannot run this call: {reason}")
+    key = bucket(x, weight, bias, eps=eps)
+    static = _Static(
+        float(eps),
+        config or tuned.lookup("layer_norm", key, device, Config),
+        device.num_sms,
+        interpret,
+    )
+    flat = x.reshape(-1, x.shape[-1])
+    weights = (weight,) if bias is None else (weight, bias)
+    return _norm(static, flat, weights).reshape(x.shape)
+
+
+def layer_norm_reference(x, weight, bias, *, eps):
+    """The mathematics in plain JAX."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    row = lambda w: w.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + w.shape)  # noqa: E731
+    y = centred * jax.lax.rsqrt(variance + eps) * row(weight)
+    return (y if bias is None else y + row(bias)).astype(x.dtype)
+
+
+def why_not(x, weight, bias, *, eps, device: Device | None = None) -> str | None:
+    """What keeps the kernel from this call; shapes suffice."""
+    del eps
+    device = device or device_lib.current()
+    if reason := device_lib.why_not_hopper(device):
+        return reason
+    for name, array in (("x", x), ("weight", weight), ("bias", bias)):
+        if array is not None and array.dtype not in DTYPES:
+            return f"takes bfloat16, float16 or float32, got {name} {array.dtype}"
+    if x.size == 0:
+        return f"an array {list(x.shape)} holds no numbers"
+    if x.shape[-1] > MAX_WIDTH:
+        return f"of rows of more than {MAX_WIDTH} numbers, d_weight fits no registers"
+    return rows.why_not_rows(x.shape[-1], x.dtype.itemsize)
+
+
+def default_config(x, weight, bias, *, eps, device: Device | None = None) -> Config:
+    """What `rows` takes for any kernel with this many bytes a number."""
+    del eps, device
+    width, itemsize = x.shape[-1], x.dtype.itemsize
+    held = weight.dtype.itemsize + (0 if bias is None else bias.dtype.itemsize)
+    count = x.size // width
+    return rows.default_config(width, itemsize, count, array_bytes=itemsize, held_bytes=held)
+
+
+def bucket(x, weight, bias, *, eps) -> str:
+    """The key of a tuned row: the width exactly, the rows to a power of two."""
+    del eps
+    width = x.shape[-1]
+    count = 1 << (x.size // width - 1).bit_length()
+    return f"{x.dtype}-m{count}-d{width}-{weight.dtype}{'' if bias is None else '-bias'}"
+
+
+def candidates(x, weight, bias, *, eps, device: Device | None = None) -> list[Config]:
+    """One to four rows of a thread's, two to four tiles in flight, few blocks and many."""
+    default = default_config(x, weight, bias, eps=eps, device=device)
+    width, size = x.shape[-1], x.dtype.itemsize
+    held = weight.dtype.itemsize + (0 if bias is None else bias.dtype.itemsize)
+    found = []
+    for repeat in (1, 2, 4):
+        tile = rows.row_tile(width, size, repeat=repeat)
+        for stages in (2, 3, 4):
+            taken = stages * tile.rows * tile.padded * size + tile.padded * held + 4096
+            most = min(8, rows.SMEM_BYTES // taken)
+            found += [Config(repeat, stages, n) for n in {most, (most + 1) // 2} if n]
+    return [config for config in found if config != default]
+
+
+def tuning_calls() -> list[tuned.Call]:
+    """Real widths, decode and prefill, with a bias."""
+    bf16 = jnp.bfloat16
+    return [
+        tuned.Call(
+            (
+                jax.ShapeDtypeStruct((count, width), bf16),
+                *[jax.ShapeDtypeStruct((width,), bf16)] * 2,
+            ),
+            functools.partial(layer_norm, eps=1e-5),
+            {"eps": 1e-5},
+        )
+        for width in (896, 4096, 8192)
+        for count in (1, 64, 8192)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What a kernel is compiled for."""
+
+    eps: float
+    config: Config | None
+    num_sms: int
+    interpret: bool
+
+
+def _check(x, weight, bias, eps) -> None:
+    if x.ndim < 1 or not x.shape[-1]:
+        raise ValueError(f"layer_norm: x has shape {x.shape}; its rows must hold numbers")
+    for name, row in (("weight", weight), ("bias", bias)):
+        if row is not None and row.shape != x.shape[-1:]:
+            raise ValueError(
+                f"layer_norm: the {name} has shape {row.shape}, but the rows of x {x.shape} want "
+                f"{x.shape[-1:]}"
+            )
+    for name, array in (("x", x), ("weight", weight), ("bias", bias)):
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"layer_norm: {name} is {array.dtype}; it must be floating point")
+    if not eps > 0:
+        raise ValueError(f"layer_norm: eps must be greater than 0, got {eps}")
+
+
+def _centre(static: _Static, group, x, width: int):
+    """part -> x - mean in float32, 0 outside the row; and 1 / deviation, one number a row."""
+    kept = x.load(group[0]).astype(jnp.float32) if len(group) == 1 else None
+
+    def load(part):  # more than the registers hold: read once more on chip
+        return x.load(part).astype(jnp.float32) if kept is None else kept
+
+    mean = _row_sum(map(load, group)) / width
+
+    def centred(part):
+        centre = load(part) - part.across(mean)
+        if (part.chunk + part.chunks) * part.tile.inner <= width:
+            return centre
+        return jnp.where(part.columns() < width, centre, 0.0)  # else each zero counts mean^2
+
+    squares = _row_sum(centre * centre for centre in map(centred, group))
+    return centred, jax.lax.rsqrt(squares / width + static.eps)
+
+
+def _row_sum(parts: Iterable[jax.Array]) -> jax.Array:
+    """The sum of each row, of whose parts [rows, columns] those of one shape are added first.
+
+    What the warps hold is then put together once a row, not once a part.
+    """
+    sums: dict[tuple[int, ...], jax.Array] = {}
+    for part in parts:
+        sums[part.shape] = sums[part.shape] + part if part.shape in sums else part
+    return functools.reduce(operator.add, (jnp.sum(part, axis=1) for part in sums.values()))
+
+
+def _forward(static: _Static, x, weights):
+    width = x.shape[-1]
+
+    def step(group, inputs, weights, outputs, sums):
+        centred, scale = _centre(static, group, inputs[0], width)
+        for part in group:
+            y = centred(part) * part.across(scale)
+            y = y * weights[0].load(part).astype(jnp.float32)
+            for bias in weights[1:]:
+                y = y + bias.load(part).astype(jnp.float32)
+            outputs[0].store(part, y.astype(x.dtype))
+        return sums
+
+    (y,), _ = rows.over_rows(
+        step,
+        name="layer_norm",
+        inputs=[x],
+        weights=weights,
+        outputs=[x.dtype],
+        numbers=64,  # a thread: 8192 columns stay in registers
+        config=static.config,
+        num_sms=static.num_sms,
+        interpret=static.interpret,
+    )
+    return y
+
+
+def _backward(static: _Static, x, weight, dy, has_bias: bool):
+    """d_x, and the float32 sums d_weight and, if there is a bias, d_bias.
+
+    With h = (x - mean) / deviation and g = dy * weight:
+    d_x = (g - mean(g) - h mean(g h)) / deviation, d_weight = sum(dy h), d_bias = sum(dy).
+    """
+    width = x.shape[-1]
+    sums = 1 + (has_bias and width <= MAX_TWO_SUMS)
+
+    def step(group, inputs, weights, outputs, sums):
+        def load(part):
+            d = inputs[1].load(part).astype(jnp.float32)
+            return d, d * weights[0].load(part).astype(jnp.float32)
+
+        centred, scale = _centre(static, group, inputs[0], width)
+        mean = _row_sum(load(part)[1] for part in group) / width
+        products = _row_sum(load(part)[1] * centred(part) for part in group)
+        along = products * scale / width
+        totals = [[] for _ in sums]
+        for i, part in enumerate(group):
+            d, g = load(part)
+            h = centred(part) * part.across(scale)
+            d_x = part.across(scale) * (g - part.across(mean) - h * part.across(along))
+            outputs[0].store(part, d_x.astype(x.dtype))
+            for j, share in enumerate((d * h, d)[: len(sums)]):
+                totals[j].append(sums[j][i] + share)
+        return totals
+
+    (d_x,), shares = rows.over_rows(
+        step,
+        name="layer_norm_backward",
+        inputs=[x, dy],
+        weights=[weight],
+        outputs=[x.dtype],
+        sums=sums,
+        numbers=16,
+        config=None,
+        num_sms=static.num_sms,
+        interpret=static.interpret,
+    )
+    totals = [jnp.sum(share, axis=0) for share in shares]
+    if has_bias and sums == 1:
+        totals.append(jnp.sum(dy, axis=0, dtype=jnp.float32))
+    return d_x, totals
+
+
+def _norm_fwd(static, x, weights):
+    return _forward(static, x, weights), (x, weights)
+
+
+def _norm_bwd(static, saved, dy):
+    x, weights = saved
+    d_x, sums = _backward(static, x, weights[0], dy, len(weights) > 1)
+    return d_x, tuple(d.astype(w.dtype) for d, w in zip(sums, weights, strict=True))
+
+
+_norm = jax.custom_vjp(
+    lambda static, x, weights: _norm_fwd(static, x, weights)[0], nondiff_argnums=(0,)
+)
+_norm.defvjp(_norm_fwd, _norm_bwd)

@@ -1,0 +1,408 @@
+"""SwiGLU and GeGLU: y = activation(gate) * up, number by number.
+
+gate and up [*B, F], or both in one array [*B, 2F], the gate's half first. One block owns every
+blocks-th tile of the arrays (`rows.stream`): two separate arrays are one long row each, for their
+rows mean nothing here; of one array, a tile is a piece of both halves of a row. Each number is read
+once and written once. The backward pass reads gate, up and dy and computes the activation anew,
+which costs no byte; one kernel writes d_gate and d_up, into one array if they came in one.
+Source: Shazeer 2020, arXiv:2002.05202.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels import _compat, rows, tuned
+from pallas_kernels import device as device_lib
+from pallas_kernels.device import Device
+from pallas_kernels.rows import Config
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def swiglu(
+    gate: Float[Array, "*B G"],
+    up: Float[Array, "*B F"] | None = None,
+    *,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*B F"]:
+    """gate / (1 + exp(-gate)) * up; without `up`, gate is [*B, 2F] and holds both, gate first.
+
+    Dtypes: bfloat16, float16 or float32, both the same. The activation is computed in float32 and
+    rounded to the dtype before the product, as models do; float32 is good to 2^-21 of the result,
+    for exp and the reciprocal are those of the hardware. `config.repeat` is how many times 16 bytes
+    a thread has of each array.
+    Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
+    (unless `interpret`), or for rows that are no multiple of 16 bytes.
+    """
+    return _glu("swiglu", "silu", gate, up, config, interpret)
+
+
+def geglu(
+    gate: Float[Array, "*B G"],
+    up: Float[Array, "*B F"] | None = None,
+    *,
+    approximate: bool = True,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*B F"]:
+    """gelu(gate) * up; all else as in `swiglu`.
+
+    `approximate` (Gemma, and what jax.nn.gelu does) takes the formula with tanh, else that with
+    erf.
+    """
+    return _glu("geglu", "gelu_tanh" if approximate else "gelu", gate, up, config, interpret)
+
+
+def swiglu_reference(gate, up=None):
+    """The mathematics in plain JAX."""
+    gate, up = _halves(gate, up)
+    return jax.nn.silu(gate.astype(jnp.float32)).astype(gate.dtype) * up
+
+
+def geglu_reference(gate, up=None, *, approximate=True):
+    """The mathematics in plain JAX."""
+    gate, up = _halves(gate, up)
+    return jax.nn.gelu(gate.astype(jnp.float32), approximate=approximate).astype(gate.dtype) * up
+
+
+def _halves(gate, up):
+    return jnp.split(gate, 2, axis=-1) if up is None else (gate, up)
+
+
+def why_not(gate, up=None, *, device: Device | None = None) -> str | None:
+    """What keeps both kernels from this call; shapes suffice."""
+    device = device or device_lib.current()
+    if reason := device_lib.why_not_hopper(device):
+        return reason
+    if gate.dtype not in DTYPES:
+        return f"takes bfloat16, float16 or float32, got {gate.dtype}"
+    if gate.size == 0:
+        return f"an array {list(gate.shape)} holds no numbers"
+    size = gate.dtype.itemsize * (gate.shape[-1] // 2 if up is None else gate.shape[-1])
+    if size % rows.ACCESS_BYTES:
+        return (
+            f"rows of {size} bytes are no multiple of {rows.ACCESS_BYTES} bytes, which the copy "
+            "engine needs"
+        )
+    return None
+
+
+def default_config(gate, up=None, *, backward: bool = False, device: Device | None = None):
+    """Three tiles of about 8 KB an array in flight, and as many blocks as fit, up to eight.
+
+    In the backward pass of half that: three arrays and their slopes are in registers at once. Few
+    numbers go in small tiles, so that more multiprocessors have one.
+    """
+    device = device or device_lib.current()
+    count, width = _sizes(gate, up)
+    size = gate.dtype.itemsize
+    repeat = 2 if backward else 4
+    while repeat > 1 and _tile(width, size, repeat).tiles(count) < device.num_sms:
+        repeat //= 2
+    tile = _tile(width, size, repeat)
+    blocks = _most_blocks(tile.numbers * size * (3 if backward else 2), 3)
+    return Config(repeat, 3 if tile.tiles(count) > device.num_sms * blocks else 1, blocks)
+
+
+def _most_blocks(stage_bytes: int, stages: int) -> int:
+    """Blocks whose shared memory fits a multiprocessor, up to eight; barriers beside the tiles."""
+    return min(8, rows.SMEM_BYTES // (stages * stage_bytes + 1024))
+
+
+def bucket(gate, up=None) -> str:
+    """The key of a tuned row: how many numbers, to a power of two, and in how many arrays."""
+    count, width = _sizes(gate, up)
+    exponent = (count * width - 1).bit_length()
+    return f"{gate.dtype}-n2^{exponent}-{'one' if up is None else 'two'}"
+
+
+def candidates(gate, up=None, *, device: Device | None = None) -> list[Config]:
+    """Smaller and larger tiles, two and four in flight, with all blocks that fit and half of them.
+
+    Where no block has a second tile, only the size of the tile.
+    """
+    device = device or device_lib.current()
+    count, width = _sizes(gate, up)
+    size = gate.dtype.itemsize
+    if _tile(width, size, 1).tiles(count) <= 8 * device.num_sms:
+        found = [Config(repeat, 1, 8) for repeat in (1, 2, 4)]
+    else:
+        most = lambda repeat, stages: _most_blocks(  # noqa: E731
+            2 * size * _tile(width, size, repeat).numbers, stages
+        )
+        found = [
+            Config(repeat, stages, most(repeat, stages) // part)
+            for repeat in (1, 2, 4, 8)
+            for stages in (2, 4)
+            for part in (1, 2)
+            if most(repeat, stages) // part
+        ]
+    return [config for config in found if config != default_config(gate, up, device=device)]
+
+
+def tuning_calls() -> list[tuned.Call]:
+    """The MLPs of Qwen2.5-0.5B, Llama-3.1-8B and Phi-3-mini (one array), prefill and decode."""
+    arrays = [(4864, 2), (14336, 2), (16384, 1)]
+    return [
+        tuned.Call((jax.ShapeDtypeStruct((count, width), jnp.bfloat16),) * number, swiglu)
+        for width, number in arrays
+        for count in (1, 64, 8192)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What a kernel is compiled for."""
+
+    name: str
+    activation: str
+    config: Config
+    backward_config: Config
+    num_sms: int
+    interpret: bool
+
+
+def _check(name, gate, up) -> None:
+    for what, array in (("gate", gate), ("up", up)):
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name}: {what} is {array.dtype}; it must be floating point")
+    if up is None:
+        if gate.ndim < 1 or gate.shape[-1] % 2:
+            raise ValueError(
+                f"{name}: without up, gate holds two halves a row, but its shape is {gate.shape}"
+            )
+    elif gate.ndim < 1 or (gate.shape, gate.dtype) != (up.shape, up.dtype):
+        raise ValueError(
+            f"{name}: gate is {gate.dtype}{list(gate.shape)} and up {up.dtype}{list(up.shape)}; "
+            "they must be alike and have rows"
+        )
+
+
+def _glu(name, activation, gate, up, config, interpret):
+    _check(name, gate, up)
+    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    reason = why_not(gate, up, device=device)
+    if reason is not None:
+        raise NotImplementedError(f"{name}: cannot run this call: {reason}")
+    config = config or tuned.lookup("swiglu", bucket(gate, up), device, Config)
+    static = _Static(
+        name,
+        activation,
+        config or default_config(gate, up, device=device),
+        default_config(gate, up, backward=True, device=device),
+        device.num_sms,
+        interpret,
+    )
+    count, width = _sizes(gate, up)
+    halves = 2 if up is None else 1
+    arrays = tuple(x.reshape(count, halves, width) for x in (gate, up) if x is not None)
+    return _activate(static, arrays).reshape(*gate.shape[:-1], gate.shape[-1] // halves)
+
+
+def _sizes(gate, up) -> tuple[int, int]:
+    """Rows, and numbers in a row of gate; two separate arrays are one row each."""
+    if up is not None:
+        return 1, gate.size
+    return gate.size // gate.shape[-1], gate.shape[-1] // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Tiles over arrays [M, halves, F]: `on_chip` of whole narrow rows, or of a piece of one."""
+
+    on_chip: rows.RowTile
+    across: int  # tiles in a row
+
+    @property
+    def numbers(self) -> int:
+        return self.on_chip.rows * self.on_chip.padded
+
+    def tiles(self, count: int) -> int:
+        """Of `count` rows."""
+        return -(-count // self.on_chip.rows) * self.across
+
+    def place(self, half: int) -> Callable[[Any, jax.Array], Any]:
+        """Where tile `index` of one half lies in device memory."""
+
+        def place(ref, index):
+            row = jax.lax.div(index, self.across) * self.on_chip.rows
+            chunk = jax.lax.rem(index, self.across) * self.on_chip.chunks
+            return ref.at[pl.ds(row, self.on_chip.rows), half, pl.ds(chunk, self.on_chip.chunks)]
+
+        return place
+
+
+def _tile(width: int, itemsize: int, repeat: int, *, interpret: bool = False) -> _Tile:
+    """A thread has `repeat` times 16 bytes of a tile; of longer rows up to half less, if tiles of
+    that size fill them better; of a row narrower than that, what there is.
+    """
+    vector = rows.ACCESS_BYTES // itemsize
+    step = rows.WARPS * rows.LANES * vector
+    if width <= step:
+        repeat = min(repeat, rows.MAX_BOX // rows.row_tile(width, itemsize).rows)
+        return _Tile(rows.row_tile(width, itemsize, repeat=repeat, interpret=interpret), 1)
+    inner = math.gcd(width, rows.MAX_BOX)
+    most = min(repeat, rows.MAX_BOX * inner // step)
+    tiles = lambda times: -(-width // (times * step))  # noqa: E731
+    times = min(range(most, most // 2, -1), key=lambda times: tiles(times) * times)
+    warps, lanes = (1, rows.WARPS), (1, rows.LANES)
+    chunks = times * step // inner
+    on_chip = rows.RowTile(width, 1, inner, chunks, vector, warps, lanes, interpret=interpret)
+    return _Tile(on_chip, tiles(times))
+
+
+def _over_tiles(
+    step: Callable[[rows.Part, list[rows.Staged]], None],
+    *,
+    name: str,
+    inputs: Sequence[tuple[jax.Array, int]],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    targets: Sequence[tuple[int, int]],
+    config: Config,
+    static: _Static,
+) -> list[jax.Array]:
+    """Runs step(part, slots) on all tiles of the inputs, each (array [M, halves, F], half).
+
+    What it leaves in slot j goes to targets[j]: (which output, half).
+    """
+    x = inputs[0][0]
+    count, _, width = x.shape
+    tile = _tile(width, x.dtype.itemsize, config.repeat, interpret=static.interpret)
+    on_chip = tile.on_chip
+    view = lambda shape: (*shape[:-1], width // on_chip.inner, on_chip.inner)  # noqa: E731
+    tiles = tile.tiles(count)
+    blocks = min(tiles, static.num_sms * config.blocks_per_sm)
+    part = rows.Part(on_chip, 0, on_chip.rows, 0, on_chip.chunks)
+
+    def body(*refs):
+        in_refs, out_refs = refs[: len(inputs)], refs[len(inputs) :][: len(outputs)]
+        *buffers, barrier = refs[len(inputs) + len(outputs) :]
+        rows.stream(
+            lambda slots, _: step(part, [rows.Staged(slot) for slot in slots]),
+            tile=on_chip,
+            tiles=tiles,
+            blocks=blocks,
+            stages=config.stages,
+            sources=in_refs,
+            targets=[out_refs[which] for which, _ in targets],
+            buffers=buffers,
+            barrier=barrier,
+            places=[tile.place(half) for _, half in inputs],
+        )
+
+    results = _compat.kernel(
+        body,
+        name=name,
+        out_type=[jax.ShapeDtypeStruct(view(out.shape), out.dtype) for out in outputs],
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=[
+            *(on_chip.buffer(x.dtype, config.stages) for _ in inputs),
+            plgpu.Barrier(num_arrivals=len(inputs), num_barriers=config.stages),
+        ],
+        interpret=static.interpret,
+        approx_math=True,
+    )(*(array.reshape(view(array.shape)) for array, _ in inputs))
+    return [result.reshape(out.shape) for result, out in zip(results, outputs, strict=True)]
+
+
+def _silu(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The activation and its slope."""
+    s = _sigmoid(x)
+    return x * s, s * (1.0 + x * (1.0 - s))
+
+
+def _gelu_tanh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(1 + tanh(z / 2)) / 2 is sigmoid(z), which keeps its digits where z is negative."""
+    a, b = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
+    squared = jnp.minimum(x * x, 1e3)  # further out it is 0 or x, and inf * 0 would be NaN
+    s = _sigmoid(x * (a + b * squared))
+    return x * s, s + x * s * (1.0 - s) * (a + 3 * b * squared)
+
+
+def _gelu(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    below = 0.5 + 0.5 * jax.lax.erf(x * math.sqrt(0.5))
+    return x * below, below + x * jnp.exp(-0.5 * (x * x)) * (1 / math.sqrt(2 * math.pi))
+
+
+def _sigmoid(x: jax.Array) -> jax.Array:
+    root = jax.lax.rsqrt(1.0 + jnp.exp(-x))  # an exact division costs as much as all the rest
+    return root * root
+
+
+ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu}
+
+
+def _forward(static: _Static, arrays):
+    gate, (count, _, width) = arrays[0], arrays[0].shape
+
+    def step(part, slots):
+        value, _ = ACTIVATIONS[static.activation](slots[0].load(part).astype(jnp.float32))
+        slots[0].store(part, value.astype(gate.dtype) * slots[1].load(part))
+
+    (y,) = _over_tiles(
+        step,
+        name=static.name,
+        inputs=_gate_and_up(arrays),
+        outputs=[jax.ShapeDtypeStruct((count, 1, width), gate.dtype)],
+        targets=[(0, 0)],
+        config=static.config,
+        static=static,
+    )
+    return y
+
+
+def _backward(static: _Static, arrays, dy):
+    """d_gate = dy up activation'(gate) and d_up = dy activation(gate), rounded as in the product.
+
+    They come as gate and up did.
+    """
+
+    def step(part, slots):
+        gate, up, d = (slot.load(part).astype(jnp.float32) for slot in slots)
+        value, slope = ACTIVATIONS[static.activation](gate)
+        slots[0].store(part, (d * up * slope).astype(dy.dtype))
+        slots[1].store(part, (d * value.astype(dy.dtype).astype(jnp.float32)).astype(dy.dtype))
+
+    inputs = _gate_and_up(arrays)
+    return tuple(
+        _over_tiles(
+            step,
+            name=f"{static.name}_backward",
+            inputs=[*inputs, (dy, 0)],
+            outputs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
+            targets=[(0, 0), (0, 1)] if len(arrays) == 1 else [(0, 0), (1, 0)],
+            config=static.backward_config,
+            static=static,
+        )
+    )
+
+
+def _gate_and_up(arrays):
+    """Where each is: (array, half)."""
+    return [(arrays[0], 0), (arrays[0], 1)] if len(arrays) == 1 else [(x, 0) for x in arrays]
+
+
+def _activate_fwd(static, arrays):
+    return _forward(static, arrays), arrays
+
+
+def _activate_bwd(static, arrays, dy):
+    return (_backward(static, arrays, dy),)
+
+
+_activate = jax.custom_vjp(
+    lambda static, arrays: _activate_fwd(static, arrays)[0], nondiff_argnums=(0,)
+)
+_activate.defvjp(_activate_fwd, _activate_bwd)
