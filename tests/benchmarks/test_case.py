@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import cases
 from benchmarks.case import Case, size_bytes
+from benchmarks.correct import check
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
 
@@ -64,3 +65,17 @@ def test_the_cases_of_the_project():
         assert jax.tree.leaves(out), case.name
         if case.kind == "matmul":
             assert case.operations > 0, case.name
+
+
+SMALL = [case for case in cases.all_cases() if case.bytes < 2e6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SMALL, ids=[case.name for case in SMALL])
+def test_the_truth_of_a_case_is_what_plain_computes(case):
+    """Up to the rounding of its dtype: a wrong truth would fail every kernel on a GPU."""
+    arguments = case.inputs(jax.random.key(0))
+    plain = jax.jit(case.plain)(*arguments)
+    result = check(case, *jax.device_get((arguments, plain, plain)))
+    assert result["status"] == "right", result
+    assert result["plain_error"] < 0.1, result  # fp8 rounds to 4 bits
