@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.ops._select import Implementation, Table, select
+from jaxllm.ops._select import Implementation, Table, pallas, select
+from pallas_kernels import matmul as matmul_kernels
 
 
 def precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
@@ -46,6 +48,33 @@ def _linear_xla(x, weight, bias, *, out_dtype):
     return y
 
 
+def _linear_pallas(x, weight, bias=None, *, out_dtype=None, interpret=False):
+    dtype = out_dtype or x.dtype
+    y = matmul_kernels.matmul(
+        x.reshape(-1, x.shape[-1]),
+        weight.astype(x.dtype),
+        transpose_b=True,
+        bias=None if bias is None else bias.astype(dtype),
+        out_dtype=dtype,
+        interpret=interpret,
+    )
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _linear_pallas_why_not(x, weight, bias=None, *, out_dtype=None, device):
+    del bias
+    rows = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+    weight = jax.ShapeDtypeStruct(weight.shape, x.dtype)  # it is cast
+    return matmul_kernels.why_not(
+        rows, weight, transpose_b=True, out_dtype=out_dtype, device=device
+    )
+
+
+def _linear_pallas_not_auto(x, weight, bias=None, *, out_dtype=None, device):
+    del x, weight, bias, out_dtype, device
+    return "cuBLAS, which XLA calls, is as fast"
+
+
 def embedding(
     table: Float[Array, "V D"],
     ids: Int[Array, "*B"],
@@ -65,5 +94,8 @@ def _embedding_xla(table, ids, *, dtype):
     return jnp.take(table, ids, axis=0, mode="clip").astype(dtype or table.dtype)
 
 
-LINEAR: Table = {"xla": Implementation(_linear_xla)}
+LINEAR: Table = {
+    **pallas(_linear_pallas, _linear_pallas_why_not, _linear_pallas_not_auto),
+    "xla": Implementation(_linear_xla),
+}
 EMBEDDING: Table = {"xla": Implementation(_embedding_xla)}

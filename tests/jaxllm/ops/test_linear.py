@@ -5,9 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from kernels import interpreted
 from numerics import assert_as_accurate
 
+from jaxllm import ops
 from jaxllm.ops import embedding, linear
+from pallas_kernels import _compat
+from pallas_kernels.device import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -99,6 +103,61 @@ def test_weights_are_cast_to_the_inputs_dtype():
     assert y.dtype == jnp.bfloat16
     same = linear(narrow, weight.astype(jnp.bfloat16), bias.astype(jnp.bfloat16))
     np.testing.assert_array_equal(y, same)
+
+
+@pytest.mark.skipif(
+    not _compat.INTERPRETS_TRANSPOSED_WGMMA,
+    reason="the interpreter of jax 0.10 has no transposed wgmma operand",
+)
+@pytest.mark.parametrize(
+    ("shape", "out", "dtype", "bias"),
+    [
+        ((72,), 40, jnp.bfloat16, True),
+        ((2, 3, 72), 136, jnp.float16, False),
+        ((1, 5, 64), 40, jnp.bfloat16, True),
+    ],
+)
+def test_pallas_agrees(shape, out, dtype, bias):
+    x, weight, b = case(*shape, out=out, dtype=dtype)
+    arguments = (x, weight, b if bias else None)
+    run = lambda *arrays: linear(*arrays, implementation="pallas-interpret")  # noqa: E731
+    y = interpreted(run, *arguments)
+    assert (y.dtype, y.shape) == (dtype, linear(*arguments).shape)
+    assert_as_accurate(y, *expected(*arguments), largest_term=terms(x, weight))
+
+
+@pytest.mark.skipif(
+    not _compat.INTERPRETS_TRANSPOSED_WGMMA,
+    reason="the interpreter of jax 0.10 has no transposed wgmma operand",
+)
+def test_pallas_casts_and_widens_as_xla_does():
+    x, weight, b = case(3, 64, out=40)
+    narrow = x.astype(jnp.bfloat16)
+    keywords = {"out_dtype": jnp.dtype(jnp.float32)}
+
+    def run(x, weight, bias):
+        return linear(x, weight, bias, **keywords, implementation="pallas-interpret")
+
+    y = interpreted(run, narrow, weight, b)
+    assert y.dtype == jnp.float32
+    cast = weight.astype(jnp.bfloat16).astype(jnp.float32)
+    truth = expected(narrow.astype(jnp.float32), cast, b)[1]
+    assert_as_accurate(y, truth, truth, largest_term=terms(x, weight))
+
+
+def test_who_runs_a_product():
+    """cuBLAS unless the kernel is named; and where it cannot run, why."""
+    x, weight, _ = case(3, 64, out=40, dtype=jnp.bfloat16)
+    assert list(ops.LINEAR) == ["pallas", "pallas-interpret", "xla"]
+    kernel = ops.LINEAR["pallas"]
+    assert kernel.why_not(x, weight, device=INTERPRETED) is None
+    reason = kernel.why_not_auto(x, weight, device=INTERPRETED)
+    assert reason == "cuBLAS, which XLA calls, is as fast"
+    wide, narrow = x.astype(jnp.float32), weight.astype(jnp.float32)
+    reason = kernel.why_not(wide, narrow, device=INTERPRETED)
+    assert reason == "the tensor cores would round float32 to 10 bits (tf32)"
+    with pytest.raises(NotImplementedError, match="'pallas-interpret' cannot run .*tf32"):
+        linear(wide, narrow, implementation="pallas-interpret")
 
 
 def test_embedding_takes_rows():
