@@ -340,6 +340,37 @@ def attention(
     return tuple(_store(x, dtype) for x in (d_q, d_k, d_v))
 
 
+def scale_softmax(
+    x: np.ndarray,
+    *,
+    scale: float = 1.0,
+    mask: np.ndarray | None = None,
+    causal: bool = False,
+    axis: int = -1,
+    d_y: np.ndarray | None = None,
+    dtype: DTypeLike = np.float64,
+) -> Any:
+    """The result; if its cotangent `d_y` is given, those of x and the scale instead, taken from the
+    result as it is stored. An entry of -inf is a masked one.
+    """
+    (x,) = _load(dtype, x)
+    keep = np.broadcast_to(True if mask is None else mask, x.shape) & (x != -np.inf)
+    if causal:
+        t, s = x.shape[-2:]
+        keep = keep & (np.arange(s) <= s - t + np.arange(t)[:, None])
+    x = np.where(keep, x, 0)
+    scale = x.dtype.type(scale)
+    top = np.max(np.where(keep, x * scale, -np.inf), axis=axis, keepdims=True)
+    e = np.exp(np.where(keep, x * scale - np.where(top == -np.inf, 0, top), -np.inf))
+    total = e.sum(axis=axis, keepdims=True)
+    y = _store(np.divide(e, total, out=np.zeros_like(e), where=total > 0), dtype)
+    if d_y is None:
+        return y
+    d_y = np.where(keep, *_load(dtype, d_y), 0)
+    d_scores = y * (d_y - (y * d_y).sum(axis=axis, keepdims=True))
+    return _store(d_scores * scale, dtype), (d_scores * x).sum()
+
+
 def cross_entropy(logits: np.ndarray, targets: np.ndarray, ignore_index: int = -100) -> float:
     """The sum over the targets that count."""
     rows = [(row, target) for row, target in zip(logits, targets, strict=True)]

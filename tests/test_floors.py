@@ -28,6 +28,9 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
     ),
     "pallas_kernels.rope": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
+    "pallas_kernels.softmax": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
+    ),
     "pallas_kernels.measure": "",
     "pallas_kernels.tuned": "pallas_kernels.device",
     "pallas_kernels.tune": "pallas_kernels.device pallas_kernels.measure pallas_kernels.tuned",
@@ -47,6 +50,7 @@ MAY_IMPORT = {
     "jaxllm.ops.loss": OP,
     "jaxllm.ops.norm": OP,
     "jaxllm.ops.rope": OP,
+    "jaxllm.ops.softmax": OP,
     "jaxllm.ops": f"{OP} jaxllm.ops.*",
     "jaxllm.cache": "jaxllm.config",
     "jaxllm.layers": LAYERS,
