@@ -184,8 +184,8 @@ def _finite(highest):
 
 @triton.jit
 def _share(total):
-    """One over the total, and 0 where no entry is seen; a NaN stays one."""
-    return tl.where(total == 0.0, 0.0, 1.0 / total)
+    """One over the total, or 1 where no entry is seen and all shares are 0."""
+    return 1.0 / tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit

@@ -149,7 +149,9 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "NVIDIA H200"])
-@pytest.mark.parametrize(("dtype", "shape"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"), CASES, ids=[f"{jnp.dtype(dtype)}-{shape}" for dtype, shape in CASES]
+)
 def test_compiles_well(dtype, shape, gpu):
     """Nothing spilled, 16 bytes an access, rows reduced by shuffles."""
     from triton_programs import compile_launch, launches
@@ -213,15 +215,15 @@ def test_in_the_interpreter():
 @pytest.mark.gpu
 @pytest.mark.triton
 @pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.dtype)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     "shape",
     [(1, 96), (8192, 128), (7, 896), (3, 1001), (64, 4096), (5, 4864), (1021, 8192), (64, 16384)],
     ids=str,
 )
 def test_on_a_gpu(shape, dtype, zero_centered):
-    if jnp.dtype(dtype).itemsize * shape[-1] > triton_rms_norm.MAX_BYTES:
-        pytest.skip(f"why_not refuses rows of {shape[-1]} numbers of {dtype.dtype}")
+    if dtype == "float32" and shape[-1] == 16384:
+        pytest.skip("rows of 64 KB, which why_not refuses")
     keys = jax.random.split(jax.random.key(0), 5)
     x, residual, d_y, d_total = (jax.random.normal(key, shape, dtype) for key in keys[:4])
     weight = 1 + 0.3 * jax.random.normal(keys[4], shape[-1:], dtype)
