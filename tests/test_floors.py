@@ -27,6 +27,23 @@ MAY_IMPORT = {
     "pallas_kernels.swiglu": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
     ),
+    "pallas_kernels._triton_kernels": "",
+    "pallas_kernels._triton_call": "pallas_kernels._triton_kernels pallas_kernels.device",
+    "pallas_kernels.triton_rms_norm": (
+        "pallas_kernels._triton_call pallas_kernels.device pallas_kernels.rms_norm "
+        "pallas_kernels.tuned"
+    ),
+    "pallas_kernels.triton_softmax": (
+        "pallas_kernels._triton_call pallas_kernels.device pallas_kernels.softmax "
+        "pallas_kernels.tuned"
+    ),
+    "pallas_kernels.matmul_kernel": "pallas_kernels._compat",
+    "pallas_kernels.matmul": (
+        "pallas_kernels.device pallas_kernels.matmul_kernel pallas_kernels.tuned"
+    ),
+    "pallas_kernels.embedding": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned"
+    ),
     "pallas_kernels.rope": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
     "pallas_kernels.softmax": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
@@ -88,7 +105,7 @@ ABOVE_ALL = ("jaxllm", "jaxllm.cli", "jaxllm.__main__")
 
 # What lies below the house. A kernel needs JAX and nothing else.
 THIRD_PARTY = {
-    "pallas_kernels": {"jax", "jaxtyping"},
+    "pallas_kernels": {"jax", "jaxtyping", "triton", "jax_triton"},  # these two where used
     "jaxllm": {
         *("jax", "jaxtyping", "flax", "numpy", "ml_dtypes", "optax", "orbax"),
         *("safetensors", "tokenizers", "jinja2", "rich", "huggingface_hub"),
@@ -219,7 +236,7 @@ def world():
 before = world()
 import jaxllm, pallas_kernels
 assert world() == before
-heavy = {"torch", "tensorflow", "transformers", "orbax", "matplotlib", "grain", "huggingface_hub"}
+heavy = set("torch tensorflow transformers orbax matplotlib grain huggingface_hub triton".split())
 assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
 """,
         JAX_PLATFORMS="asked_for_at_import",
