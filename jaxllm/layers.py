@@ -73,11 +73,14 @@ class Embedding(nnx.Module):
         self.implementation = runtime.implementation
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        x = ops.embedding(
-            self.weight[...], ids, dtype=jnp.dtype(self.dtype), implementation=self.implementation
-        )
         # Gemma rounds sqrt(D) to the dtype of the activations first: 55.5 for D = 3072 in bfloat16.
-        return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
+        return ops.embedding(
+            self.weight[...],
+            ids,
+            scale=self.scale,
+            dtype=jnp.dtype(self.dtype),
+            implementation=self.implementation,
+        )
 
     def attend(self, x: Float[Array, "*B D"], *, out_dtype=None) -> Float[Array, "*B V"]:
         return ops.linear(

@@ -276,6 +276,13 @@ def turn_backward(
     return turn(d_out, cos, -sin), d_angles.real, d_angles.imag
 
 
+def rows_by_id(rows: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
+    """For each of `count` ids the sum of its rows [.., D], in float64."""
+    total = np.zeros((count, rows.shape[-1]))
+    np.add.at(total, ids.reshape(-1), rows.reshape(-1, rows.shape[-1]).astype(np.float64))
+    return total
+
+
 def sees(
     shape: tuple[int, int, int],
     *,

@@ -11,6 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from pallas_kernels import matmul as matmul_kernels
+from pallas_kernels.embedding import check_ids
+from pallas_kernels.embedding import embedding as embedding_kernel
+from pallas_kernels.embedding import why_not as why_not_embedding
 
 
 def precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
@@ -79,23 +82,31 @@ def embedding(
     table: Float[Array, "V D"],
     ids: Int[Array, "*B"],
     *,
+    scale: float | None = None,
     dtype: jnp.dtype | None = None,
     implementation: str | Mapping[str, str] = "auto",
 ) -> Float[Array, "*B D"]:
-    """Rows of the table, in `dtype` (the table's if None).
+    """Rows of the table in `dtype` (the table's if None), times `scale`, rounded to that dtype.
 
-    Ids outside the table are clamped to its ends.
+    Traced ids outside the table are clamped to its ends. Raises: ValueError for concrete ones.
     """
-    run = select("embedding", EMBEDDING, implementation, table, ids, dtype=dtype)
-    return run(table, ids, dtype=dtype)
+    check_ids(table, ids)
+    kwargs = {"scale": scale, "dtype": dtype}
+    return select("embedding", EMBEDDING, implementation, table, ids, **kwargs)(
+        table, ids, **kwargs
+    )
 
 
-def _embedding_xla(table, ids, *, dtype):
-    return jnp.take(table, ids, axis=0, mode="clip").astype(dtype or table.dtype)
+def _embedding_xla(table, ids, *, scale, dtype):
+    rows = jnp.take(table, ids, axis=0, mode="clip").astype(dtype or table.dtype)
+    return rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
 
 
 LINEAR: Table = {
     **pallas(_linear_pallas, _linear_pallas_why_not, _linear_pallas_not_auto),
     "xla": Implementation(_linear_xla),
 }
-EMBEDDING: Table = {"xla": Implementation(_embedding_xla)}
+EMBEDDING: Table = {
+    **pallas(embedding_kernel, why_not_embedding),
+    "xla": Implementation(_embedding_xla),
+}

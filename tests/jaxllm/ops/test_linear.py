@@ -1,5 +1,7 @@
 """Products with weights [out, in], and rows of a table."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,8 +172,29 @@ def test_embedding_takes_rows():
 
 def test_embedding_clamps_ids_to_the_table():
     table = jnp.asarray([[1.0], [2.0], [3.0]])
-    out = embedding(table, jnp.asarray([-1, -100, 3, 100], jnp.int32))
-    assert out[:, 0].tolist() == [1, 1, 3, 3]
+    ids = jnp.asarray([-1, -100, 3, 100], jnp.int32)
+    assert jax.jit(embedding)(table, ids)[:, 0].tolist() == [1, 1, 3, 3]
+
+
+def test_embedding_refuses_concrete_ids_outside_the_table():
+    table = jnp.ones((3, 1))
+    for ids in ([0, 3], [-1, 3]):
+        with pytest.raises(ValueError, match="to 3, but the table has rows 0 to 2"):
+            embedding(table, jnp.asarray(ids, jnp.int32))
+
+
+def test_the_kernel_takes_the_rows_that_xla_takes():
+    table = jnp.asarray(np.random.default_rng(0).standard_normal((7, 32)), jnp.float32)
+    ids = jnp.asarray([[0, 6, -2], [3, 3, 70]], jnp.int32)
+    narrow = functools.partial(embedding, scale=5.5, dtype=jnp.dtype(jnp.bfloat16))
+    kernel = functools.partial(narrow, implementation="pallas-interpret")
+    np.testing.assert_array_equal(interpreted(kernel, table, ids), jax.jit(narrow)(table, ids))
+
+
+def test_embedding_rounds_the_scale_first():
+    table = jnp.asarray([[1.0, 3.0]], jnp.bfloat16)
+    out = embedding(table, jnp.zeros((1,), jnp.int32), scale=3072**0.5)
+    assert out.tolist() == [[55.5, 166.0]]
 
 
 def test_embedding_gradient_adds_up_rows_that_occur_twice():

@@ -1,0 +1,255 @@
+"""Embedding in the interpreter: rows by id and sums of rows by id; what it refuses; its tilings."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from kernels import interpreted
+from numerics import assert_as_accurate
+
+from pallas_kernels import device as device_lib
+from pallas_kernels.embedding import (
+    Config,
+    bucket,
+    candidates,
+    default_config,
+    embedding,
+    embedding_reference,
+    tuning_calls,
+    why_not,
+)
+
+pytestmark = pytest.mark.usefixtures("strict_jax")
+
+H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
+
+
+def case(v: int, d: int, *shape: int, dtype: Any = jnp.float32) -> Any:
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.standard_normal((v, d)), dtype)
+    return table, jnp.asarray(rng.integers(0, v, shape), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("v", "d", "shape", "dtype", "keywords"),
+    [
+        (7, 96, (1,), jnp.bfloat16, {}),
+        (7, 896, (5,), jnp.float16, {}),
+        (5, 1000, (3,), jnp.bfloat16, {}),  # pieces of 16 bytes, zeros behind them
+        (3, 4864, (2,), jnp.float32, {}),  # parts of a row
+        (37, 64, (2, 19), jnp.float32, {"dtype": jnp.bfloat16}),
+        (5, 1000, (3,), jnp.bfloat16, {"scale": 1000**0.5}),
+        (11, 40, (13,), jnp.float32, {"scale": 0.3, "dtype": jnp.float16}),
+        (1, 16, (2, 1), jnp.bfloat16, {"dtype": jnp.float32}),
+    ],
+)
+def test_embedding(v, d, shape, dtype, keywords):
+    """Rows are copied, or rounded as XLA rounds them: the same to the bit."""
+    arguments = case(v, d, *shape, dtype=dtype)
+    ours = interpreted(functools.partial(embedding, **keywords, interpret=True), *arguments)
+    assert ours.dtype == keywords.get("dtype", dtype)
+    np.testing.assert_array_equal(ours, embedding_reference(*arguments, **keywords))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.uint32])
+def test_traced_ids_are_clamped_to_the_table(dtype):
+    table, _ = case(5, 32, 1)
+    ids = jnp.asarray([4, 0, 100], dtype)
+    ids = jnp.append(ids, jnp.asarray([jnp.iinfo(dtype).max, jnp.iinfo(dtype).min], dtype))
+    ours = interpreted(functools.partial(embedding, interpret=True), table, ids)
+    np.testing.assert_array_equal(ours, np.asarray(table)[[4, 0, 4, 4, 0]])
+
+
+def sums(v, d, ids, dtype, keywords):
+    """The gradient of the table for random cotangents: ours, XLA's, and the truth."""
+    table = case(v, d, 1, dtype=dtype)[0]
+    ids = jnp.asarray(ids, jnp.int32)
+    rng = np.random.default_rng(1)
+    d_out = jnp.asarray(rng.standard_normal((*ids.shape, d)), keywords.get("dtype", dtype))
+
+    def pull(f, table, ids):
+        return jax.vjp(lambda table: f(table, ids, **keywords), table)[1](d_out)[0]
+
+    ours = interpreted(
+        functools.partial(pull, functools.partial(embedding, interpret=True)), table, ids
+    )
+    assert ours.dtype == dtype
+    scale = 1.0
+    if keywords.get("scale"):
+        scale = float(jnp.asarray(keywords["scale"], d_out.dtype))
+    inside = np.clip(np.asarray(ids), 0, v - 1)
+    truth = oracles.rows_by_id(np.asarray(d_out, np.float64) * scale, inside, v)
+    return ours, pull(embedding_reference, table, ids), truth
+
+
+REPEATED = [3, 0, 3, 3, 12, 3, 1, 3, 3, 3, 3, 3, 3, 0]  # one id more often than rows fit on chip
+
+
+@pytest.mark.parametrize(
+    ("v", "d", "ids", "dtype", "keywords"),
+    [
+        (13, 96, REPEATED, jnp.float32, {}),
+        (37, 64, [[36, 36], [0, -5], [40, 8]], jnp.bfloat16, {}),
+        (3, 1000, [2], jnp.float16, {}),
+        (5, 4864, [4, 1, 4], jnp.bfloat16, {}),  # parts of a row
+        (7, 64, [6, 2, 6], jnp.float32, {"dtype": jnp.bfloat16, "scale": 3.3}),
+        (1, 16, [0, 0], jnp.bfloat16, {"dtype": jnp.float32}),
+    ],
+)
+def test_gradient(v, d, ids, dtype, keywords):
+    ours, plain, truth = sums(v, d, ids, dtype, keywords)
+    assert_as_accurate(ours, plain, truth)
+
+
+def test_the_check_can_fail():
+    ours, plain, truth = sums(13, 96, REPEATED, jnp.float32, {})
+    for wrong in (ours.at[3, 7].multiply(1.05), jnp.roll(ours, 1, axis=0)):
+        with pytest.raises(AssertionError, match="error is"):
+            assert_as_accurate(wrong, plain, truth)
+
+
+def test_sums_are_float32_and_the_same_to_the_bit():
+    """A sum of ones stops at 256 in bfloat16; in float16, 2049 ones are 2048."""
+    table, ids = jnp.zeros((2, 128), jnp.bfloat16), jnp.ones((300,), jnp.int32)
+    pull = jax.grad(lambda t, ids: jnp.sum(embedding(t, ids, interpret=True).astype(jnp.float32)))
+    assert set(interpreted(pull, table, ids)[1].tolist()) == {300.0}
+    rng = np.random.default_rng(0)
+    d_out = jnp.asarray(rng.standard_normal((14, 128)), jnp.float32)
+    again = [
+        interpreted(
+            lambda t, ids: jax.vjp(lambda t: embedding(t, ids, interpret=True), t)[1](d_out)[0],
+            jnp.zeros((13, 128)),
+            jnp.asarray(REPEATED, jnp.int32),
+        )
+        for _ in range(2)
+    ]
+    np.testing.assert_array_equal(*again)
+
+
+def test_second_derivatives():
+    table, ids = case(5, 32, 4)
+
+    def slope(f, table, ids):
+        return jnp.sum(jax.grad(lambda t: jnp.sum(f(t, ids) ** 3))(table) ** 2)
+
+    ours = interpreted(
+        jax.grad(functools.partial(slope, functools.partial(embedding, interpret=True))), table, ids
+    )
+    plain = jax.grad(functools.partial(slope, embedding_reference))(table, ids)
+    np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "config", [Config(1, 1), Config(1, 4), Config(3, 2), Config(8, 1), Config(32, 8)]
+)
+@pytest.mark.parametrize("keywords", [{}, {"scale": 2.5}])
+def test_a_config_changes_no_bit(config, keywords):
+    arguments = case(9, 128, 11, dtype=jnp.bfloat16)
+    f = functools.partial(embedding, **keywords, config=config, interpret=True)
+    np.testing.assert_array_equal(
+        interpreted(f, *arguments), embedding_reference(*arguments, **keywords)
+    )
+
+
+def specs(v=1000, d=896, count=8192, dtype: Any = "bfloat16"):
+    return jax.ShapeDtypeStruct((v, d), dtype), jax.ShapeDtypeStruct((count,), "int32")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "keywords", "device", "phrase"),
+    [
+        (specs(), {}, device_lib.Device("cpu"), "needs an NVIDIA GPU, found cpu"),
+        (specs(), {}, dataclasses.replace(H200, capability=8.0), "needs a Hopper GPU"),
+        (specs(dtype="float64"), {}, H200, "float16 or float32, got a table of float64"),
+        (specs(), {"dtype": "float64"}, H200, "float16 or float32, got a result of float64"),
+        (specs(count=0), {}, H200, "nothing to look up: the table is [1000, 896], ids are [0]"),
+        (specs(d=12), {}, H200, "rows of 24 bytes are no multiple of 16 bytes"),
+        (specs(d=12, dtype="float32"), {"dtype": "bfloat16"}, H200, "rows of 24 bytes are no"),
+        (specs(d=8 * 257), {}, H200, "rows of 2056 numbers cannot be cut into parts"),
+    ],
+)
+def test_why_not(arrays, keywords, device, phrase):
+    assert phrase in (why_not(*arrays, **keywords, device=device) or "")
+
+
+def test_nothing_stands_in_the_way_of_real_models():
+    for call in tuning_calls():
+        assert why_not(*call.arguments, device=H200) is None
+    for width in (64, 576, 1536, 2304, 3584, 4864, 5120, 8192, 14336, 16384):
+        assert why_not(*specs(d=width), device=H200) is None
+        assert why_not(*specs(d=width, dtype="float32"), dtype="bfloat16", device=H200) is None
+
+
+def test_it_says_why_it_cannot_run():
+    with pytest.raises(NotImplementedError, match="embedding: cannot run this call: needs an NVI"):
+        embedding(*case(3, 32, 2))
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "keywords", "sentence"),
+    [
+        ((3,), [0], {}, r"the table \[3\] is not \[V, D\]"),
+        ((3, 32), [0.5], {}, "ids are float32; they must be integers"),
+        ((3, 32), [0], {"dtype": jnp.int32}, "dtype is int32; it must be floating point"),
+        ((3, 32), [0], {"scale": float("nan")}, "scale must be a finite number, got nan"),
+        ((3, 32), [0, 3], {}, "ids go from 0 to 3, but the table has rows 0 to 2"),
+        ((3, 32), [-1, 2], {}, "ids go from -1 to 2, but the table has rows 0 to 2"),
+        ((3, 32), [0], {"config": Config(0)}, "rows and parts must be 1 at least"),
+        ((3, 32), [0], {"config": Config(1, 16)}, "32 numbers cannot be cut into 16 parts"),
+        ((3, 32), [0], {"config": Config(512)}, "a copy of 512 rows of 1 pieces is longer"),
+        ((3, 4096), [0], {"config": Config(8)}, r"Config\(rows=8, parts=1\): takes \d+ of 232448"),
+    ],
+)
+def test_user_errors(table, ids, keywords, sentence):
+    with pytest.raises(ValueError, match=f"embedding: .*{sentence}"):
+        embedding(jnp.ones(table), jnp.asarray(ids), **keywords, interpret=True)
+
+
+def test_a_table_of_integers():
+    with pytest.raises(ValueError, match="the table is int32; it must be floating point"):
+        embedding(jnp.ones((3, 32), jnp.int32), jnp.zeros((1,), jnp.int32), interpret=True)
+
+
+def test_concrete_ids_are_looked_at_inside_a_jitted_function_too():
+    table, ids = case(3, 32, 1)[0], jnp.asarray([5], jnp.int32)
+    with pytest.raises(ValueError, match="ids go from 5 to 5"):
+        jax.jit(lambda table: embedding(table, ids, interpret=True))(table)
+
+
+def test_configs_follow_the_sizes():
+    assert default_config(*specs(), device=H200) == Config(8)
+    assert default_config(*specs(count=1, d=4096), device=H200) == Config(1, 8)  # 1 KB each
+    assert default_config(*specs(count=64, d=4096), device=H200) == Config(1, 4)
+    assert bucket(*specs(count=5000)) == "bfloat16-bfloat16-m8192-d896"
+    assert bucket(*specs(), scale=2.0) != bucket(*specs()) != bucket(*specs(), dtype="float32")
+    for call in tuning_calls():
+        found = candidates(*call.arguments, device=H200)
+        assert len(found) > 4
+        assert default_config(*call.arguments, device=H200) not in found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", tuning_calls(), ids=lambda call: bucket(*call.arguments))
+def test_on_the_gpu(call):
+    table, ids = call.make(jax.random.key(0))
+    np.testing.assert_array_equal(jax.jit(embedding)(table, ids), embedding_reference(table, ids))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [896, 1000, 3072, 4864])
+def test_gradients_on_the_gpu(d):
+    v, rng = 3001, np.random.default_rng(0)
+    ids = jnp.asarray(np.minimum(rng.zipf(1.3, 2048) - 1, v - 1), jnp.int32)
+    table = jnp.asarray(rng.standard_normal((v, d)), jnp.bfloat16)
+    d_out = jnp.asarray(rng.standard_normal((2048, d)), jnp.bfloat16)
+    np.testing.assert_array_equal(jax.jit(embedding)(table, ids), embedding_reference(table, ids))
+    pull = jax.jit(lambda t, ids, d_out: jax.vjp(lambda t: embedding(t, ids), t)[1](d_out)[0])
+    ours = pull(table, ids, d_out)
+    np.testing.assert_array_equal(ours, pull(table, ids, d_out))
+    truth = oracles.rows_by_id(np.asarray(d_out, np.float64), np.asarray(ids), v)
+    assert_as_accurate(ours, jnp.asarray(truth, jnp.bfloat16), truth)
