@@ -78,7 +78,8 @@ def why_not(device: Device, **arrays: Any) -> str | None:
     if device.platform != "gpu":
         return f"needs an NVIDIA GPU, found {device.name or device.platform}"
     if device.capability < 8.0:
-        return f"needs compute capability 8.0 or newer, found {device.name} ({device.capability})"
+        found = device.capability or "an unknown one"
+        return f"needs compute capability 8.0 or newer, found {found} ({device.name})"
     for name, array in arrays.items():
         if array.dtype not in DTYPES:
             return f"takes bfloat16, float16 or float32, got {name} {array.dtype}"

@@ -43,7 +43,7 @@ def installed(monkeypatch):
             spec(2, 96),
             spec(96),
             Device("gpu", "Tesla T4", 7.5, 40),
-            "needs compute capability 8.0 or newer, found Tesla T4 (7.5)",
+            "needs compute capability 8.0 or newer, found 7.5 (Tesla T4)",
         ),
         (
             spec(2, 96, dtype=jnp.float8_e4m3fn),

@@ -42,7 +42,12 @@ def installed(monkeypatch):
         (
             spec(2, 96),
             Device("gpu", "Tesla V100", 7.0, 80),
-            "needs compute capability 8.0 or newer, found Tesla V100 (7.0)",
+            "needs compute capability 8.0 or newer, found 7.0 (Tesla V100)",
+        ),
+        (
+            spec(2, 96),
+            Device("gpu", "AMD Instinct MI300X"),
+            "needs compute capability 8.0 or newer, found an unknown one (AMD Instinct MI300X)",
         ),
         (
             spec(2, 96, dtype=jnp.float8_e5m2),
