@@ -95,9 +95,7 @@ def scale_softmax(
     if mask is not None:
         mask = jnp.broadcast_to(mask, (*mask.shape[:-1], moved.shape[-1])).astype(jnp.int8)
         mask = mask.reshape(-1, groups[-1][0] if groups[-1][1] else 1, mask.shape[-1])
-    known = float(scale) if isinstance(scale, Real) else None
-    static = _Static(groups, queries, known, config, device.num_sms, interpret)
-    number = None if known is not None else jnp.asarray(scale, jnp.float32).reshape(1)
+    static, number = _static(groups, queries, scale, config, device, interpret)
     y = _softmax(static, moved.reshape(-1, moved.shape[-1]), number, mask)
     return jnp.moveaxis(y.reshape(moved.shape), -1, axis)
 
@@ -118,6 +116,34 @@ def scale_softmax_reference(x, *, scale=1.0, mask=None, causal=False, axis=-1):
     weights = jnp.where(keep, jnp.exp(jnp.where(keep, scores - top, 0)), 0)
     total = jnp.sum(weights, axis, keepdims=True)
     return (weights / jnp.where(total == 0, 1, total)).astype(x.dtype)
+
+
+def scale_softmax_backward(
+    y: Float[Array, "*B S"],
+    d_y: Float[Array, "*B S"],
+    *,
+    scale: float | Float[Array, ""] = 1.0,
+    interpret: bool = False,
+) -> Float[Array, "*B S"]:
+    """The gradient to x, from the result and its cotangent, over the last axis.
+
+    What `scale_softmax` has as its gradient; by itself for those who keep y anyway. A mask is not
+    needed, for y is 0 there.
+    Raises: as `scale_softmax`; ValueError if y and d_y differ in shape or dtype.
+    """
+    _check(y, scale, None, False, -1)
+    if (y.shape, y.dtype) != (d_y.shape, d_y.dtype):
+        raise ValueError(
+            f"scale_softmax: y is {y.dtype}{list(y.shape)}, d_y {d_y.dtype}{list(d_y.shape)}"
+        )
+    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    if (reason := why_not(y, device=device)) is not None:
+        raise NotImplementedError(f"scale_softmax: cannot run this call: {reason}")
+    if y.size == 0:
+        return d_y
+    static, number = _static((), 0, scale, Config(), device, interpret)
+    rows_of = (-1, y.shape[-1])
+    return _backward(static, y.reshape(rows_of), number, d_y.reshape(rows_of)).reshape(y.shape)
 
 
 def why_not(
@@ -272,6 +298,13 @@ class _Static:
     config: Config
     num_sms: int
     interpret: bool
+
+
+def _static(groups, queries, scale, config, device, interpret) -> tuple[_Static, Any]:
+    """What is known when compiling, and the scale as an array [1] where it is not."""
+    known = float(scale) if isinstance(scale, Real) else None
+    number = None if known is not None else jnp.asarray(scale, jnp.float32).reshape(1)
+    return _Static(groups, queries, known, config, device.num_sms, interpret), number
 
 
 def _check(x, scale, mask, causal, axis) -> None:

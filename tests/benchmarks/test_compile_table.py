@@ -67,6 +67,15 @@ def test_every_rule_finds_its_fault(kind, kernel, said):
     assert found.startswith(said)
 
 
+def test_an_access_by_a_generic_pointer_is_wide_too():
+    generic = without("UTMALDG.2D", "STG.E.128", **{"LD.E.128": 1, "ST.E.128": 1})
+    assert compile_table.faults("memory", [generic]) == []
+
+
+def test_one_kernel_of_two_may_write_a_sum_alone():
+    assert compile_table.faults("memory", [without("STG.E.128"), GOOD]) == []
+
+
 def test_no_kernel_at_all_is_a_fault():
     assert compile_table.faults("memory", []) == ["no kernel of ours runs"]
 

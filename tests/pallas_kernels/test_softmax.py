@@ -15,7 +15,13 @@ from numerics import assert_as_accurate
 
 from pallas_kernels import softmax
 from pallas_kernels.device import Device
-from pallas_kernels.softmax import Config, scale_softmax, scale_softmax_reference, why_not
+from pallas_kernels.softmax import (
+    Config,
+    scale_softmax,
+    scale_softmax_backward,
+    scale_softmax_reference,
+    why_not,
+)
 
 H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 
@@ -194,6 +200,21 @@ def test_reference_and_its_gradient():
             plain = expected
     for ours, near, exact in zip((y, *pull(d_y)), plain, expected, strict=True):
         assert_as_accurate(ours, near, np.asarray(exact), largest_term=10.0)
+
+
+def test_backward_by_itself():
+    y, d_y = (x.reshape(2, 5, 48) for x in arrays((10, 48), F16, None)[:2])
+
+    def f(y, d_y):
+        return scale_softmax_backward(y, d_y, scale=0.5, interpret=True)
+
+    p, d = (np.asarray(x, np.float64) for x in (y, d_y))
+    truth = 0.5 * p * (d - (p * d).sum(axis=-1, keepdims=True))
+    assert_as_accurate(interpreted(f, y, d_y), truth.astype(np.float16), truth)
+    with pytest.raises(ValueError, match=r"y is float16\[2, 5, 48\], d_y float32\[2, 5, 48\]"):
+        f(y, d_y.astype(F32))
+    with pytest.raises(NotImplementedError, match="rows of 18 bytes"):
+        f(y[..., :9], d_y[..., :9])
 
 
 def test_nothing_to_do():
