@@ -9,7 +9,7 @@ from jaxllm.ops.attention import ATTENTION, attention
 from jaxllm.ops.glu import GLU, glu
 from jaxllm.ops.linear import EMBEDDING, LINEAR, embedding, linear
 from jaxllm.ops.loss import cross_entropy
-from jaxllm.ops.norm import RMS_NORM, rms_norm
+from jaxllm.ops.norm import LAYER_NORM, RMS_NORM, layer_norm, rms_norm
 from jaxllm.ops.rope import ROPE, rope
 from pallas_kernels import device as device_lib
 
@@ -18,6 +18,7 @@ OPS = {
     "linear": (linear, LINEAR),
     "embedding": (embedding, EMBEDDING),
     "rms_norm": (rms_norm, RMS_NORM),
+    "layer_norm": (layer_norm, LAYER_NORM),
     "rope": (rope, ROPE),
     "glu": (glu, GLU),
 }
@@ -49,6 +50,7 @@ __all__ = [
     "embedding",
     "explain",
     "glu",
+    "layer_norm",
     "linear",
     "rms_norm",
     "rope",

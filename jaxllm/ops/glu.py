@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxllm.ops._select import Implementation, Table, select
+from jaxllm.ops._select import Implementation, Table, pallas, select
+from pallas_kernels import swiglu as kernels
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -41,4 +42,18 @@ def _glu_xla(gate, up, *, activation):
     return ACTIVATIONS[activation](gate.astype(jnp.float32)).astype(gate.dtype) * up
 
 
-GLU: Table = {"xla": Implementation(_glu_xla)}
+def _glu_pallas(gate, up, *, activation, interpret=False):
+    if activation == "silu":
+        return kernels.swiglu(gate, up, interpret=interpret)
+    approximate = activation == "gelu_pytorch_tanh"
+    return kernels.geglu(gate, up, approximate=approximate, interpret=interpret)
+
+
+def _why_not_pallas(gate, up, *, activation, device):
+    del activation
+    if (gate.shape, gate.dtype) != (up.shape, up.dtype):
+        return f"gate is {gate.dtype}{list(gate.shape)} and up {up.dtype}{list(up.shape)}"
+    return kernels.why_not(gate, up, device=device)
+
+
+GLU: Table = {**pallas(_glu_pallas, _why_not_pallas), "xla": Implementation(_glu_xla)}

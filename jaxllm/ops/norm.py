@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation over the last axis."""
+"""Normalisation over the last axis: by the root of the mean square, or by mean and deviation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxllm.ops._select import Implementation, Table, select
+from jaxllm.ops._select import Implementation, Table, pallas, select
+from pallas_kernels import layer_norm as layer_norm_kernels
 
 
 def rms_norm(
@@ -40,3 +41,40 @@ def _rms_norm_xla(x, weight, *, eps, zero_centered):
 
 
 RMS_NORM: Table = {"xla": Implementation(_rms_norm_xla)}
+
+
+def layer_norm(
+    x: Float[Array, "*B D"],
+    weight: Float[Array, " D"],
+    bias: Float[Array, " D"] | None,
+    *,
+    eps: float,
+    implementation: str | Mapping[str, str] = "auto",
+) -> Float[Array, "*B D"]:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias; without a bias, nothing is added.
+
+    Dtypes: all in float32, rounded once at the end to x's dtype. The variance is that of x - mean,
+    so that a mean of 1e4 times the deviation does no harm.
+    Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+    """
+    run = select("layer_norm", LAYER_NORM, implementation, x, weight, bias, eps=eps)
+    return run(x, weight, bias, eps=eps)
+
+
+def _layer_norm_xla(x, weight, bias, *, eps):
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    weight, *rest = (
+        w.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + w.shape)
+        for w in (weight, bias)
+        if w is not None
+    )
+    y = centred * jax.lax.rsqrt(variance + eps) * weight
+    return (y + rest[0] if rest else y).astype(x.dtype)
+
+
+LAYER_NORM: Table = {
+    **pallas(layer_norm_kernels.layer_norm, layer_norm_kernels.why_not),
+    "xla": Implementation(_layer_norm_xla),
+}

@@ -1,14 +1,18 @@
 """The gated activation against float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from absent_device import absent
+from kernels import interpreted
 from numerics import assert_as_accurate
 
 from jaxllm.config import ACTIVATIONS
-from jaxllm.ops import glu
+from jaxllm.ops import explain, glu
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -58,3 +62,24 @@ def test_an_unknown_activation():
         ValueError, match="glu: activation 'relu' is not one of silu, gelu, gelu_pytorch_tanh"
     ):
         glu(gate, up, activation="relu")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_pallas(activation):
+    """The kernel that the activation's name stands for."""
+    gate, up = (x[..., :32] for x in case(jnp.bfloat16))
+    f = functools.partial(glu, activation=activation, implementation="pallas-interpret")
+    assert_as_accurate(interpreted(f, gate, up), *expected(gate, up, activation))
+
+
+def test_who_runs():
+    x = jax.ShapeDtypeStruct((8192, 4864), jnp.bfloat16)
+    with absent("NVIDIA H200"):
+        assert explain("glu", x, x, activation="silu")["pallas"] is None
+        other = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        reasons = explain("glu", x, other, activation="silu")
+    assert reasons["pallas"] == "gate is bfloat16[8192, 4864] and up float32[8192, 4864]"
+    assert reasons["xla"] is None
+    with absent("NVIDIA A100"):
+        reasons = explain("glu", x, x, activation="silu")
+    assert (reasons["pallas"] or "").startswith("needs a Hopper GPU")

@@ -1,13 +1,17 @@
-"""RMSNorm against float64, with its rounding points."""
+"""RMSNorm and LayerNorm against float64, with their rounding points."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from absent_device import absent
+from kernels import interpreted
 from numerics import assert_as_accurate
 
-from jaxllm.ops import rms_norm
+from jaxllm.ops import explain, layer_norm, rms_norm
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -119,3 +123,66 @@ def test_a_row_of_zeros():
     out, gradient = both(x)
     assert out == 0
     np.testing.assert_allclose(gradient, 1e3, rtol=1e-6)
+
+
+def layer_norm_case(*shape: int, dtype=jnp.float32, bias=True, mean=0.0):
+    x, weight = case(*shape, dtype=dtype)
+    x = (x.astype(jnp.float32) / 3 + mean).astype(dtype)
+    return x, weight, jnp.flip(weight) if bias else None
+
+
+def layer_norm_plain(x, weight, bias):
+    """In float32, rounded once."""
+    x32, w32, b32 = (None if a is None else np.asarray(a, np.float32) for a in (x, weight, bias))
+    assert x32 is not None
+    centred = x32 - np.mean(x32, axis=-1, keepdims=True)
+    variance = np.mean(centred * centred, axis=-1, keepdims=True)
+    y = centred / np.sqrt(variance + np.float32(1e-5)) * w32
+    return (y if b32 is None else y + b32).astype(np.asarray(x).dtype)
+
+
+def layer_norm_truth(x, weight, bias):
+    bias = None if bias is None else np.asarray(bias)
+    return oracles.layer_norm(np.asarray(x), np.asarray(weight), bias, eps=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "pallas-interpret"])
+@pytest.mark.parametrize(
+    ("shape", "kwargs"),
+    [
+        ((16,), {}),
+        ((2, 3, 96), {"dtype": jnp.bfloat16}),
+        ((5, 40), {"dtype": jnp.float16, "bias": False}),
+        ((3, 96), {"mean": 1e4}),
+    ],
+)
+def test_layer_norm(shape, kwargs, implementation):
+    x, weight, bias = layer_norm_case(*shape, **kwargs)
+    f = functools.partial(layer_norm, eps=1e-5, implementation=implementation)
+    out = interpreted(f, x, weight, bias) if "-" in implementation else f(x, weight, bias)
+    assert out.dtype == x.dtype
+    plain, truth = layer_norm_plain(x, weight, bias), layer_norm_truth(x, weight, bias)
+    largest_term = kwargs.get("mean")  # of the sum that the mean is
+    assert_as_accurate(out, plain, truth, largest_term=largest_term)
+    for wrong in (out.at[0].multiply(1.05), rms_norm(x, weight, eps=1e-5)):
+        with pytest.raises(AssertionError, match="error is"):
+            assert_as_accurate(wrong, plain, truth, largest_term=largest_term)
+
+
+def test_the_gradient_of_layer_norm():
+    x, weight, bias = layer_norm_case(3, 16)
+    d_out = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
+    pull = jax.vjp(functools.partial(layer_norm, eps=1e-5), x, weight, bias)[1]
+    arrays = [np.asarray(a) for a in (x, weight, bias)]
+    truth = oracles.layer_norm(*arrays, eps=1e-5, d_out=d_out)
+    for mine, exact in zip(pull(jnp.asarray(d_out)), truth, strict=True):
+        # float32 sums of 16 terms
+        np.testing.assert_allclose(mine, exact, rtol=1e-5, atol=1e-5)
+        assert not np.allclose(mine, 1.01 * exact, rtol=1e-5, atol=1e-5)
+
+
+def test_who_runs_layer_norm():
+    x, row = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 896), (896,)))
+    with absent("NVIDIA H200"):
+        assert explain("layer_norm", x, row, None, eps=1e-5)["pallas"] is None
+    assert "needs an NVIDIA GPU" in (explain("layer_norm", x, row, row, eps=1e-5)["pallas"] or "")
