@@ -113,10 +113,13 @@ def default_config(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: De
         rows = _triton_call.rows_for(count, block, device)
         return Config(block, rows, _triton_call.warps_for(rows * block))
     # A row has a program to itself if there are rows for every SM: its second reading then comes
-    # from the L2 cache. Fewer rows are cut until an SM has 4 programs; the statistics of a power
-    # of two of parts are read at once.
+    # from the L2 cache. Fewer rows are cut until an SM has 2 to 4 programs; the statistics of a
+    # power of two of parts are read at once.
+    block = 4096
+    while block > 1024 and count * -(-width // block) < 2 * sms:
+        block //= 2
     parts = _triton_call.power_of_two(-(-4 * sms // count)) if count < sms else 1
-    return Config(4096, 1, 8, min(parts, -(-width // 4096)))
+    return Config(block, 1, _triton_call.warps_for(block), min(parts, -(-width // block)))
 
 
 def bucket(x, *, scale=1.0, mask=None, causal=False, axis=-1) -> str:

@@ -107,7 +107,8 @@ def test_configs_are_within_bounds(shape, device):
 def test_few_long_rows_are_shared():
     few = triton_softmax.default_config(spec(8, 131072), device=H200)
     many = triton_softmax.default_config(spec(1024, 131072), device=H200)
-    assert (few.parts, many.parts) == (32, 1)
+    alone = triton_softmax.default_config(spec(1, 32064), device=H200)
+    assert (few.parts, many.parts, alone.parts) == (64, 1, 32)
 
 
 def both_ways(x, mask=None, **kwargs):
@@ -125,6 +126,7 @@ CASES = [
     (jnp.bfloat16, (8, 32, 2048, 2048), (8, 1, 2048, 2048), True, KERNELS),
     (jnp.bfloat16, (7, 1000), (1000,), False, KERNELS),
     (jnp.bfloat16, (64, 131072), None, False, SPLIT),
+    (jnp.bfloat16, (1, 32064), None, False, SPLIT),
     (jnp.bfloat16, (1024, 131072), None, False, KERNELS),
     (jnp.float16, (256, 16384), None, False, KERNELS),
     (jnp.float32, (2, 8, 128, 128), (2, 1, 1, 128), True, KERNELS),
@@ -217,6 +219,7 @@ def test_in_the_interpreter():
         ((64, 16384), None, False),
         ((7, 100001), (7, 1), False),
         ((3, 131072), None, False),
+        ((1, 32064), None, False),
         ((200, 131072), None, False),
         ((2, 100, 40000), (2, 1, 40000), True),
     ],
