@@ -11,10 +11,12 @@ from jaxllm.ops.linear import EMBEDDING, LINEAR, embedding, linear
 from jaxllm.ops.loss import cross_entropy
 from jaxllm.ops.norm import LAYER_NORM, RMS_NORM, layer_norm, rms_norm
 from jaxllm.ops.rope import ROPE, rope
+from jaxllm.ops.softmax import SCALE_SOFTMAX, scale_softmax
 from pallas_kernels import device as device_lib
 
 OPS = {
     "attention": (attention, ATTENTION),
+    "scale_softmax": (scale_softmax, SCALE_SOFTMAX),
     "linear": (linear, LINEAR),
     "embedding": (embedding, EMBEDDING),
     "rms_norm": (rms_norm, RMS_NORM),
@@ -54,4 +56,5 @@ __all__ = [
     "linear",
     "rms_norm",
     "rope",
+    "scale_softmax",
 ]

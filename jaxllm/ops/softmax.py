@@ -1,0 +1,45 @@
+"""Scale, mask and softmax in one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxtyping import Array, Bool, Float
+
+from jaxllm.ops._select import Implementation, Table, pallas, select
+from pallas_kernels import softmax as kernels
+from pallas_kernels import triton_softmax
+
+
+def scale_softmax(
+    x: Float[Array, "*B S"],
+    *,
+    scale: float | Float[Array, ""] = 1.0,
+    mask: Bool[Array, ...] | None = None,
+    causal: bool = False,
+    axis: int = -1,
+    implementation: str | Mapping[str, str] = "auto",
+) -> Float[Array, "*B S"]:
+    """softmax(scale * x) over `axis`, of what `mask` (True: kept) and `causal` let through.
+
+    The mask broadcasts to x. With causal, x is [.., T, S] and query t sees keys s <= S - T + t:
+    aligned to the end. Masked entries are 0, whatever x holds there; a row of masked entries, or
+    of -inf, is all 0, and so is its gradient. The scale is a number, or an array with a gradient.
+    Dtypes: bfloat16, float16, float32; statistics in float32; the result has x's dtype.
+    Raises: ValueError as `pallas_kernels.softmax.scale_softmax` does. NotImplementedError if the
+    named implementation cannot run the call.
+    """
+    kernels._check(x, scale, mask, causal, axis)
+    kwargs = {"scale": scale, "mask": mask, "causal": causal, "axis": axis}
+    return select("scale_softmax", SCALE_SOFTMAX, implementation, x, **kwargs)(x, **kwargs)
+
+
+SCALE_SOFTMAX: Table = {
+    **pallas(kernels.scale_softmax, kernels.why_not),
+    "triton": Implementation(
+        triton_softmax.scale_softmax,
+        triton_softmax.why_not,
+        lambda *args, **kwargs: "runs only by name: no call was measured faster than with xla",
+    ),
+    "xla": Implementation(kernels.scale_softmax_reference),
+}
