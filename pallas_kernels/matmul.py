@@ -65,8 +65,8 @@ def matmul(
     rest = {"bias": bias, "residual": residual, "a_scale": a_scale, "b_scale": b_scale}
     keywords = {"transpose_b": transpose_b, "out_dtype": out_dtype, "epilogue": epilogue, **rest}
     _check(a, b, **keywords)
-    if config is not None:
-        _check_config(config, a, **keywords)
+    if config is not None and (problem := _config_problem(config, a, **keywords)):
+        raise ValueError(f"matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(a, b, **keywords, device=device)
     if reason is not None:
@@ -217,17 +217,16 @@ def _default_config(m, n, dtype, *, b_rows, gated, num_sms, vectors) -> Config:
     else:
         # A tile of 128 x 256 reads least from shared memory a product (two of 64 x 256); smaller
         # ones waste less of the last wave but feed the tensor cores worse by about this much.
+        tiles = [(128, 256, 2, 1.0), (256, 128, 2, 1.0), (128, 128, 2, 1.2), (64, 128, 1, 1.6)]
+        tiles += [] if gated else [(128, 64, 2, 1.6), (64, 64, 1, 2.2)]
+
         def cost(tile):
-            tile_m, tile_n, slower = tile
+            tile_m, tile_n, _, slower = tile
             waves = -(-(-(-m // tile_m) * -(-n // tile_n)) // num_sms)
             return waves * tile_m * tile_n * slower
 
-        tile_m, tile_n, _ = (
-            min(((128, 256, 1.0), (256, 128, 1.0), (128, 128, 1.2), (128, 64, 1.6)), key=cost)
-            if not gated
-            else min(((128, 256, 1.0), (128, 128, 1.2)), key=cost)
-        )
-        choice = Config(tile_m, tile_n, tile_k)
+        tile_m, tile_n, consumers, _ = min(tiles, key=cost)
+        choice = Config(tile_m, tile_n, tile_k, consumers)
     for stages in range(12, 1, -1):  # more than about 100 KB in flight gain nothing
         config = dataclasses.replace(choice, stages=stages)
         if shared_bytes(config, dtype, vectors) <= SHARED_BYTES:
@@ -270,17 +269,17 @@ def candidates(a, b, *, transpose_b=False, device: Device, **keywords) -> list[C
         tiles = [(128, 256, 2, step), (256, 128, 2, step), (128, 192, 2, step)]
         tiles += [(128, 128, 2, step), (128, 64, 2, step), (64, 256, 1, step)]
         tiles += [(64, 128, 1, step), (64, 64, 1, 2 * step), (128, 128, 2, 2 * step)]
+    turns = ((8, 1),) if m <= WGMMA_ROWS else ((8, 1), (16, 1), (8, 2), (4, 2))
     found = []
     for tile_m, tile_n, consumers, tile_k in tiles:
-        for snake, cluster in ((8, 1),) if m <= WGMMA_ROWS else ((8, 1), (16, 1), (8, 2), (4, 2)):
-            for stages in range(12, 1, -1):
-                config = Config(tile_m, tile_n, tile_k, consumers, stages, snake, cluster)
-                try:
-                    _check_config(config, a, transpose_b=transpose_b, **keywords)
-                except ValueError:
-                    continue
-                found.append(config)
-                break
+        for snake, cluster in turns:
+            deep = [
+                config
+                for stages in range(12, 1, -1)
+                for config in [Config(tile_m, tile_n, tile_k, consumers, stages, snake, cluster)]
+                if _config_problem(config, a, transpose_b=transpose_b, **keywords) is None
+            ]
+            found += deep[:1]
     return [config for config in dict.fromkeys(found) if config != default]
 
 
@@ -343,7 +342,7 @@ def _check(a, b, *, transpose_b, out_dtype, bias, epilogue, residual, a_scale, b
             )
 
 
-def _check_config(
+def _config_problem(
     config: Config,
     a,
     *,
@@ -353,29 +352,26 @@ def _check_config(
     a_scale=None,
     b_scale=None,
     **_,
-) -> None:
-    """A config that a caller made: what the hardware asks of a tile."""
+) -> str | None:
+    """What the hardware has against a tile."""
     c, step = config, LINE_BYTES // a.dtype.itemsize
-    least = 128 if epilogue == "swiglu" else 16 if transpose_b else 64
+    least = 128 if epilogue == "swiglu" else 64
+    small = transpose_b and epilogue is None and c.tile_n in (16, 32)
+    size_bytes = shared_bytes(config, a.dtype, _vectors(bias, a_scale, b_scale))
     problems = {
         "consumers must be 1 or 2": c.consumers not in (1, 2),
-        "tile_m must be 64, 128 or 256 and a multiple of 64 a consumer": c.tile_m
-        not in (64, 128, 256)
-        or c.tile_m % (WGMMA_ROWS * c.consumers),
-        f"tile_n must be {'16, 32 or ' if least == 16 else ''}a multiple of {max(least, 64)}, 256 "
-        "at most": c.tile_n not in (16, 32)[: 2 if least == 16 else 0]
-        and (not 0 < c.tile_n <= 256 or c.tile_n % max(least, 64)),
+        "tile_m must be 64, 128 or 256": c.tile_m not in (64, 128, 256),
+        "a consumer takes 64 rows at least": c.tile_m < WGMMA_ROWS * c.consumers,
+        f"tile_n must be a multiple of {least}, 256 at most (or 16 or 32 where b is [N, K])": (
+            not small and (not 0 < c.tile_n <= 256 or c.tile_n % least)
+        ),
         f"tile_k must be a multiple of {step}": c.tile_k < 1 or c.tile_k % step,
         "a consumer can hold 64 x 256 sums": c.tile_m * c.tile_n > c.consumers * 64 * 256,
         "stages must be 2 at least, snake 1": c.stages < 2 or c.snake < 1,
         "cluster must be 1 or 2": c.cluster not in (1, 2),
+        f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
     }
-    for problem, found in problems.items():
-        if found:
-            raise ValueError(f"matmul: {config}: {problem}")
-    size_bytes = shared_bytes(config, a.dtype, _vectors(bias, a_scale, b_scale))
-    if size_bytes > SHARED_BYTES:
-        raise ValueError(f"matmul: {config} takes {size_bytes} of {SHARED_BYTES} bytes on chip")
+    return next((problem for problem, found in problems.items() if found), None)
 
 
 def _vectors(bias, a_scale, b_scale) -> int:

@@ -144,12 +144,15 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
 
         def load_chunk(row, column, inner, to, barrier):
             """128 bytes of K, or as many rows of an operand that lies the other way."""
-            outer = pl.ds(row, c.tile_m)
             if static.transpose_a:
+                outer = pl.ds(row, c.tile_m)
                 plgpu.copy_gmem_to_smem(a_ref.at[inner, outer], a_stages.at[to], barrier)
             else:
-                target = _rows(a_stages, to, 0, c.tile_m, static.interpret)
-                plgpu.copy_gmem_to_smem(a_ref.at[outer, inner], target, barrier)
+                # Fewer rows than a tile: what lies behind them in shared memory is multiplied too,
+                # and ends in rows that are not written.
+                few = min(c.tile_m, -(-m // 8) * 8)
+                target = _rows(a_stages, to, 0, few, static.interpret)
+                plgpu.copy_gmem_to_smem(a_ref.at[pl.ds(row, few), inner], target, barrier)
             for half in range(halves):
                 outer = pl.ds(column + half * width, tile_width)
                 start = half * tile_width
