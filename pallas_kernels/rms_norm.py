@@ -10,6 +10,7 @@ Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -49,7 +50,7 @@ def rms_norm(
     reason = why_not(x, weight, **kwargs, device=device)
     if reason is not None:
         raise NotImplementedError(f"rms_norm: cannot run this call: {reason}")
-    static = _Static(float(eps), zero_centered, config, device.num_sms, interpret)
+    static = _Static(float(eps), zero_centered, config, None, device.num_sms, interpret)
     flat = x.reshape(-1, x.shape[-1])
     if residual is None:
         return _norm(static, flat, weight).reshape(x.shape)
@@ -91,6 +92,7 @@ class _Static:
     eps: float
     zero_centered: bool
     config: Config | None
+    backward_config: Config | None
     num_sms: int
     interpret: bool
 
@@ -118,20 +120,24 @@ def _forward(static: _Static, x, weight, residual=None):
     width = x.shape[-1]
 
     def step(group, inputs, weights, outputs, sums):
-        squares, kept = jnp.float32(0), None
+        kept = {}
+
+        def total(part):  # more than the registers hold is read once more
+            if part in kept and len(group) == 1:
+                return kept[part]
+            if residual is None:
+                value = inputs[0].load(part)
+            elif part in kept:
+                value = outputs[1].load(part)
+            else:
+                value = inputs[0].load(part) + inputs[1].load(part)
+                outputs[1].store(part, value)
+            kept[part] = value.astype(jnp.float32)
+            return kept[part]
+
+        scale = jax.lax.rsqrt(group.sum(total(part) ** 2 for part in group) / width + static.eps)
         for part in group:
-            kept = inputs[0].load(part)
-            if residual is not None:
-                kept = kept + inputs[1].load(part)
-                outputs[1].store(part, kept)
-            kept = kept.astype(jnp.float32)
-            squares += jnp.sum(kept * kept, axis=1)
-        scale = jax.lax.rsqrt(squares / width + static.eps)
-        for part in group:
-            if len(group) > 1:  # more than the registers hold: read once more on chip
-                kept = (inputs[0] if residual is None else outputs[1]).load(part)
-                kept = kept.astype(jnp.float32)
-            y = kept * part.across(scale)
+            y = total(part) * part.across(scale)
             w = weights[0].load(part)
             if static.zero_centered:
                 y = (y * (1.0 + w.astype(jnp.float32))).astype(x.dtype)
@@ -147,7 +153,7 @@ def _forward(static: _Static, x, weight, residual=None):
         inputs=inputs,
         weights=[weight],
         outputs=[x.dtype] * len(inputs),
-        numbers=64,  # a thread; of 8192 columns, all stay in registers
+        row_sums=1,
         config=static.config,
         num_sms=static.num_sms,
         interpret=static.interpret,
@@ -164,26 +170,24 @@ def _backward(static: _Static, x, weight, dy, d_total=None):
 
     def step(group, inputs, weights, outputs, sums):
         def load(part):
-            h, d = (ref.load(part).astype(jnp.float32) for ref in inputs[:2])
+            x32, d = (ref.load(part).astype(jnp.float32) for ref in inputs[:2])
             w = weights[0].load(part).astype(jnp.float32)
-            return h, d, d * (1.0 + w if static.zero_centered else w)
+            return x32, d, d * (1.0 + w if static.zero_centered else w)
 
-        squares = products = jnp.float32(0)
-        for part in group:
-            x32, _, g = load(part)
-            squares += jnp.sum(x32 * x32, axis=1)
-            products += jnp.sum(x32 * g, axis=1)
+        if len(group) == 1:  # else it is more than the registers hold, and read once more
+            load = functools.cache(load)
+        squares = group.sum(load(part)[0] ** 2 for part in group)
+        products = group.sum(load(part)[0] * load(part)[2] for part in group)
         scale = jax.lax.rsqrt(squares / width + static.eps)
         along = products * scale * scale / width
         totals = []
         for part, total in zip(group, sums[0], strict=True):
             x32, d, g = load(part)
-            h = x32 * part.across(scale)
             d_x = part.across(scale) * (g - x32 * part.across(along))
             if d_total is not None:
                 d_x = d_x + inputs[2].load(part).astype(jnp.float32)
             outputs[0].store(part, d_x.astype(x.dtype))
-            totals.append(total + d * h)
+            totals.append(total + d * x32 * part.across(scale))
         return [totals]
 
     outputs, sums = rows.over_rows(
@@ -193,8 +197,8 @@ def _backward(static: _Static, x, weight, dy, d_total=None):
         weights=[weight],
         outputs=[x.dtype],
         sums=1,
-        numbers=16,
-        config=None,
+        row_sums=2,
+        config=static.backward_config,
         num_sms=static.num_sms,
         interpret=static.interpret,
     )

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +30,8 @@ from pallas_kernels import _compat
 ACCESS_BYTES = 16  # the widest access of a thread, and the grain of the copy engine
 WARPS, LANES = 4, 32  # of a warpgroup
 MAX_BOX = 256  # numbers a dimension that one copy takes
+MAX_WARPGROUPS = 4  # that share a row; the interpreter runs no more of them at a time
+NUMBERS = 64  # that a thread may hold of a row before it reads the row in parts
 SMEM_BYTES = 227 * 1024  # of shared memory that blocks may have on a Hopper multiprocessor
 MAX_ROW_BYTES = 32 * 1024  # two stages of three such arrays, and weights beside them, fit there
 
@@ -36,9 +40,10 @@ MAX_ROW_BYTES = 32 * 1024  # two stages of three such arrays, and weights beside
 class RowTile:
     """How rows of `width` numbers lie: `rows` a tile, `width` padded to chunks * inner.
 
-    warps and lanes: by how many of them, (down, across), the rows are split; `vector` numbers of
-    the narrowest dtype are one access. `interpret`: it is for the interpreter, which knows no
-    layouts and reshapes values, not references.
+    The numbers of a row belong to `warpgroups` from left to right, each of which has `chunks` of
+    `inner`. warps and lanes: by how many of them, (down, across), the rows of one warpgroup are
+    split; `vector` numbers of the narrowest dtype are one access. `interpret`: it is for the
+    interpreter, which knows no layouts and reshapes values, not references.
     """
 
     width: int
@@ -48,12 +53,18 @@ class RowTile:
     vector: int
     warps: tuple[int, int]
     lanes: tuple[int, int]
+    warpgroups: int = 1
     interpret: bool = False
 
     @property
     def padded(self) -> int:
-        """The width in shared memory and registers."""
-        return self.chunks * self.inner
+        """The width in shared memory and registers, of all warpgroups."""
+        return self.warpgroups * self.chunks * self.inner
+
+    @property
+    def first_chunk(self) -> Any:
+        """Of the warpgroup that asks."""
+        return 0 if self.warpgroups == 1 else jax.lax.axis_index("warpgroup") * self.chunks
 
     @property
     def layout(self) -> Any:
@@ -90,9 +101,9 @@ class RowTile:
         """Shared memory for one tile a stage."""
         return plgpu.SMEM((*stages, self.rows, self.chunks, self.inner), dtype)
 
-    def row_buffer(self, dtype: Any) -> Any:
+    def row_buffer(self, dtype: Any, *warpgroups: int) -> Any:
         """Shared memory for one row, such as a weight."""
-        return plgpu.SMEM((self.chunks, self.inner), dtype)
+        return plgpu.SMEM((*warpgroups, self.chunks, self.inner), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +111,19 @@ class Config:
     """How a kernel over rows is tiled: changes its speed, never its result.
 
     repeat: rows a tile, in multiples of the rows that the warpgroup holds side by side.
-    stages: tiles in flight a block. blocks_per_sm: blocks a multiprocessor.
+    stages: tiles in flight a block; 0 is no stream at all, but a block for each tile, from memory
+    to registers and back. blocks_per_sm: blocks a multiprocessor that a stream has. warpgroups:
+    among how many the numbers of a wide row are divided.
     """
 
     repeat: int = 1
     stages: int = 2
     blocks_per_sm: int = 2
+    warpgroups: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.repeat, self.stages, self.blocks_per_sm) < 1:
-            raise ValueError(f"rows: {self}: each number must be 1 at least")
+        if min(self.repeat, self.stages + 1, self.blocks_per_sm, self.warpgroups) < 1:
+            raise ValueError(f"rows: {self}: stages may be 0, the other numbers must be 1 at least")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +142,8 @@ class Part:
         return self.rows, self.chunks * self.tile.inner
 
     def across(self, column: jax.Array) -> jax.Array:
-        """One number a row [rows] along the rows: [rows, columns]."""
-        return self._lay_out(jax.lax.broadcast_in_dim(column, self.shape, [0]))
+        """One number a row ([rows], or a scalar for one row) along the rows: [rows, columns]."""
+        return self._lay_out(jax.lax.broadcast_in_dim(column, self.shape, range(column.ndim)))
 
     def down(self, row: jax.Array) -> jax.Array:
         """A row [columns] under each other: [rows, columns]."""
@@ -145,7 +159,7 @@ class Part:
             index = jax.lax.broadcasted_iota(jnp.int32, self.shape, 1)
         else:
             index = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.tile.layout)
-        return index + self.chunk * self.tile.inner
+        return index + (self.tile.first_chunk + self.chunk) * self.tile.inner
 
     def lines(self) -> jax.Array:
         """Which row of the part each number is in: int32 [rows, columns]."""
@@ -157,11 +171,19 @@ class Part:
         return x if self.tile.interpret else plgpu.layout_cast(x, self.tile.layout)
 
 
-def row_tile(width: int, itemsize: int, *, repeat: int = 1, interpret: bool = False) -> RowTile:
+def row_tile(
+    width: int,
+    itemsize: int,
+    *,
+    repeat: int = 1,
+    warpgroups: int = 1,
+    interpret: bool = False,
+) -> RowTile:
     """The tile for rows of `width` numbers of `itemsize` bytes (the narrowest dtype of the call).
 
     Narrow rows share a warp, middle ones have a warp each, and a row of more than four accesses a
-    lane has the whole warpgroup.
+    lane has the whole warpgroup, or several: as many as `warpgroups` says, or fewer where the row
+    does not divide.
     """
     vector = ACCESS_BYTES // itemsize
     units = -(-width // vector)
@@ -175,9 +197,12 @@ def row_tile(width: int, itemsize: int, *, repeat: int = 1, interpret: bool = Fa
     step = warps[1] * lanes[1] * vector
     inner = _inner(width, vector)
     grain = step // math.gcd(step, inner)  # chunks that fill the threads
-    chunks = -(-width // (inner * grain)) * grain
+    grains = -(-width // (inner * grain))
+    while warpgroups > 1 and (warps[0] > 1 or grains % warpgroups):
+        warpgroups -= 1
+    chunks = grains // warpgroups * grain
     rows = repeat * warps[0] * lanes[0]
-    return RowTile(width, rows, inner, chunks, vector, warps, lanes, interpret)
+    return RowTile(width, rows, inner, chunks, vector, warps, lanes, warpgroups, interpret)
 
 
 def _inner(width: int, vector: int) -> int:
@@ -200,25 +225,49 @@ def why_not_rows(width: int, itemsize: int) -> str | None:
         return f"rows of {size} bytes are longer than {MAX_ROW_BYTES}, what stays on chip"
     inner = math.gcd(width, MAX_BOX)
     if width // inner > MAX_BOX:
-        return f"rows of {width} numbers are {width // inner} runs of {inner}; a copy takes {MAX_BOX}"
+        return (
+            f"rows of {width} numbers are {width // inner} runs of {inner}; a copy takes {MAX_BOX}"
+        )
     return None
 
 
 def default_config(
-    width: int, itemsize: int, count: int, *, array_bytes: int, held_bytes: int
+    width: int,
+    itemsize: int,
+    count: int,
+    *,
+    array_bytes: int,
+    held_bytes: int,
+    num_sms: int,
+    sums: int = 0,
 ) -> Config:
-    """Tiles of about 8 KB, three in flight a block, and as many blocks as fit, up to eight.
+    """What was near the best for rows of every width on an H200 (benchmarks/README.md).
 
+    Rows that fill the threads need no stream: blocks that come and go keep more loads in flight
+    than a stream of copies does (8192 x 8192 bfloat16: 65.9 us against 68.4). A warpgroup has
+    4 accesses a thread of a row then, 2 where rows are few. A stream has 3 tiles in flight a block
+    (4 are slower: 113.9 us against 101.0 for the backward pass of the same size), and blocks for
+    about 96 KB in flight a multiprocessor.
     array_bytes: of one number in all inputs together; held_bytes: in all weights.
     """
     tile = row_tile(width, itemsize)
-    repeat = max(1, 8192 // (tile.rows * tile.padded * itemsize))
-    while repeat > 1 and tile.rows * repeat * 132 * 4 > count:  # rows enough for all blocks first
+    accesses = -(-tile.padded // (tile.vector * WARPS * LANES))
+    share = 2 if count < 4 * num_sms else 4
+    warpgroups = 1 if tile.warps[0] > 1 else min(MAX_WARPGROUPS, -(-accesses // share))
+    if not sums and tile.padded == width:
+        repeat = 1
+        while tile.warps[0] > 1 and repeat < 4 and count % (2 * repeat * tile.rows) == 0:
+            repeat *= 2
+        if count % (repeat * tile.rows) == 0:
+            return Config(repeat, 0, 1, warpgroups)
+    repeat = max(1, 4096 // (tile.rows * tile.padded * itemsize))
+    while repeat > 1 and tile.rows * repeat * num_sms * 4 > count:  # first rows for all blocks
         repeat //= 2
     stage = repeat * tile.rows * tile.padded * array_bytes
-    held = tile.padded * held_bytes + 4096
+    held = tile.padded * held_bytes + 4096 * bool(sums) * tile.warps[0] * repeat + 4096
     stages = max(1, min(3, (SMEM_BYTES - held) // stage))
-    return Config(repeat, stages, max(1, min(8, SMEM_BYTES // (stages * stage + held))))
+    blocks = min(8, 98304 // (stages * stage), SMEM_BYTES // (stages * stage + held))
+    return Config(repeat, stages, max(1, blocks), warpgroups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +295,7 @@ class Staged:
 
 @dataclasses.dataclass(frozen=True)
 class StagedRow:
-    """A row in shared memory, such as a weight."""
+    """A row in shared memory, such as a weight, or a warpgroup's share of it."""
 
     ref: Any
 
@@ -258,6 +307,73 @@ class StagedRow:
         return part.down(_compat.load(ref.reshape(part.shape[1]), part.tile.layout.reduce(0)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A tile in device memory, for `Config.stages` 0: parts like those of `Staged`."""
+
+    ref: Any
+    first_row: Any
+
+    def load(self, part: Part) -> jax.Array:
+        if part.tile.interpret:
+            return self._of(part)[...]
+        return _compat.load(self._of(part), part.tile.layout, optimized=False)
+
+    def store(self, part: Part, value: jax.Array) -> None:
+        self._of(part)[...] = value
+
+    def _of(self, part: Part) -> Any:
+        column = (part.tile.first_chunk + part.chunk) * part.tile.inner
+        return self.ref.at[
+            pl.ds(self.first_row + part.row, part.rows), pl.ds(column, part.shape[1])
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row in device memory, likewise."""
+
+    ref: Any
+
+    def load(self, part: Part) -> jax.Array:
+        """The part's columns under each other: [rows, columns]."""
+        column = (part.tile.first_chunk + part.chunk) * part.tile.inner
+        ref = self.ref.at[pl.ds(column, part.shape[1])]
+        if part.tile.interpret:
+            return part.down(ref[...])
+        return part.down(_compat.load(ref, part.tile.layout.reduce(0), optimized=False))
+
+
+class Group:
+    """The parts of some whole rows, or of the share of them that a warpgroup has."""
+
+    def __init__(self, parts: Sequence[Part], exchange: Callable[[jax.Array], jax.Array]):
+        self.parts = tuple(parts)
+        self._exchange = exchange
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self.parts)
+
+    def __getitem__(self, index: int) -> Part:
+        return self.parts[index]
+
+    def sum(self, values: Iterable[jax.Array]) -> jax.Array:
+        """The sum of each row ([rows], or a scalar), of one array [rows, columns] a part.
+
+        Parts of one shape are added first: threads meet once a row, not once a part.
+        """
+        totals: dict[tuple[int, ...], jax.Array] = {}
+        for value in values:
+            totals[value.shape] = totals[value.shape] + value if value.shape in totals else value
+        share = functools.reduce(
+            operator.add, (jnp.sum(total, axis=1) for total in totals.values())
+        )
+        return self._exchange(share)
+
+
 def over_rows(
     step: Callable[..., Any],
     *,
@@ -266,98 +382,182 @@ def over_rows(
     weights: Sequence[jax.Array] = (),
     outputs: Sequence[Any],
     sums: int = 0,
-    numbers: int,
+    row_sums: int,
     config: Config | None,
     num_sms: int,
     interpret: bool,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Runs sums = step(group, inputs, weights, outputs, sums) for all rows of the inputs [M, D].
 
-    `group` is the parts of some whole rows (`RowTile.groups(numbers)`), inputs and outputs are
-    `Staged`, weights [D] `StagedRow`. `outputs` are the dtypes of the results [M, D]; output j is
-    written over input j on chip, of the same dtype, so a step loads a part before it stores it.
-    Each of the `sums` is a list, a part its entry: float32 [rows, columns], which the step adds to.
+    `group` is a `Group` of parts, inputs and outputs have load(part) and store(part, value),
+    weights [D] load(part). `outputs` are the dtypes of the results [M, D]; output j is written over
+    input j on chip, of the same dtype, so a step loads a part before it stores it. Each of the
+    `sums` is a list, a part its entry: float32 [rows, columns], which the step adds to; a step
+    calls `Group.sum` at most `row_sums` times.
     Returns the outputs and, for each sum, rows [some, D] that are still to be added up.
     """
-    count, width = inputs[0].shape
     assert all(x.dtype == dtype for x, dtype in zip(inputs, outputs, strict=False)), name
+    count, width = inputs[0].shape
     sizes = [x.dtype.itemsize for x in inputs]
-    narrowest = min(sizes)
     if config is None:
-        held = sum(w.dtype.itemsize for w in weights)
-        config = default_config(width, narrowest, count, array_bytes=sum(sizes), held_bytes=held)
-    tile = row_tile(width, narrowest, repeat=config.repeat, interpret=interpret)
+        config = default_config(
+            width,
+            min(sizes),
+            count,
+            array_bytes=sum(sizes),
+            held_bytes=sum(w.dtype.itemsize for w in weights),
+            num_sms=num_sms,
+            sums=sums,
+        )
+    tile = row_tile(
+        width,
+        min(sizes),
+        repeat=config.repeat,
+        warpgroups=config.warpgroups,
+        interpret=interpret,
+    )
+    whole = tile.padded == width and count % tile.rows == 0 and not sums
+    if config.stages == 0 and not whole:
+        raise NotImplementedError(
+            f"{name}: cannot run this call: {config} has no stream, which takes rows that fill the "
+            f"threads, {tile.rows} at a time, and no sums over rows; got {count} rows of {width}"
+        )
+    groups = tile.groups(NUMBERS)
+    exchanges = len(groups) * row_sums
+    shared: list[Any] = []
+    if tile.warpgroups > 1:
+        shared = [
+            plgpu.SMEM((2, exchanges, tile.warpgroups), jnp.float32),
+            plgpu.Barrier(num_arrivals=tile.warpgroups),
+        ]
+    run = functools.partial(
+        _compat.kernel,
+        name=name,
+        grid_names=("block",),
+        num_threads=tile.warpgroups,
+        thread_name="warpgroup",
+        interpret=interpret,
+    )
+
+    def steps(ins, rows, outs, totals, meeting, turn):
+        """All groups of a tile; shares of a row's sum meet in a place of their own."""
+        places = itertools.count()
+
+        def exchange(share):
+            if not meeting:
+                return share
+            board, barrier = meeting
+            line = board.at[turn, next(places)]
+            line[jax.lax.axis_index("warpgroup")] = jnp.sum(share)  # of one row: as a scalar
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
+            return sum(line[i] for i in range(tile.warpgroups))
+
+        for parts in groups:
+            totals = step(Group(parts, exchange), ins, rows, outs, totals)
+        return totals
+
+    if config.stages == 0:
+
+        def whole_tile(*refs):
+            take = _taker(refs)
+            ins, rows, outs, meeting = map(
+                take, (len(inputs), len(weights), len(outputs), len(shared))
+            )
+            first = jax.lax.axis_index("block") * tile.rows
+            steps(
+                [Tile(ref, first) for ref in ins],
+                [Row(ref) for ref in rows],
+                [Tile(ref, first) for ref in outs],
+                [],
+                meeting,
+                0,
+            )
+
+        out_type = [jax.ShapeDtypeStruct((count, width), dtype) for dtype in outputs]
+        kernel = run(
+            whole_tile, out_type=out_type, grid=(count // tile.rows,), scratch_types=shared
+        )
+        return kernel(*inputs, *weights), []
+
     tiles = -(-count // tile.rows)
     blocks = min(tiles, num_sms * config.blocks_per_sm)
     view = tile.view(inputs[0]).shape
     out_type = [jax.ShapeDtypeStruct(view, dtype) for dtype in outputs]
     line = max(tile.padded, WARPS * LANES)  # of narrower rows, a register load takes several
     out_type += [jax.ShapeDtypeStruct((blocks, line), jnp.float32)] * sums
-    shared = [plgpu.SMEM((tile.rows * tile.padded // line, line), jnp.float32)]
-    shared *= bool(sums and tile.warps[0] > 1)
+    lines = [plgpu.SMEM((tile.rows * tile.padded // line, line), jnp.float32)]
+    lines *= bool(sums and tile.warps[0] > 1)
 
-    def body(*refs):
-        refs = iter(refs)
-        take = lambda n: [next(refs) for _ in range(n)]  # noqa: E731
-        in_refs, weight_refs, out_refs, sum_refs = map(
+    def streamed(*refs):
+        take = _taker(refs)
+        ins, weight_refs, outs, sum_refs = map(
             take, (len(inputs), len(weights), len(outputs), sums)
         )
-        buffers, weight_rows, lines = map(take, (len(inputs), len(weights), len(shared)))
-        barrier, *weight_barrier = refs
+        buffers, weight_rows, lines_ref, meeting, (barrier, *weight_barrier) = map(
+            take, (len(inputs), len(weights), len(lines), len(shared), 1 + bool(weights))
+        )
+        mine = 0 if tile.warpgroups == 1 else jax.lax.axis_index("warpgroup")
+        buffers, weight_rows = ([ref.at[mine] for ref in refs] for refs in (buffers, weight_rows))
         for ref, row in zip(weight_refs, weight_rows, strict=True):
-            plgpu.copy_gmem_to_smem(_whole(ref, tile), row, weight_barrier[0])
+            plgpu.copy_gmem_to_smem(_whole(ref, tile), row, weight_barrier[0].at[mine])
         if weights:
-            plgpu.barrier_wait(weight_barrier[0])
-        weights_on_chip = [StagedRow(row) for row in weight_rows]
-        groups = tile.groups(numbers)
+            plgpu.barrier_wait(weight_barrier[0].at[mine])
+        on_chip = [StagedRow(row) for row in weight_rows]
 
-        def tile_step(slots, totals):
+        def tile_step(slots, carry):
+            turn, totals = carry
             staged = [Staged(ref) for ref in slots]
-            for group in groups:
-                totals = step(group, staged, weights_on_chip, staged[: len(outputs)], totals)
-            return totals
+            totals = steps(staged, on_chip, staged[: len(outputs)], totals, meeting, turn)
+            return 1 - turn, totals
 
-        zeros = [[part.zeros() for part in groups[0]] for _ in range(sums)]
-        totals = stream(
+        _, totals = stream(
             tile_step,
             tile=tile,
             tiles=tiles,
             blocks=blocks,
             stages=config.stages,
-            sources=in_refs,
-            targets=out_refs,
+            sources=ins,
+            targets=outs,
             buffers=buffers,
             barrier=barrier,
-            carry=zeros,
+            first_barrier=mine * config.stages,
+            carry=(jnp.int32(0), [[part.zeros() for part in groups[0]] for _ in range(sums)]),
         )
         for ref, total in zip(sum_refs, totals, strict=True):
             ref = ref.at[jax.lax.axis_index("block")]
-            if shared:
-                _add_lines(total[0], groups[0][0], lines[0], ref)
+            if lines:
+                _add_lines(total[0], groups[0][0], lines_ref[0], ref)
                 continue
             for part, columns in zip(groups[0], total, strict=True):
-                at = pl.ds(part.chunk * tile.inner, part.shape[1])
-                ref[at] = jnp.sum(columns, axis=0)
+                column = (tile.first_chunk + part.chunk) * tile.inner
+                ref[pl.ds(column, part.shape[1])] = jnp.sum(columns, axis=0)
 
-    results = _compat.kernel(
-        body,
-        name=name,
+    kernel = run(
+        streamed,
         out_type=out_type,
         grid=(blocks,),
-        grid_names=("block",),
         scratch_types=[
-            *(tile.buffer(x.dtype, config.stages) for x in inputs),
-            *(tile.row_buffer(w.dtype) for w in weights),
+            *(tile.buffer(x.dtype, tile.warpgroups, config.stages) for x in inputs),
+            *(tile.row_buffer(w.dtype, tile.warpgroups) for w in weights),
+            *lines,
             *shared,
-            plgpu.Barrier(num_arrivals=len(inputs), num_barriers=config.stages),
-            *[plgpu.Barrier(num_arrivals=len(weights))] * bool(weights),
+            plgpu.Barrier(num_arrivals=len(inputs), num_barriers=tile.warpgroups * config.stages),
+            *[plgpu.Barrier(num_arrivals=len(weights), num_barriers=tile.warpgroups)]
+            * bool(weights),
         ],
-        interpret=interpret,
-    )(*map(tile.view, inputs), *map(tile.view, weights))
+    )
+    results = kernel(*map(tile.view, inputs), *map(tile.view, weights))
     return (
         [x.reshape(-1, width) for x in results[: len(outputs)]],
         [x.reshape(-1, tile.padded)[:, :width] for x in results[len(outputs) :]],
     )
+
+
+def _taker(refs: Sequence[Any]) -> Callable[[int], list[Any]]:
+    """Hands out the references of a kernel's body from left to right."""
+    rest = iter(refs)
+    return lambda n: [next(rest) for _ in range(n)]
 
 
 def _add_lines(total: jax.Array, part: Part, lines: Any, target: Any) -> None:
@@ -372,17 +572,17 @@ def _add_lines(total: jax.Array, part: Part, lines: Any, target: Any) -> None:
 
 def _whole(ref: Any, tile: RowTile) -> Any:
     """A row [n, inner] in device memory, with what lies outside cut off."""
-    return ref.at[pl.ds(_zero(), tile.chunks)]
+    return ref.at[pl.ds(_first(tile), tile.chunks)]
 
 
 def _at_tile(ref: Any, index: jax.Array, tile: RowTile) -> Any:
     """Tile `index` of an array [M, n, inner] in device memory, likewise."""
-    return ref.at[pl.ds(index * tile.rows, tile.rows), pl.ds(_zero(), tile.chunks)]
+    return ref.at[pl.ds(index * tile.rows, tile.rows), pl.ds(_first(tile), tile.chunks)]
 
 
-def _zero() -> jax.Array:
-    """0 as an offset that only the run knows: JAX refuses one that passes the end by itself."""
-    return jax.lax.axis_index("block") * 0
+def _first(tile: RowTile) -> jax.Array:
+    """`first_chunk` as only the run knows it: JAX refuses a known one that passes the end."""
+    return tile.first_chunk + jax.lax.axis_index("block") * 0
 
 
 def stream(
@@ -397,6 +597,7 @@ def stream(
     buffers: Sequence[Any],
     barrier: Any,
     carry: Any = None,
+    first_barrier: Any = 0,
     places: Sequence[Callable[..., Any]] | None = None,
 ) -> Any:
     """Calls carry = step(slots, carry) for each tile of this block; returns the last carry.
@@ -404,8 +605,9 @@ def stream(
     The slots are a stage of each of the `buffers` (`RowTile.buffer` of `stages`), which hold a tile
     of the sources; what the step leaves in the first of them goes to the targets. Both are arrays
     in device memory as `RowTile.view` makes them. `barrier` has a barrier a stage that expects as
-    many arrivals as there are sources. `places`: for each source, and the target written from its
-    slot, where in the array tile `index` lies, place(ref, index), if not in rows one after another.
+    many arrivals as there are sources, from `first_barrier` on. `places`: for each source, and the
+    target written from its slot, where in the array tile `index` lies, place(ref, index), if not in
+    rows one after another.
     """
     block = jax.lax.axis_index("block")
     places = places or [functools.partial(_at_tile, tile=tile)] * len(sources)
@@ -418,7 +620,9 @@ def stream(
     def fetch(i, slot):
         for ref, buffer, place in zip(sources, buffers, places, strict=True):
             plgpu.copy_gmem_to_smem(
-                place(ref, block + i * blocks), buffer.at[slot], barrier.at[slot]
+                place(ref, block + i * blocks),
+                buffer.at[slot],
+                barrier.at[first_barrier + slot],
             )
 
     for s in range(ahead):
@@ -426,7 +630,7 @@ def stream(
 
     def body(i, carry):
         slot = jax.lax.rem(i, stages)
-        plgpu.barrier_wait(barrier.at[slot])
+        plgpu.barrier_wait(barrier.at[first_barrier + slot])
         carry = step([buffer.at[slot] for buffer in buffers], carry)
         plgpu.commit_smem()
         for ref, buffer, place in zip(targets, buffers, places, strict=False):
