@@ -60,7 +60,8 @@ def test_the_cases_of_the_project():
     assert len(set(names)) == len(names), "two cases have one name"
     for case in found:
         out = jax.eval_shape(case.plain, *case.arguments)
-        least = size_bytes(case.arguments)
+        table = case.op == "embedding"  # of which few rows are read
+        least = size_bytes(case.arguments[table:])
         assert case.bytes >= 0.5 * least, f"{case.name}: {case.bytes} of {least} bytes are read"
         assert jax.tree.leaves(out), case.name
         if case.kind == "matmul":
