@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm against float64, with their rounding points."""
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 
 from jaxllm.ops import explain, layer_norm, rms_norm
+from jaxllm.ops.norm import RMS_NORM
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -186,3 +188,13 @@ def test_who_runs_layer_norm():
     with absent("NVIDIA H200"):
         assert explain("layer_norm", x, row, None, eps=1e-5)["pallas"] is None
     assert "needs an NVIDIA GPU" in (explain("layer_norm", x, row, row, eps=1e-5)["pallas"] or "")
+
+
+def test_triton_runs_by_name_where_it_can(monkeypatch):
+    x, row = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 896), (896,)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with absent("NVIDIA A100-SXM4-80GB", 108):
+        assert "only by name" in (explain("rms_norm", x, row, eps=1e-5)["triton"] or "")
+        assert RMS_NORM["triton"].why_not(x, row, eps=1e-5, zero_centered=False) is None
+    with absent("Tesla T4", 40):
+        assert "8.0 or newer" in (explain("rms_norm", x, row, eps=1e-5)["triton"] or "")
