@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +23,6 @@ from pallas_kernels.device import Device
 from pallas_kernels.rows import Config
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-MAX_WIDTH = 8192  # 64 float32 sums a thread; wider, those of d_weight spill (332 bytes at 12288)
-MAX_TWO_SUMS = 6144  # wider, d_weight and d_bias spill (92 bytes at 8192): XLA sums dy for d_bias
 
 
 def layer_norm(
@@ -55,6 +51,7 @@ def layer_norm(
     static = _Static(
         float(eps),
         config or tuned.lookup("layer_norm", key, device, Config),
+        tuned.lookup("layer_norm_backward", key, device, Config),
         device.num_sms,
         interpret,
     )
@@ -84,18 +81,21 @@ def why_not(x, weight, bias, *, eps, device: Device | None = None) -> str | None
             return f"takes bfloat16, float16 or float32, got {name} {array.dtype}"
     if x.size == 0:
         return f"an array {list(x.shape)} holds no numbers"
-    if x.shape[-1] > MAX_WIDTH:
-        return f"of rows of more than {MAX_WIDTH} numbers, d_weight fits no registers"
     return rows.why_not_rows(x.shape[-1], x.dtype.itemsize)
 
 
 def default_config(x, weight, bias, *, eps, device: Device | None = None) -> Config:
     """What `rows` takes for any kernel with this many bytes a number."""
-    del eps, device
+    del eps
     width, itemsize = x.shape[-1], x.dtype.itemsize
-    held = weight.dtype.itemsize + (0 if bias is None else bias.dtype.itemsize)
-    count = x.size // width
-    return rows.default_config(width, itemsize, count, array_bytes=itemsize, held_bytes=held)
+    return rows.default_config(
+        width,
+        itemsize,
+        x.size // width,
+        array_bytes=itemsize,
+        held_bytes=weight.dtype.itemsize + (0 if bias is None else bias.dtype.itemsize),
+        num_sms=(device or device_lib.current()).num_sms,
+    )
 
 
 def bucket(x, weight, bias, *, eps) -> str:
@@ -107,17 +107,21 @@ def bucket(x, weight, bias, *, eps) -> str:
 
 
 def candidates(x, weight, bias, *, eps, device: Device | None = None) -> list[Config]:
-    """One to four rows of a thread's, two to four tiles in flight, few blocks and many."""
+    """With and without a stream, the numbers of a row among one to eight warpgroups."""
     default = default_config(x, weight, bias, eps=eps, device=device)
     width, size = x.shape[-1], x.dtype.itemsize
     held = weight.dtype.itemsize + (0 if bias is None else bias.dtype.itemsize)
     found = []
-    for repeat in (1, 2, 4):
-        tile = rows.row_tile(width, size, repeat=repeat)
-        for stages in (2, 3, 4):
+    for repeat, warpgroups in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (1, 8)):
+        tile = rows.row_tile(width, size, repeat=repeat, warpgroups=warpgroups)
+        if tile.warpgroups != warpgroups:
+            continue
+        if tile.padded == width and x.size // width % tile.rows == 0:
+            found.append(Config(repeat, 0, 1, warpgroups))
+        for stages in (2, 3):
             taken = stages * tile.rows * tile.padded * size + tile.padded * held + 4096
-            most = min(8, rows.SMEM_BYTES // taken)
-            found += [Config(repeat, stages, n) for n in {most, (most + 1) // 2} if n]
+            blocks = min(8, rows.SMEM_BYTES // taken)
+            found += [Config(repeat, stages, n, warpgroups) for n in {blocks, blocks // 2} if n]
     return [config for config in found if config != default]
 
 
@@ -144,6 +148,7 @@ class _Static:
 
     eps: float
     config: Config | None
+    backward_config: Config | None
     num_sms: int
     interpret: bool
 
@@ -166,32 +171,22 @@ def _check(x, weight, bias, eps) -> None:
 
 def _centre(static: _Static, group, x, width: int):
     """part -> x - mean in float32, 0 outside the row; and 1 / deviation, one number a row."""
-    kept = x.load(group[0]).astype(jnp.float32) if len(group) == 1 else None
 
-    def load(part):  # more than the registers hold: read once more on chip
-        return x.load(part).astype(jnp.float32) if kept is None else kept
+    def load(part):
+        return x.load(part).astype(jnp.float32)
 
-    mean = _row_sum(map(load, group)) / width
+    if len(group) == 1:  # else it is more than the registers hold, and read once more
+        load = functools.cache(load)
+    mean = group.sum(map(load, group)) / width
 
     def centred(part):
         centre = load(part) - part.across(mean)
-        if (part.chunk + part.chunks) * part.tile.inner <= width:
+        if part.tile.padded == width:
             return centre
         return jnp.where(part.columns() < width, centre, 0.0)  # else each zero counts mean^2
 
-    squares = _row_sum(centre * centre for centre in map(centred, group))
-    return centred, jax.lax.rsqrt(squares / width + static.eps)
-
-
-def _row_sum(parts: Iterable[jax.Array]) -> jax.Array:
-    """The sum of each row, of whose parts [rows, columns] those of one shape are added first.
-
-    What the warps hold is then put together once a row, not once a part.
-    """
-    sums: dict[tuple[int, ...], jax.Array] = {}
-    for part in parts:
-        sums[part.shape] = sums[part.shape] + part if part.shape in sums else part
-    return functools.reduce(operator.add, (jnp.sum(part, axis=1) for part in sums.values()))
+    variance = group.sum(centred(part) ** 2 for part in group) / width
+    return centred, jax.lax.rsqrt(variance + static.eps)
 
 
 def _forward(static: _Static, x, weights):
@@ -213,7 +208,7 @@ def _forward(static: _Static, x, weights):
         inputs=[x],
         weights=weights,
         outputs=[x.dtype],
-        numbers=64,  # a thread: 8192 columns stay in registers
+        row_sums=2,
         config=static.config,
         num_sms=static.num_sms,
         interpret=static.interpret,
@@ -228,16 +223,17 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
     d_x = (g - mean(g) - h mean(g h)) / deviation, d_weight = sum(dy h), d_bias = sum(dy).
     """
     width = x.shape[-1]
-    sums = 1 + (has_bias and width <= MAX_TWO_SUMS)
 
     def step(group, inputs, weights, outputs, sums):
         def load(part):
             d = inputs[1].load(part).astype(jnp.float32)
             return d, d * weights[0].load(part).astype(jnp.float32)
 
+        if len(group) == 1:
+            load = functools.cache(load)
         centred, scale = _centre(static, group, inputs[0], width)
-        mean = _row_sum(load(part)[1] for part in group) / width
-        products = _row_sum(load(part)[1] * centred(part) for part in group)
+        mean = group.sum(load(part)[1] for part in group) / width
+        products = group.sum(load(part)[1] * centred(part) for part in group)
         along = products * scale / width
         totals = [[] for _ in sums]
         for i, part in enumerate(group):
@@ -249,22 +245,19 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
                 totals[j].append(sums[j][i] + share)
         return totals
 
-    (d_x,), shares = rows.over_rows(
+    (d_x,), sums = rows.over_rows(
         step,
         name="layer_norm_backward",
         inputs=[x, dy],
         weights=[weight],
         outputs=[x.dtype],
-        sums=sums,
-        numbers=16,
-        config=None,
+        sums=1 + has_bias,
+        row_sums=4,
+        config=static.backward_config,
         num_sms=static.num_sms,
         interpret=static.interpret,
     )
-    totals = [jnp.sum(share, axis=0) for share in shares]
-    if has_bias and sums == 1:
-        totals.append(jnp.sum(dy, axis=0, dtype=jnp.float32))
-    return d_x, totals
+    return d_x, [jnp.sum(shares, axis=0) for shares in sums]
 
 
 def _norm_fwd(static, x, weights):

@@ -1,16 +1,18 @@
 """SwiGLU and GeGLU: y = activation(gate) * up, number by number.
 
-gate and up [*B, F], or both in one array [*B, 2F], the gate's half first. One block owns every
-blocks-th tile of the arrays (`rows.stream`): two separate arrays are one long row each, for their
-rows mean nothing here; of one array, a tile is a piece of both halves of a row. Each number is read
-once and written once. The backward pass reads gate, up and dy and computes the activation anew,
-which costs no byte; one kernel writes d_gate and d_up, into one array if they came in one.
+gate and up [*B, F], or both in one array [*B, 2F], the gate's half first. Two separate arrays are
+one long row each, for their rows mean nothing here; of one array, a tile is a piece of both halves
+of a row. One block owns one tile, from memory to registers and back; where tiles do not fill the
+arrays, every blocks-th tile of a stream (`rows.stream`). Each number is read once and written once.
+The backward pass reads gate, up and dy and computes the activation anew, which costs no byte; one
+kernel writes d_gate and d_up, into one array if they came in one.
 Source: Shazeer 2020, arXiv:2002.05202.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -99,14 +101,21 @@ def why_not(gate, up=None, *, device: Device | None = None) -> str | None:
 
 
 def default_config(gate, up=None, *, backward: bool = False, device: Device | None = None):
-    """Three tiles of about 8 KB an array in flight, and as many blocks as fit, up to eight.
+    """No stream where tiles of two accesses a thread, or one, fill the arrays.
 
-    In the backward pass of half that: three arrays and their slopes are in registers at once. Few
-    numbers go in small tiles, so that more multiprocessors have one.
+    Blocks that come and go keep more loads in flight than a stream of copies does; with two, a
+    thread has four or six on the way, and is still one of a thousand on its multiprocessor. Few
+    numbers go in small tiles, so that more multiprocessors have one. A stream has tiles of about
+    8 KB an array, half of that in the backward pass, whose arrays and slopes are in registers at
+    once, three in flight a block, and as many blocks as fit.
     """
     device = device or device_lib.current()
     count, width = _sizes(gate, up)
     size = gate.dtype.itemsize
+    for repeat in (2, 1):
+        tile = _tile(width, size, repeat)
+        if tile.fills(count) and (repeat == 1 or tile.tiles(count) >= 4 * device.num_sms):
+            return Config(repeat, 0, 1)
     repeat = 2 if backward else 4
     while repeat > 1 and _tile(width, size, repeat).tiles(count) < device.num_sms:
         repeat //= 2
@@ -128,26 +137,18 @@ def bucket(gate, up=None) -> str:
 
 
 def candidates(gate, up=None, *, device: Device | None = None) -> list[Config]:
-    """Smaller and larger tiles, two and four in flight, with all blocks that fit and half of them.
-
-    Where no block has a second tile, only the size of the tile.
-    """
+    """Smaller and larger tiles: without a stream, and with two or three in flight a block."""
     device = device or device_lib.current()
     count, width = _sizes(gate, up)
     size = gate.dtype.itemsize
-    if _tile(width, size, 1).tiles(count) <= 8 * device.num_sms:
-        found = [Config(repeat, 1, 8) for repeat in (1, 2, 4)]
-    else:
-        most = lambda repeat, stages: _most_blocks(  # noqa: E731
-            2 * size * _tile(width, size, repeat).numbers, stages
-        )
-        found = [
-            Config(repeat, stages, most(repeat, stages) // part)
-            for repeat in (1, 2, 4, 8)
-            for stages in (2, 4)
-            for part in (1, 2)
-            if most(repeat, stages) // part
-        ]
+    found = []
+    for repeat in (1, 2, 4):
+        tile = _tile(width, size, repeat)
+        if tile.fills(count):
+            found.append(Config(repeat, 0, 1))
+        for stages in (2, 3) if tile.tiles(count) > 8 * device.num_sms else (1,):
+            blocks = _most_blocks(2 * size * tile.numbers, stages)
+            found.append(Config(repeat, stages, blocks))
     return [config for config in found if config != default_config(gate, up, device=device)]
 
 
@@ -232,15 +233,44 @@ class _Tile:
         """Of `count` rows."""
         return -(-count // self.on_chip.rows) * self.across
 
+    def fills(self, count: int) -> bool:
+        """Whether the tiles of `count` rows hold nothing else."""
+        return self.tiles(count) * self.numbers == count * self.on_chip.width
+
     def place(self, half: int) -> Callable[[Any, jax.Array], Any]:
-        """Where tile `index` of one half lies in device memory."""
+        """Where tile `index` of one half lies in an array [M, halves, n, inner]."""
 
         def place(ref, index):
-            row = jax.lax.div(index, self.across) * self.on_chip.rows
-            chunk = jax.lax.rem(index, self.across) * self.on_chip.chunks
+            row, chunk = self._first(index)
             return ref.at[pl.ds(row, self.on_chip.rows), half, pl.ds(chunk, self.on_chip.chunks)]
 
         return place
+
+    def whole(self, ref: Any, half: int) -> _Whole:
+        """Tile number `block` of one half of an array [M, halves, F]."""
+        row, chunk = self._first(jax.lax.axis_index("block"))
+        columns = pl.ds(chunk * self.on_chip.inner, self.on_chip.padded)
+        return _Whole(ref.at[pl.ds(row, self.on_chip.rows), half, columns])
+
+    def _first(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row = jax.lax.div(index, self.across) * self.on_chip.rows
+        return row, jax.lax.rem(index, self.across) * self.on_chip.chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """A tile [rows, columns] in device memory, with the methods of `rows.Staged`."""
+
+    ref: Any
+
+    def load(self, part: rows.Part) -> jax.Array:
+        if part.tile.interpret:
+            return self.ref[...]
+        return _compat.load(self.ref, part.tile.layout, optimized=False)
+
+    def store(self, part: rows.Part, value: jax.Array) -> None:
+        del part
+        self.ref[...] = value
 
 
 def _tile(width: int, itemsize: int, repeat: int, *, interpret: bool = False) -> _Tile:
@@ -263,7 +293,7 @@ def _tile(width: int, itemsize: int, repeat: int, *, interpret: bool = False) ->
 
 
 def _over_tiles(
-    step: Callable[[rows.Part, list[rows.Staged]], None],
+    step: Callable[[rows.Part, Sequence[Any], Sequence[Any]], None],
     *,
     name: str,
     inputs: Sequence[tuple[jax.Array, int]],
@@ -272,48 +302,74 @@ def _over_tiles(
     config: Config,
     static: _Static,
 ) -> list[jax.Array]:
-    """Runs step(part, slots) on all tiles of the inputs, each (array [M, halves, F], half).
+    """Runs step(part, ins, outs) on all tiles of the inputs, each (array [M, halves, F], half).
 
-    What it leaves in slot j goes to targets[j]: (which output, half).
+    The `targets` are (which output, half). On chip the first outs are the ins, so a step loads
+    before it stores.
     """
     x = inputs[0][0]
     count, _, width = x.shape
     tile = _tile(width, x.dtype.itemsize, config.repeat, interpret=static.interpret)
     on_chip = tile.on_chip
-    view = lambda shape: (*shape[:-1], width // on_chip.inner, on_chip.inner)  # noqa: E731
+    part = rows.Part(on_chip, 0, on_chip.rows, 0, on_chip.chunks)
+    run = functools.partial(
+        _compat.kernel,
+        name=name,
+        grid_names=("block",),
+        interpret=static.interpret,
+        approx_math=True,
+    )
+    if config.stages == 0:
+        if not tile.fills(count):
+            raise NotImplementedError(
+                f"{name}: cannot run this call: {config} has no stream, which takes tiles of "
+                f"{on_chip.rows} x {on_chip.padded} numbers that fill {count} x {width}"
+            )
+
+        def whole_tile(*refs):
+            ins = [tile.whole(ref, half) for ref, (_, half) in zip(refs, inputs, strict=False)]
+            outs = [tile.whole(refs[len(inputs) + which], half) for which, half in targets]
+            step(part, ins, outs)
+
+        kernel = run(whole_tile, out_type=outputs, grid=(tile.tiles(count),))
+        return kernel(*(array for array, _ in inputs))
+
     tiles = tile.tiles(count)
     blocks = min(tiles, static.num_sms * config.blocks_per_sm)
-    part = rows.Part(on_chip, 0, on_chip.rows, 0, on_chip.chunks)
+    view = lambda x: (*x.shape[:-1], width // on_chip.inner, on_chip.inner)  # noqa: E731
 
-    def body(*refs):
-        in_refs, out_refs = refs[: len(inputs)], refs[len(inputs) :][: len(outputs)]
+    def streamed(*refs):
+        sources, out_refs = refs[: len(inputs)], refs[len(inputs) :][: len(outputs)]
         *buffers, barrier = refs[len(inputs) + len(outputs) :]
+
+        def tile_step(slots, carry):
+            staged = [rows.Staged(slot) for slot in slots]
+            step(part, staged, staged)
+            return carry
+
         rows.stream(
-            lambda slots, _: step(part, [rows.Staged(slot) for slot in slots]),
+            tile_step,
             tile=on_chip,
             tiles=tiles,
             blocks=blocks,
             stages=config.stages,
-            sources=in_refs,
+            sources=sources,
             targets=[out_refs[which] for which, _ in targets],
             buffers=buffers,
             barrier=barrier,
             places=[tile.place(half) for _, half in inputs],
         )
 
-    results = _compat.kernel(
-        body,
-        name=name,
-        out_type=[jax.ShapeDtypeStruct(view(out.shape), out.dtype) for out in outputs],
+    kernel = run(
+        streamed,
+        out_type=[jax.ShapeDtypeStruct(view(out), out.dtype) for out in outputs],
         grid=(blocks,),
-        grid_names=("block",),
         scratch_types=[
             *(on_chip.buffer(x.dtype, config.stages) for _ in inputs),
             plgpu.Barrier(num_arrivals=len(inputs), num_barriers=config.stages),
         ],
-        interpret=static.interpret,
-        approx_math=True,
-    )(*(array.reshape(view(array.shape)) for array, _ in inputs))
+    )
+    results = kernel(*(array.reshape(view(array)) for array, _ in inputs))
     return [result.reshape(out.shape) for result, out in zip(results, outputs, strict=True)]
 
 
@@ -347,9 +403,10 @@ ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu}
 def _forward(static: _Static, arrays):
     gate, (count, _, width) = arrays[0], arrays[0].shape
 
-    def step(part, slots):
-        value, _ = ACTIVATIONS[static.activation](slots[0].load(part).astype(jnp.float32))
-        slots[0].store(part, value.astype(gate.dtype) * slots[1].load(part))
+    def step(part, ins, outs):
+        x, up = (side.load(part) for side in ins)
+        value, _ = ACTIVATIONS[static.activation](x.astype(jnp.float32))
+        outs[0].store(part, value.astype(gate.dtype) * up)
 
     (y,) = _over_tiles(
         step,
@@ -369,11 +426,11 @@ def _backward(static: _Static, arrays, dy):
     They come as gate and up did.
     """
 
-    def step(part, slots):
-        gate, up, d = (slot.load(part).astype(jnp.float32) for slot in slots)
+    def step(part, ins, outs):
+        gate, up, d = (side.load(part).astype(jnp.float32) for side in ins)
         value, slope = ACTIVATIONS[static.activation](gate)
-        slots[0].store(part, (d * up * slope).astype(dy.dtype))
-        slots[1].store(part, (d * value.astype(dy.dtype).astype(jnp.float32)).astype(dy.dtype))
+        outs[0].store(part, (d * up * slope).astype(dy.dtype))
+        outs[1].store(part, (d * value.astype(dy.dtype).astype(jnp.float32)).astype(dy.dtype))
 
     inputs = _gate_and_up(arrays)
     return tuple(

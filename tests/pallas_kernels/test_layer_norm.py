@@ -14,7 +14,6 @@ from numerics import assert_as_accurate
 
 from pallas_kernels import device as device_lib
 from pallas_kernels.layer_norm import (
-    MAX_TWO_SUMS,
     Config,
     bucket,
     candidates,
@@ -88,7 +87,7 @@ def test_layer_norm(shape, kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [MAX_TWO_SUMS, MAX_TWO_SUMS + 256, 8192])
+@pytest.mark.parametrize("width", [3072, 8192, 16384])
 def test_wide_rows(width):
     arrays = case(3, width, dtype=jnp.bfloat16)
     assert_right(interpreted(run, *arrays), arrays)
@@ -99,7 +98,7 @@ def test_the_check_can_fail():
     out, d_x, d_weight, d_bias = interpreted(run, *arrays)
     for wrong in (
         (out.at[0, 0].multiply(1.05), d_x, d_weight, d_bias),
-        (out - bias, d_x, d_weight, d_bias),
+        (out - bias[None], d_x, d_weight, d_bias),
         (out, d_x.at[4, 95].add(1e-3), d_weight, d_bias),
         (out, d_x, d_bias, d_weight),
         (out, d_x, d_weight, d_bias - d_out[4]),  # the last row of an odd number is forgotten
@@ -124,7 +123,7 @@ def test_a_mean_far_from_zero(width):
         jnp.mean(x * x, -1, keepdims=True) - x.mean(-1, keepdims=True) ** 2 + EPS
     )
     with pytest.raises(AssertionError):
-        assert_right((naive * arrays[1] + arrays[2], *ours[1:]), arrays, largest_term=1e4)
+        assert_right((naive * arrays[1][None] + arrays[2][None], *ours[1:]), arrays, largest_term=1e4)
 
 
 def test_a_row_of_one_number_is_the_bias():
@@ -134,8 +133,17 @@ def test_a_row_of_one_number_is_the_bias():
     np.testing.assert_array_equal(out, jnp.broadcast_to(bias, x.shape))
 
 
-@pytest.mark.parametrize("shape", [(19, 96), (9, 1032)])
-@pytest.mark.parametrize("config", [Config(1, 1, 1), Config(2, 3, 1), Config(4, 2, 3)])
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        ((19, 96), Config(1, 1, 1)),
+        ((19, 96), Config(2, 3, 1)),
+        ((8, 256), Config(2, 0, 1)),
+        ((9, 1032), Config(4, 2, 3)),
+        ((3, 2048), Config(1, 0, 1, 1)),
+        ((3, 2048), Config(1, 2, 1, 2)),
+    ],
+)
 def test_a_config_changes_no_bit(shape, config):
     x, weight, bias, _ = case(*shape, dtype=jnp.bfloat16)
     f = functools.partial(layer_norm, eps=EPS, interpret=True)
@@ -160,7 +168,7 @@ def specs(M=8192, D=4096, dtype="bfloat16", weight="bfloat16", bias: Any = "bflo
         (specs(M=0), H200, r"an array [0, 4096] holds no numbers"),
         (specs(D=100), H200, "rows of 200 bytes are no multiple of 16 bytes"),
         (specs(D=6152), H200, "rows of 6152 numbers are 769 runs of 8; a copy takes 256"),
-        (specs(D=8448), H200, "of rows of more than 8192 numbers, d_weight fits no registers"),
+        (specs(D=16640), H200, "rows of 33280 bytes are longer than 32768, what stays on chip"),
     ],
 )
 def test_why_not(arrays, device, phrase):
@@ -197,11 +205,6 @@ def test_user_errors(change, eps, sentence):
     arrays = [change.get(i, x) for i, x in enumerate(case(2, 96)[:3])]
     with pytest.raises(ValueError, match=f"layer_norm: {sentence}"):
         layer_norm(*arrays, eps=eps, interpret=True)
-
-
-def test_a_config_of_nothing():
-    with pytest.raises(ValueError, match="each number must be 1 at least"):
-        Config(repeat=0)
 
 
 def test_configs_follow_the_sizes():

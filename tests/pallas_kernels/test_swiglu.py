@@ -86,6 +86,8 @@ def run(activation, arrays, d_out, **keywords):
         ("gelu", (1, 1032), jnp.bfloat16, False),
         ("silu", (3, 4864), jnp.bfloat16, True),  # two tiles a row
         ("silu", (2, 4864), jnp.float16, False),
+        ("gelu_pytorch_tanh", (2, 1024), jnp.bfloat16, True),  # tiles that fill the arrays
+        ("silu", (3, 512), jnp.float32, False),
     ],
 )
 def test_glu(activation, shape, dtype, fused):
@@ -141,9 +143,19 @@ def test_far_out_it_stays_finite(activation):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("config", [Config(1, 1, 1), Config(2, 4, 1), Config(8, 2, 3)])
-def test_a_config_changes_no_bit(config, fused):
-    arrays, d_out = case(3, 3000, dtype=jnp.bfloat16, fused=fused)
+@pytest.mark.parametrize(
+    ("width", "config"),
+    [
+        (3000, Config(1, 1, 1)),
+        (3000, Config(2, 4, 1)),
+        (3000, Config(8, 2, 3)),
+        (2048, Config(1, 0, 1)),
+        (2048, Config(2, 0, 1)),
+        (2048, Config(1, 2, 1)),
+    ],
+)
+def test_a_config_changes_no_bit(width, config, fused):
+    arrays, d_out = case(3, width, dtype=jnp.bfloat16, fused=fused)
     f = functools.partial(swiglu, interpret=True)
     other = interpreted(functools.partial(f, config=config), *arrays)
     np.testing.assert_array_equal(other, interpreted(f, *arrays))
@@ -180,8 +192,9 @@ def test_no_size_is_too_large(M, F, fused):
         config = default_config(*arrays, backward=backward, device=H200)
         tile = _tile(F if fused else M * F, 2, config.repeat).on_chip
         assert max(tile.rows, tile.chunks, tile.inner) <= rows.MAX_BOX
+        assert config.stages or (F if fused else M * F) % tile.padded == 0
         taken = config.blocks_per_sm * config.stages * 2 * tile.rows * tile.padded * (2 + backward)
-        assert 0 < taken < rows.SMEM_BYTES
+        assert taken < rows.SMEM_BYTES
 
 
 def test_it_says_why_it_cannot_run():
@@ -211,12 +224,21 @@ def test_user_errors(arrays, sentence):
             op(*arrays, interpret=True)
 
 
+def test_a_config_without_a_stream_takes_what_fills_its_tiles():
+    (gate, up), _ = case(2, 96)
+    with pytest.raises(NotImplementedError, match="swiglu: .* has no stream, which takes tiles of"):
+        swiglu(gate, up, config=Config(1, 0), interpret=True)
+
+
 def test_configs_follow_the_sizes():
     assert bucket(*specs()) == "bfloat16-n2^26-two"
     others = [specs(M=1), specs(dtype="float32"), specs(fused=True)]
     assert len({bucket(*arrays) for arrays in [specs(), *others]}) == 4
-    assert default_config(*specs(), device=H200).repeat == 4
-    assert default_config(*specs(M=1), device=H200) == Config(1, 1, 8)
+    assert default_config(*specs(), device=H200) == Config(2, 0, 1)
+    assert default_config(*specs(M=64), device=H200) == Config(1, 0, 1)
+    assert default_config(*specs(M=1), device=H200) == Config(1, 1, 8)  # 4.75 tiles
+    assert default_config(*specs(fused=True), device=H200).stages == 3  # likewise a row
+    assert default_config(*specs(F=8192, fused=True), device=H200) == Config(2, 0, 1)
     for call in tuning_calls():
         found = candidates(*call.arguments, device=H200)
         assert len(found) > 1
