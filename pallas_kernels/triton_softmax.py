@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import _triton_call, tuned
@@ -81,7 +80,7 @@ def scale_softmax(
         mask = jnp.moveaxis(mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape), axis, -1)
     moved = jnp.moveaxis(x, axis, -1)
     steps, mask = _flat_mask(moved.shape, mask)
-    learns = not isinstance(scale, int | float | np.number)
+    learns = isinstance(scale, jax.Array)  # a traced one too
     static = _Static(steps, x.shape[-2] if causal else 0, learns, config, device)
     number = jnp.asarray(scale, jnp.float32).reshape(1)
     y = _softmax(static, moved.reshape(-1, width), number, mask)
