@@ -196,11 +196,13 @@ def _glu(name, activation, gate, up, config, interpret):
     reason = why_not(gate, up, device=device)
     if reason is not None:
         raise NotImplementedError(f"{name}: cannot run this call: {reason}")
-    config = config or tuned.lookup("swiglu", bucket(gate, up), device, Config)
+    measured = tuned.lookup("swiglu", bucket(gate, up), device, Config)
+    if measured and not _fits(measured, gate, up):  # its key holds no exact size
+        measured = None
     static = _Static(
         name,
         activation,
-        config or default_config(gate, up, device=device),
+        config or measured or default_config(gate, up, device=device),
         default_config(gate, up, backward=True, device=device),
         device.num_sms,
         interpret,
@@ -209,6 +211,12 @@ def _glu(name, activation, gate, up, config, interpret):
     halves = 2 if up is None else 1
     arrays = tuple(x.reshape(count, halves, width) for x in (gate, up) if x is not None)
     return _activate(static, arrays).reshape(*gate.shape[:-1], gate.shape[-1] // halves)
+
+
+def _fits(config: Config, gate, up) -> bool:
+    """Whether the call can be had with the config: without a stream, all tiles are whole."""
+    count, width = _sizes(gate, up)
+    return config.stages > 0 or _tile(width, gate.dtype.itemsize, config.repeat).fills(count)
 
 
 def _sizes(gate, up) -> tuple[int, int]:

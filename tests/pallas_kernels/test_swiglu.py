@@ -13,7 +13,7 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 
 from pallas_kernels import device as device_lib
-from pallas_kernels import rows
+from pallas_kernels import rows, tuned
 from pallas_kernels.swiglu import (
     Config,
     _tile,
@@ -160,6 +160,13 @@ def test_a_config_changes_no_bit(width, config, fused):
     other = interpreted(functools.partial(f, config=config), *arrays)
     np.testing.assert_array_equal(other, interpreted(f, *arrays))
     assert not np.array_equal(other, d_out)
+
+
+def test_a_tuned_row_that_does_not_fit_is_passed_over(monkeypatch):
+    """The key of a row is a power of two; a config without a stream needs an exact size."""
+    monkeypatch.setattr(tuned, "lookup", lambda *args: Config(1, 0))
+    arrays, d_out = case(3, 96)
+    assert_right(run("silu", arrays, d_out), "silu", arrays, d_out)
 
 
 def specs(M=8192, F=4864, dtype="bfloat16", fused=False):
