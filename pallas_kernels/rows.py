@@ -213,8 +213,8 @@ def _inner(width: int, vector: int) -> int:
     raise AssertionError(f"why_not lets no row of {width} numbers through")
 
 
-def why_not_rows(width: int, itemsize: int) -> str | None:
-    """What keeps the copy engine from rows of this width."""
+def why_not_rows(width: int, itemsize: int, *weight_itemsizes: int) -> str | None:
+    """What keeps the copy engine from rows of this width, and from weights beside them."""
     size = width * itemsize
     if size % ACCESS_BYTES:
         return (
@@ -228,6 +228,9 @@ def why_not_rows(width: int, itemsize: int) -> str | None:
         return (
             f"rows of {width} numbers are {width // inner} runs of {inner}; a copy takes {MAX_BOX}"
         )
+    padded = row_tile(width, itemsize).padded
+    if any(padded * weight % (WARPS * LANES) for weight in weight_itemsizes):
+        return f"rows of {width} numbers have a weight of fewer bytes than a warpgroup has threads"
     return None
 
 
@@ -304,7 +307,8 @@ class StagedRow:
         ref = self.ref.at[pl.ds(part.chunk, part.chunks)]
         if part.tile.interpret:
             return part.down(ref[...].reshape(part.shape[1]))
-        return part.down(_compat.load(ref.reshape(part.shape[1]), part.tile.layout.reduce(0)))
+        ref = ref.reshape(part.shape[1])
+        return part.down(_compat.load(ref, part.tile.layout.reduce(0), optimized=False))
 
 
 @dataclasses.dataclass(frozen=True)
