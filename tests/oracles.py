@@ -314,15 +314,20 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     d_out: np.ndarray | None = None,
+    return_weights: bool = False,
     dtype: DTypeLike = np.float64,
     **sides: Any,
 ) -> Any:
-    """The result [B, T, N, H]; if its cotangent `d_out` is given, those of q, k and v instead."""
+    """The result [B, T, N, H]; if its cotangent `d_out` is given, those of q, k and v instead.
+
+    With `return_weights` the result and what the softmax gave, [B, N, T, S], not rounded.
+    """
     (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
     scale = h**-0.5 if scale is None else scale
     mask = sees((b, t, s), causal=causal, **sides)
     q, k, v = _load(dtype, q, k, v)
     out, d_q, d_k, d_v = np.zeros_like(q), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    weights = np.zeros((b, n, t, s), q.dtype)
     for i, head in np.ndindex(b, n):
         group = head // (n // kv_heads)
         keys, values = k[i, :, group], v[i, :, group]
@@ -333,6 +338,7 @@ def attention(
         e = np.where(mask[i], np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
         total = e.sum(axis=-1, keepdims=True)
         p = np.divide(e, total, out=np.zeros_like(e), where=total > 0)
+        weights[i, head] = p
         out[i, :, head] = _store(p, dtype) @ values
         if d_out is not None:
             (d_o,) = _load(dtype, d_out[i, :, head])
@@ -343,7 +349,7 @@ def attention(
             d_q[i, :, head] = d_s @ keys
             d_k[i, :, group] += d_s.T @ q[i, :, head]
     if d_out is None:
-        return _store(out, dtype)
+        return (_store(out, dtype), weights) if return_weights else _store(out, dtype)
     return tuple(_store(x, dtype) for x in (d_q, d_k, d_v))
 
 
@@ -373,7 +379,7 @@ def scale_softmax(
     y = _store(np.divide(e, total, out=np.zeros_like(e), where=total > 0), dtype)
     if d_y is None:
         return y
-    d_y = np.where(keep, *_load(dtype, d_y), 0)
+    d_y = np.where(keep, _load(dtype, d_y)[0], 0)
     d_scores = y * (d_y - (y * d_y).sum(axis=axis, keepdims=True))
     return _store(d_scores * scale, dtype), (d_scores * x).sum()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.ops._select import Implementation, Table, select
 from jaxllm.ops.linear import precision
+from pallas_kernels import device as device_lib
+from pallas_kernels import softmax as softmax_kernels
 
 
 def attention(
@@ -24,8 +28,9 @@ def attention(
     q_segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     kv_lengths: Int[Array, " B"] | None = None,
+    return_weights: bool = False,
     implementation: str | Mapping[str, str] = "auto",
-) -> Float[Array, "B T N H"]:
+) -> Any:
     """Softmax attention with grouped heads: query head n reads key head n // (N // K).
 
     Row b has kv_lengths[b] keys (all S if None), and its query t sits at key kv_lengths[b] - T + t:
@@ -33,6 +38,7 @@ def attention(
     the last w keys, its own included (without causal: the keys nearer than w). Segment ids, given
     for both sides, must agree. A query that sees no key gets zeros. `scale` is 1 / sqrt(H) if None;
     `softcap=c` turns a score s into c * tanh(s / c).
+    Returns [B, T, N, H]; with `return_weights` also what the softmax gave, float32 [B, N, T, S].
     Dtypes: float32, bfloat16, float16; scores and softmax in float32; the result has q's dtype.
     Raises: ValueError if shapes disagree or only one side has segment ids. NotImplementedError if
     the named implementation cannot run the call.
@@ -46,6 +52,7 @@ def attention(
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
         "kv_lengths": kv_lengths,
+        "return_weights": return_weights,
     }
     return select("attention", ATTENTION, implementation, q, k, v, **kwargs)(q, k, v, **kwargs)
 
@@ -108,20 +115,42 @@ def visible(
     return mask
 
 
-def _attention_xla(q, k, v, *, causal, scale, window, softcap, **sides):
+def _scores(q, k):
+    """q k^T in float32, [B, K, N / K, T, S]."""
     b, t, n, h = q.shape
-    s, kv_heads = k.shape[1:3]
-    grouped = q.reshape(b, t, kv_heads, n // kv_heads, h)
-    scores = jnp.einsum(
+    return jnp.einsum(
         "btkgh,bskh->bkgts",
-        grouped,
+        q.reshape(b, t, k.shape[2], n // k.shape[2], h),
         k,
         precision=precision(q.dtype),
         preferred_element_type=jnp.float32,
-    ) * jnp.float32(scale)
+    )
+
+
+def _weighted(weights, q, v, return_weights):
+    """The result, given what the softmax gave."""
+    out = jnp.einsum(
+        "bkgts,bskh->btkgh",
+        weights.astype(v.dtype),
+        v,
+        precision=precision(v.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    out = out.reshape(q.shape).astype(q.dtype)
+    if not return_weights:
+        return out
+    return out, weights.reshape(weights.shape[0], q.shape[2], *weights.shape[-2:])
+
+
+def _capped(scores, softcap):
+    return jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
+
+
+def _attention_xla(q, k, v, *, causal, scale, window, softcap, return_weights, **sides):
+    scores = _scores(q, k) * jnp.float32(scale)
     if softcap is not None:
-        scores = jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
-    mask = visible(t, s, causal=causal, window=window, **sides)
+        scores = _capped(scores, softcap)
+    mask = visible(q.shape[1], k.shape[1], causal=causal, window=window, **sides)
     if mask is not None:
         mask = mask[:, None, None]
         scores = jnp.where(mask, scores, jnp.float32(-1e30))
@@ -129,14 +158,47 @@ def _attention_xla(q, k, v, *, causal, scale, window, softcap, **sides):
     if mask is not None:  # a query that sees nothing has every score at -1e30, so every weight at 1
         weights = jnp.where(mask, weights, jnp.float32(0))
     total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.float32(1e-30))
-    out = jnp.einsum(
-        "bkgts,bskh->btkgh",
-        (weights / total).astype(v.dtype),
-        v,
-        precision=precision(v.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    return out.reshape(b, t, n, h).astype(q.dtype)
+    return _weighted(weights / total, q, v, return_weights)
+
+
+def _has_own_mask(window, q_segment_ids, kv_lengths, kv_len) -> bool:
+    """Whether more than `causal` says which keys a query sees."""
+    narrow = window is not None and window < kv_len
+    return narrow or q_segment_ids is not None or kv_lengths is not None
+
+
+def _attention_unfused(
+    q, k, v, *, causal, scale, window, softcap, return_weights, interpret=False, **sides
+):
+    """Matmul, our softmax, matmul: scores and weights go to memory, and nothing else does."""
+    t, s = q.shape[1], k.shape[1]
+    scores, kwargs = _scores(q, k), {"scale": scale, "causal": causal and t > 1}
+    if softcap is not None:
+        scores, kwargs["scale"] = _capped(scores * jnp.float32(scale), softcap), 1.0
+    if _has_own_mask(window, sides["q_segment_ids"], sides["kv_lengths"], max(t, s)):
+        mask = visible(t, s, causal=causal, window=window, **sides)
+        kwargs |= {"causal": False, "mask": None if mask is None else mask[:, None, None]}
+    weights = softmax_kernels.scale_softmax(scores, **kwargs, interpret=interpret)
+    return _weighted(weights, q, v, return_weights)
+
+
+def _why_not_unfused(
+    q, k, v, *, device, causal, window, q_segment_ids, kv_lengths, **rest
+) -> str | None:
+    del v, causal, rest
+    b, t, n, _ = q.shape
+    s = k.shape[1]
+    scores = jax.ShapeDtypeStruct((b, n, t, s), jnp.float32)
+    mask = None
+    if _has_own_mask(window, q_segment_ids, kv_lengths, max(t, s)):
+        mask = jax.ShapeDtypeStruct((b, 1, t, s), jnp.bool_)
+    reason = softmax_kernels.why_not(scores, mask=mask, device=device)
+    return None if reason is None else f"its scale_softmax: {reason}"
+
+
+def _why_not_unfused_interpret(q, k, v, *, device, **kwargs) -> str | None:
+    del device
+    return _why_not_unfused(q, k, v, device=device_lib.INTERPRETED, **kwargs)
 
 
 def _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths) -> str:
@@ -149,7 +211,19 @@ def _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths) -> str:
 
 
 def _why_not_cudnn(
-    q, k, v, *, device, causal, scale, window, softcap, q_segment_ids, kv_segment_ids, kv_lengths
+    q,
+    k,
+    v,
+    *,
+    device,
+    causal,
+    scale,
+    window,
+    softcap,
+    q_segment_ids,
+    kv_segment_ids,
+    kv_lengths,
+    return_weights,
 ) -> str | None:
     del scale, kv_segment_ids
     h, t, s = q.shape[-1], q.shape[1], k.shape[1]
@@ -167,15 +241,28 @@ def _why_not_cudnn(
         return f"head width {h} is not a multiple of 8 up to {widest}"
     if softcap is not None:
         return "has no soft cap"
+    if return_weights:
+        return "returns no weights: it never has them all"
     if _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths) == "mask" and (t % 2 or s % 2):
         return f"takes a mask only for even lengths, got T={t}, S={s}"
     return None
 
 
 def _attention_cudnn(
-    q, k, v, *, causal, scale, window, softcap, q_segment_ids, kv_segment_ids, kv_lengths
+    q,
+    k,
+    v,
+    *,
+    causal,
+    scale,
+    window,
+    softcap,
+    q_segment_ids,
+    kv_segment_ids,
+    kv_lengths,
+    return_weights,
 ):
-    del softcap
+    del softcap, return_weights
     t, s = q.shape[1], k.shape[1]
     form = _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths)
     if form == "causal":
@@ -215,5 +302,15 @@ def _attention_cudnn(
 
 ATTENTION: Table = {
     "cudnn": Implementation(_attention_cudnn, _why_not_cudnn),
+    "unfused": Implementation(
+        _attention_unfused,
+        _why_not_unfused,
+        lambda *args, **kwargs: "no call was measured faster than with xla",
+    ),
+    "unfused-interpret": Implementation(
+        functools.partial(_attention_unfused, interpret=True),
+        _why_not_unfused_interpret,
+        lambda *args, **kwargs: "runs only by name: it is a test, and slow",
+    ),
     "xla": Implementation(_attention_xla),
 }

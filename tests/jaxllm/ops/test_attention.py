@@ -8,8 +8,10 @@ import numpy as np
 import oracles
 import pytest
 from absent_device import absent
+from kernels import interpreted
 from numerics import assert_as_accurate
 
+from jaxllm.ops import explain
 from jaxllm.ops.attention import ATTENTION, attention
 from pallas_kernels.device import Device
 
@@ -85,17 +87,37 @@ GRADIENTS = (
 BLIND = ("a chunk over an empty row", "segments that nobody has", "more queries than keys")
 
 
-def run(sizes, kwargs, dtype: Any = jnp.float32, *, gradient: bool = True):
+# The same arguments for the path with a softmax of our own, whose rows have 4 numbers at least and,
+# with a mask, 16.
+UNFUSED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "causal": ({"N": 3, "K": 1, "H": 5, "S": 8}, {"scale": 0.3}),
+    "all see all, soft cap": ({"S": 8}, {"causal": False, "softcap": 2.0}),
+    "one token over a cache": ({"T": 1, "S": 16}, {"kv_lengths": lengths(3, 17), "window": 9}),
+    "more queries than keys": ({"T": 7, "S": 4}, {}),
+    "a chunk over an empty row": ({"T": 3, "S": 20}, {"kv_lengths": lengths(0, 18)}),
+    "window": ({"T": 16, "S": 16}, {"window": 3, "softcap": 1.5}),
+    "window to both sides": ({"T": 4, "S": 16}, {"window": 2, "causal": False}),
+    "packed": ({"T": 16, "S": 16}, segments(ids("1112222333333344", "0000111111112222"))),
+}
+
+
+def run(
+    sizes,
+    kwargs,
+    dtype: Any = jnp.float32,
+    *,
+    gradient: bool = True,
+    implementation: str = "auto",
+):
     """Ours, the plain path and the truth: the result, and the gradients of q, k and v."""
     *qkv, d_out = inputs(**sizes, dtype=dtype)
     # Arrays are traced, as in a model; the rest is part of the program
     arrays = {name: value for name, value in kwargs.items() if isinstance(value, jax.Array)}
     rest = {name: value for name, value in kwargs.items() if name not in arrays}
 
-    @jax.jit
     def both(qkv, d_out, arrays):
         def call(q, k, v):
-            return attention(q, k, v, **arrays, **rest)
+            return attention(q, k, v, **arrays, **rest, implementation=implementation)
 
         if not gradient:
             return (call(*qkv),)
@@ -108,7 +130,9 @@ def run(sizes, kwargs, dtype: Any = jnp.float32, *, gradient: bool = True):
         out = oracles.attention(*args, **sides, **rest, dtype=kind)
         d_qkv = oracles.attention(*args, **sides, **rest, d_out=np.asarray(d_out), dtype=kind)
         expected.append((out, *d_qkv) if gradient else (out,))
-    return both(qkv, d_out, arrays), *expected
+    if implementation.endswith("-interpret"):
+        return interpreted(both, qkv, d_out, arrays), *expected
+    return jax.jit(both)(qkv, d_out, arrays), *expected
 
 
 @pytest.mark.usefixtures("strict_jax")
@@ -125,6 +149,43 @@ def test_attention_and_its_gradient(name):
         assert 0 < blind.sum() < blind.size
         for result in results[0][:2]:  # the result and the gradient of q
             assert np.all(np.asarray(result)[blind] == 0)
+
+
+@pytest.mark.usefixtures("strict_jax")
+@pytest.mark.parametrize("name", UNFUSED)
+def test_unfused(name):
+    for implementation in ("unfused-interpret", "xla"):
+        for ours, plain, truth in zip(
+            *run(*UNFUSED[name], implementation=implementation), strict=True
+        ):
+            assert ours.dtype == jnp.float32
+            assert_as_accurate(ours, plain, truth)
+
+
+@pytest.mark.usefixtures("strict_jax")
+@pytest.mark.parametrize("implementation", ["xla", "unfused-interpret"])
+@pytest.mark.parametrize("name", ["a chunk over an empty row", "causal"])
+def test_returned_weights(name, implementation):
+    sizes, kwargs = UNFUSED[name]
+    q, k, v, _ = inputs(**sizes, dtype=jnp.bfloat16)
+
+    def both(q, k, v):
+        return attention(q, k, v, **kwargs, return_weights=True, implementation=implementation)
+
+    by_itself = attention(q, k, v, **kwargs)
+    out, weights = interpreted(both, q, k, v) if "-" in implementation else both(q, k, v)
+    sides = {n: np.asarray(x) if isinstance(x, jax.Array) else x for n, x in kwargs.items()}
+    args = [np.asarray(x) for x in (q, k, v)]
+    near, truth = (
+        oracles.attention(*args, **sides, return_weights=True, dtype=dtype)
+        for dtype in (jnp.bfloat16, np.float64)
+    )
+    assert (out.dtype, weights.dtype) == (jnp.bfloat16, jnp.float32)
+    for ours, plain, exact in zip((out, weights), near, truth, strict=True):
+        assert_as_accurate(ours, plain, exact)
+    assert_as_accurate(by_itself, near[0], truth[0])
+    blind = ~(truth[1] > 0).any(axis=-1)
+    assert np.all(np.asarray(weights)[blind] == 0)
 
 
 @pytest.mark.usefixtures("strict_jax")
@@ -201,13 +262,18 @@ def test_float32_is_the_highest_precision():
 # ------------------------------------------------------------------------------------------- cuDNN
 
 
-NOTHING = dict.fromkeys(("window", "softcap", "q_segment_ids", "kv_segment_ids", "kv_lengths"))
+NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("window", "softcap", "q_segment_ids", "kv_segment_ids", "kv_lengths")),
+    "return_weights": False,
+}
 
 
-def why_not(device: Device = H200, dtype: Any = jnp.bfloat16, T=8, S=8, H=64, **kwargs: Any):
+def why_not(
+    device: Device = H200, dtype: Any = jnp.bfloat16, T=8, S=8, H=64, name="cudnn", **kwargs: Any
+):
     q, k = jax.ShapeDtypeStruct((1, T, 4, H), dtype), jax.ShapeDtypeStruct((1, S, 2, H), dtype)
     call = {"causal": True, "scale": 1.0, **NOTHING, **kwargs}
-    return ATTENTION["cudnn"].why_not(q, k, k, device=device, **call)
+    return ATTENTION[name].why_not(q, k, k, device=device, **call)
 
 
 ROW = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -268,6 +334,34 @@ def test_cudnn_takes_some_head_widths(device, H, widest):
 
 def test_cudnn_has_no_soft_cap():
     assert why_not(softcap=50.0) == "has no soft cap"
+
+
+def test_cudnn_returns_no_weights():
+    assert why_not(return_weights=True) == "returns no weights: it never has them all"
+
+
+def test_who_runs_unfused():
+    """What flash attention refuses: float32, odd widths, returned weights, a soft cap."""
+    taken: list[dict[str, Any]] = [
+        {"dtype": jnp.float32},
+        {"H": 60, "return_weights": True},
+        {"softcap": 50.0, "T": 1, "S": 16, "kv_lengths": ROW},
+    ]
+    for kwargs in taken:
+        assert why_not(name="unfused", **kwargs) is None
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"device": A100}, "needs a Hopper GPU (compute capability 9.0), found 8.0 (NVIDIA A100)"),
+        ({"T": 7, "S": 7}, "rows of 28 bytes are no multiple of 16 bytes, which the copy engine"),
+        ({"T": 1, "kv_lengths": ROW}, "a mask of rows of 8 bytes is too narrow for the copy engin"),
+    ]
+    for kwargs, phrase in refused:
+        assert (why_not(name="unfused", **kwargs) or "").startswith(f"its scale_softmax: {phrase}")
+    assert why_not(name="unfused-interpret", device=A100) is None
+    q = jax.ShapeDtypeStruct((1, 8, 4, 64), jnp.float32)
+    with absent("NVIDIA H200"):
+        assert (
+            explain("attention", q, q, q)["unfused"] == "no call was measured faster than with xla"
+        )
 
 
 @pytest.mark.parametrize(
