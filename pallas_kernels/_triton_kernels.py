@@ -70,9 +70,12 @@ def rms_norm_residual(
 def _normalise_backward(
     h, weight, d_y, d_total, rows, d_h, d_weight,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    EPS: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESIDUAL: tl.constexpr,
+    STAGES: tl.constexpr, EPS: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every PROGRAMS-th tile of rows and has one row of d_weight."""
+    """Each program takes every PROGRAMS-th tile of rows and has one row of d_weight.
+
+    Of STAGES 2 or more, the copies of the next tiles are under way while one is computed.
+    """
     dtype = h.dtype.element_ty
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
@@ -81,7 +84,7 @@ def _normalise_backward(
     kept: tl.constexpr = BLOCK <= 8192
     if kept:
         w = _weight(weight, column, WIDTH, ZERO_CENTERED, dtype)
-    for first in range(program * ROWS, rows, PROGRAMS * ROWS):
+    for first in tl.range(program * ROWS, rows, PROGRAMS * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < WIDTH)
         at = row.to(tl.int64) * WIDTH + column
@@ -113,11 +116,11 @@ def _normalise_backward(
 def rms_norm_backward(
     x, weight, d_y, rows, d_x, d_weight,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    EPS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    STAGES: tl.constexpr, EPS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
     _normalise_backward(
         x, weight, d_y, d_y, rows, d_x, d_weight,
-        WIDTH, BLOCK, ROWS, PROGRAMS, EPS, ZERO_CENTERED, False,
+        WIDTH, BLOCK, ROWS, PROGRAMS, STAGES, EPS, ZERO_CENTERED, False,
     )  # fmt: skip
 
 
@@ -125,11 +128,11 @@ def rms_norm_backward(
 def rms_norm_residual_backward(
     total, weight, d_y, d_total, rows, d_x, d_weight,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    EPS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    STAGES: tl.constexpr, EPS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
     _normalise_backward(
         total, weight, d_y, d_total, rows, d_x, d_weight,
-        WIDTH, BLOCK, ROWS, PROGRAMS, EPS, ZERO_CENTERED, True,
+        WIDTH, BLOCK, ROWS, PROGRAMS, STAGES, EPS, ZERO_CENTERED, True,
     )  # fmt: skip
 
 

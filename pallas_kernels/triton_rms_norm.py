@@ -27,13 +27,16 @@ MAX_BYTES = 32768  # a row of the backward pass fits the registers of 16 warps
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows a program; warps that share them; and for the backward pass, with programs an SM."""
+    """Rows a program and warps that share them; for the backward pass too, with programs an SM and
+    stages: tiles that a program has in flight or in hand.
+    """
 
     rows: int
     warps: int
     backward_rows: int
     backward_warps: int
     backward_programs: int
+    backward_stages: int
 
 
 def rms_norm(
@@ -93,7 +96,9 @@ def default_config(x, weight, *, eps, residual=None, zero_centered=False, device
     # Four numbers live for each of the row, so half as many a thread
     backward_warps = min(2 * warps, 16)
     # As many warps on an SM as 128 registers a thread allow
-    return Config(rows, warps, rows, backward_warps, max(1, 16 // backward_warps))
+    programs = max(1, 16 // backward_warps)
+    # A row that is read twice a tile, for want of registers, comes from the cache
+    return Config(rows, warps, rows, backward_warps, programs, 2 if block <= 8192 else 1)
 
 
 def bucket(x, weight, *, eps, residual=None, zero_centered=False) -> str:
@@ -119,8 +124,8 @@ def candidates(
             dataclasses.replace(default, warps=min(warps, 32)),
             dataclasses.replace(default, backward_warps=min(backward_warps, 32)),
         ]
-    for programs in (1, 2, 4, 8):
-        found.append(dataclasses.replace(default, backward_programs=programs))
+    found += [dataclasses.replace(default, backward_programs=n) for n in (1, 2, 4, 8)]
+    found += [dataclasses.replace(default, backward_stages=n) for n in (1, 2, 3)]
     return list(dict.fromkeys(found))
 
 
@@ -201,6 +206,7 @@ def _backward(static: _Static, x, weight, d_y, d_total=None):
         device=static.device,
         ROWS=config.backward_rows,
         PROGRAMS=programs,
+        STAGES=config.backward_stages,
         **static.constants(width),
     )
     return d_x, jnp.sum(d_weight, axis=0).astype(weight.dtype)

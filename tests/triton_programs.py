@@ -37,6 +37,10 @@ GPUS = {
 }
 
 
+# Bytes of shared memory that a block may have
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """One call of one kernel; types by the name of its arguments."""
@@ -105,6 +109,7 @@ def _compile(kernel, types, constants, warps, capability) -> Compiled:
         input=ptx, capture_output=True, text=True, check=True,
     ).stderr  # fmt: skip
     accesses = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)\s", ptx)
+    assert result.metadata.shared <= SHARED_BYTES[capability], (kernel, result.metadata.shared)
     widths = [int(n or 1) * int(bits) // 8 for n, bits in accesses]
     return Compiled(
         ptx,
