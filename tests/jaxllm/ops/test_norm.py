@@ -152,7 +152,7 @@ def layer_norm_truth(x, weight, bias):
 @pytest.mark.parametrize(
     ("shape", "kwargs"),
     [
-        ((16,), {}),
+        ((64,), {}),
         ((2, 3, 96), {"dtype": jnp.bfloat16}),
         ((5, 40), {"dtype": jnp.float16, "bias": False}),
         ((3, 96), {"mean": 1e4}),
