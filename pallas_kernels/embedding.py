@@ -1,18 +1,14 @@
-"""Embedding: row ids[i] of a table, scaled; and the sum of rows by id, which is its gradient.
+"""Embedding: row ids[i] of a table, times a scale.
 
-table [V, D], ids [*B] of any integers. Forward: one block owns some ids and a part of the width;
-the copy engine (TMA) brings each id's part on chip and the whole block goes out in one copy, by way
-of registers only where it is scaled or cast. Backward: ids are sorted (stably, by XLA), and a block
-owns every blocks-th tile of the table's rows: it writes zeros where no id falls, and elsewhere adds
-up the rows of each id in the order in which they came, in float32. So each number of the gradient
-is written once, nothing is added atomically, and two runs give the same bits. An id that occurs n
-times is a chain of n sums in one block.
+table [V, D], ids [*B] of any integers. One block owns some ids and a part of the width; the copy
+engine (TMA) brings each id's part on chip and the whole block goes out in one copy, by way of
+registers only where it is scaled or cast. The gradient is the sum of rows by id
+(`embedding_backward`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -23,18 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _compat, tuned
+from pallas_kernels import _compat, embedding_backward, row_parts, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.device import Device
+from pallas_kernels.row_parts import ACCESS_BYTES, THREADS
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-ACCESS_BYTES = 16  # the widest access of a thread, and the grain of the copy engine
-THREADS = 128
-MAX_BOX = 256  # numbers a dimension that one copy takes
-ALIGNED = 128  # bytes, of what a copy writes on chip
-SHARED_BYTES = 227 * 1024  # of one block, on Hopper
-MAX_PART = 8192  # numbers of a row that a block adds up: 64 a thread
-STAGES = 8  # rows on their way to a block that adds them up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +109,7 @@ def why_not(table, ids, *, scale=None, dtype=None, device: Device | None = None)
             f"rows of {row_bytes} bytes are no multiple of {ACCESS_BYTES} bytes, which the copy "
             "engine needs"
         )
-    if _parts(table, dtype) is None:
+    if row_parts.fewest_parts(table.shape[1], _sizes(table, dtype)) is None:
         return f"rows of {table.shape[1]} numbers cannot be cut into parts that one copy takes"
     return None
 
@@ -130,7 +120,8 @@ def default_config(table, ids, *, scale=None, dtype=None, device: Device) -> Con
     of a row of 1 KB at least.
     """
     del scale
-    count, parts = math.prod(ids.shape), _parts(table, dtype) or 1
+    count = math.prod(ids.shape)
+    parts = row_parts.fewest_parts(table.shape[1], _sizes(table, dtype)) or 1
     row_bytes = table.shape[1] * table.dtype.itemsize
     while (count * parts < device.num_sms and row_bytes // parts > 1024) and not _problem(
         Config(1, 2 * parts), table, dtype
@@ -186,89 +177,14 @@ class _Static:
     interpret: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """How a part of a row lies on chip: [chunks, inner], zeros added behind its `width` numbers."""
-
-    parts: int
-    width: int
-    inner: int
-    chunks: int
-    vector: int
-
-    @property
-    def padded(self) -> int:
-        return self.chunks * self.inner
-
-    def view(self, x):
-        """[M, D] as the kernel takes it: [M, parts, n, inner]."""
-        return x.reshape(x.shape[0], self.parts, self.width // self.inner, self.inner)
-
-    def at(self, ref, rows, part):
-        """The part of some rows of such an array, with what lies outside cut off."""
-        return ref.at[rows, part, pl.ds(_zero(), self.chunks)]
-
-    def write(self, buffer, ref, first, rows, part, count) -> None:
-        """Copies rows on chip to where they belong among the `count` rows of such an array.
-
-        JAX copies what looks contiguous in one piece, zeros behind the width included, which would
-        fall on the next row: such rows go one by one without them.
-        """
-        n = self.width // self.inner
-        if n == self.chunks or (rows > 1 and n * self.parts != self.chunks):
-            target = self.at(ref, pl.ds(first, rows), part)
-            plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
-        else:
-
-            def copy(r):
-                source = buffer.at[r, pl.ds(0, n)]
-                plgpu.copy_smem_to_gmem(source, ref.at[first + r, part], commit_group=False)
-
-            for r in range(rows):
-                pl.when(first + r < count)(functools.partial(copy, r))
-        plgpu.commit_smem_to_gmem_group()
-
-
-def _part(width: int, parts: int, itemsize: int, *, rows: int = 0) -> _Part:
-    """`itemsize`: of the narrowest dtype; `rows` is how many the registers hold, if any."""
-    width, vector = width // parts, ACCESS_BYTES // itemsize
-    inner = next(
-        (n for n in (256, 128, 64, 32, 16, 8, 4) if width % n == 0 and n >= vector), vector
-    )
-    chunks = -(-width // inner)
-    while chunks * inner % (ALIGNED // itemsize) or chunks * inner * rows % (THREADS * vector):
-        chunks += 1
-    return _Part(parts, width, inner, chunks, vector)
-
-
-def _zero() -> jax.Array:
-    """0 as an offset that only the run knows: JAX refuses one that passes the end by itself."""
-    return jax.lax.axis_index("block") * 0
-
-
-def _parts(table, dtype) -> int | None:
-    """The fewest parts that a block can add up."""
-    for parts in (1, 2, 4, 8, 16, 32):
-        if table.shape[1] // parts <= MAX_PART and not _problem(Config(1, parts), table, dtype):
-            return parts
-    return None
+def _sizes(table, dtype) -> tuple[int, int]:
+    """Bytes of a number of the table, and of the result."""
+    return table.dtype.itemsize, jnp.dtype(dtype or table.dtype).itemsize
 
 
 def _problem(config: Config, table, dtype) -> str | None:
     """What keeps the hardware from a config."""
-    if config.rows < 1 or config.parts < 1:
-        return "rows and parts must be 1 at least"
-    sizes = [jnp.dtype(kind).itemsize for kind in (table.dtype, dtype or table.dtype)]
-    narrowest, width = min(sizes), table.shape[1]
-    if width % config.parts or width // config.parts * narrowest % ACCESS_BYTES:
-        return f"{width} numbers cannot be cut into {config.parts} parts of 16-byte accesses"
-    part = _part(width, config.parts, narrowest, rows=config.rows)
-    if config.rows > MAX_BOX or part.chunks > MAX_BOX:
-        return f"a copy of {config.rows} rows of {part.chunks} pieces is longer than {MAX_BOX}"
-    size_bytes = config.rows * part.padded * sum(sizes) + 1024
-    if size_bytes > SHARED_BYTES:
-        return f"takes {size_bytes} of {SHARED_BYTES} bytes on chip"
-    return None
+    return row_parts.problem(table.shape[1], _sizes(table, dtype), config.rows, config.parts)
 
 
 def _check(table, ids, scale, dtype) -> None:
@@ -284,27 +200,18 @@ def _check(table, ids, scale, dtype) -> None:
     check_ids(table, ids)
 
 
-def _load(ref, part: _Part, rows: int, static: _Static) -> jax.Array:
-    """Rows on chip as one vector in registers, 16 bytes a thread and access."""
-    if static.interpret:
-        return ref[...].reshape(rows * part.padded)
-    layout = plgpu.Layout.WG_STRIDED((rows * part.padded,), vec_size=part.vector)
-    return _compat.load(ref.reshape(rows * part.padded), layout)
-
-
-def _store(ref, value: jax.Array, static: _Static) -> None:
-    if static.interpret:
-        ref[...] = value.reshape(ref.shape)
-    else:
-        ref.reshape(value.size)[...] = value
-
-
 def _gather(static: _Static, table, ids):
     """Rows of the table [V, D] for ids [M]."""
     rows, parts = static.config.rows, static.config.parts
     (v, d), (count,), out = table.shape, ids.shape, jnp.dtype(static.out)
     through = static.scale is not None or out != table.dtype
-    part = _part(d, parts, min(table.dtype.itemsize, out.itemsize), rows=rows * through)
+    part = row_parts.part_of(
+        d,
+        parts,
+        min(table.dtype.itemsize, out.itemsize),
+        rows=rows * through,
+        interpret=static.interpret,
+    )
     # rows in registers at once: as few as fill the threads
     step = THREADS * part.vector // math.gcd(THREADS * part.vector, part.padded)
 
@@ -319,10 +226,10 @@ def _gather(static: _Static, table, ids):
         if through:
             for r in range(0, rows, step):
                 here = pl.ds(r, step)
-                x = _load(blocks[0].at[here], part, step, static).astype(out)
+                x = part.load(blocks[0].at[here], step).astype(out)
                 if static.scale is not None:
                     x = x * jnp.asarray(static.scale, out)
-                _store(blocks[1].at[here], x, static)
+                part.store(blocks[1].at[here], x)
         plgpu.commit_smem()
         part.write(blocks[-1], out_ref, first, rows, column, count)
         plgpu.wait_smem_to_gmem(0)
@@ -334,8 +241,8 @@ def _gather(static: _Static, table, ids):
         grid=(-(-count // rows), parts),
         grid_names=("block", "part"),
         scratch_types=[
-            plgpu.SMEM((rows, part.chunks, part.inner), table.dtype),
-            *[plgpu.SMEM((rows, part.chunks, part.inner), out)] * through,
+            part.buffer(rows, table.dtype),
+            *[part.buffer(rows, out)] * through,
             plgpu.Barrier(num_arrivals=rows),
         ],
         unsafe_no_auto_barriers=True,  # a thread stores only where nobody else looks
@@ -346,95 +253,15 @@ def _gather(static: _Static, table, ids):
 
 def _scatter(static: _Static, dy, ids):
     """For each row of the table the sum of those rows of dy [M, D] that have its id."""
-    d, v, out = dy.shape[1], static.count, jnp.dtype(static.table)
-    narrowest = min(dy.dtype.itemsize, out.itemsize)
-    parts = _parts(dy, out) or 1
-    while d // parts > 2048 and not _problem(Config(1, 2 * parts), dy, out):
-        parts *= 2  # 16 sums a thread, and 4 KB a row on its way
-    part = _part(d, parts, narrowest, rows=1)
-    rows = max(1, min(MAX_BOX, 16 * 1024 // (part.padded * out.itemsize)))  # 16 KB a copy
-    tiles = -(-v // rows) * parts
-    shared = part.padded * (2 * rows * out.itemsize + STAGES * dy.dtype.itemsize) + 2048
-    blocks = min(tiles, min(4, SHARED_BYTES // shared) * static.num_sms)  # all run at once
-    ids = jnp.clip(ids, 0, v - 1)
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    # starts[i]: how many ids are below i
-    every = jnp.arange(v + 1, dtype=jnp.int32)
-    starts = jnp.searchsorted(ids[order], every, method="scan_unrolled").astype(jnp.int32)
-
-    def body(dy_ref, order_ref, starts_ref, out_ref, zeros, sums, ring, arrived):
-        block = jax.lax.axis_index("block")
-        nothing = jnp.zeros((part.padded,), out)
-        for r in range(rows):
-            _store(zeros.at[r], nothing, static)
-        plgpu.commit_smem()
-
-        def start_of(row):
-            return starts_ref[jnp.minimum(row, v)]
-
-        def tile(i, _):
-            index = block + i * blocks
-            first, column = index // parts * rows, jax.lax.rem(index, parts)
-            start, end = start_of(first), start_of(first + rows)
-
-            def fetch(j):
-                slot = jax.lax.rem(j - start, STAGES)
-                source = part.at(dy_ref, order_ref[j], column)
-                plgpu.copy_gmem_to_smem(source, ring.at[slot], arrived.at[slot])
-
-            def add(j, total):
-                slot = jax.lax.rem(j - start, STAGES)
-                plgpu.barrier_wait(arrived.at[slot])
-                total = total + _load(ring.at[slot], part, 1, static).astype(jnp.float32)
-                plgpu.commit_smem()  # all threads have read the slot
-                pl.when(j + STAGES < end)(lambda: fetch(j + STAGES))
-                return total
-
-            def one_row(r, _):
-                none = jnp.zeros((part.padded,), jnp.float32)
-                if not static.interpret:
-                    layout = plgpu.Layout.WG_STRIDED(none.shape, vec_size=part.vector)
-                    none = plgpu.layout_cast(none, layout)
-                bounds = start_of(first + r), start_of(first + r + 1)
-                total = jax.lax.fori_loop(*bounds, add, none)
-                if static.scale is not None:
-                    total = total * jnp.asarray(static.scale, static.out).astype(jnp.float32)
-                _store(sums.at[r], total.astype(out), static)
-                return 0
-
-            @pl.when(start == end)
-            def _():
-                part.write(zeros, out_ref, first, rows, column, v)
-
-            @pl.when(start < end)
-            def _():
-                for j in range(STAGES):
-                    pl.when(start + j < end)(functools.partial(fetch, start + j))
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                jax.lax.fori_loop(0, rows, one_row, 0)
-                plgpu.commit_smem()
-                part.write(sums, out_ref, first, rows, column, v)
-
-            return 0
-
-        jax.lax.fori_loop(0, (tiles - block + blocks - 1) // blocks, tile, 0)
-        plgpu.wait_smem_to_gmem(0)
-
-    [result] = _compat.kernel(
-        body,
-        name="embedding_backward",
-        out_type=[jax.ShapeDtypeStruct((v, *part.view(dy).shape[1:]), out)],
-        grid=(blocks,),
-        grid_names=("block",),
-        scratch_types=[
-            *[plgpu.SMEM((rows, part.chunks, part.inner), out)] * 2,
-            plgpu.SMEM((STAGES, part.chunks, part.inner), dy.dtype),
-            plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        ],
-        unsafe_no_auto_barriers=True,  # a slot that all have read is passed on by `commit_smem`
+    return embedding_backward.sum_by_id(
+        dy,
+        ids,
+        count=static.count,
+        dtype=static.table,
+        scale=static.scale,
+        num_sms=static.num_sms,
         interpret=static.interpret,
-    )(part.view(dy), order, starts)
-    return result.reshape(v, d)
+    )
 
 
 # Each is the transpose of the other.

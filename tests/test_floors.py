@@ -41,8 +41,11 @@ MAY_IMPORT = {
     "pallas_kernels.matmul": (
         "pallas_kernels.device pallas_kernels.matmul_kernel pallas_kernels.tuned"
     ),
+    "pallas_kernels.row_parts": "pallas_kernels._compat",
+    "pallas_kernels.embedding_backward": "pallas_kernels._compat pallas_kernels.row_parts",
     "pallas_kernels.embedding": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned"
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.embedding_backward "
+        "pallas_kernels.row_parts pallas_kernels.tuned"
     ),
     "pallas_kernels.rope": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
     "pallas_kernels.softmax": (

@@ -99,6 +99,8 @@ REPEATED = [3, 0, 3, 3, 12, 3, 1, 3, 3, 3, 3, 3, 3, 0]  # one id more often than
         (5, 4864, [4, 1, 4], jnp.bfloat16, {}),  # parts of a row
         (7, 64, [6, 2, 6], jnp.float32, {"dtype": jnp.bfloat16, "scale": 3.3}),
         (1, 16, [0, 0], jnp.bfloat16, {"dtype": jnp.float32}),
+        (9, 64, [0, 1] * 8 + [7] * 5 + [2] * 75, jnp.bfloat16, {"scale": 0.7}),  # two runs
+        (2, 32, [1] * 64, jnp.float32, {}),  # nothing but runs
     ],
 )
 def test_gradient(v, d, ids, dtype, keywords):
@@ -113,21 +115,13 @@ def test_the_check_can_fail():
             assert_as_accurate(wrong, plain, truth)
 
 
+@pytest.mark.slow
 def test_sums_are_float32_and_the_same_to_the_bit():
-    """A sum of ones stops at 256 in bfloat16; in float16, 2049 ones are 2048."""
-    table, ids = jnp.zeros((2, 128), jnp.bfloat16), jnp.ones((300,), jnp.int32)
+    """A sum of ones stops at 256 in bfloat16."""
+    table, ids = jnp.zeros((2, 128), jnp.bfloat16), jnp.ones((264,), jnp.int32)
     pull = jax.grad(lambda t, ids: jnp.sum(embedding(t, ids, interpret=True).astype(jnp.float32)))
-    assert set(interpreted(pull, table, ids)[1].tolist()) == {300.0}
-    rng = np.random.default_rng(0)
-    d_out = jnp.asarray(rng.standard_normal((14, 128)), jnp.float32)
-    again = [
-        interpreted(
-            lambda t, ids: jax.vjp(lambda t: embedding(t, ids, interpret=True), t)[1](d_out)[0],
-            jnp.zeros((13, 128)),
-            jnp.asarray(REPEATED, jnp.int32),
-        )
-        for _ in range(2)
-    ]
+    assert set(interpreted(pull, table, ids)[1].tolist()) == {264.0}
+    again = [sums(13, 128, REPEATED, jnp.float32, {})[0] for _ in range(2)]
     np.testing.assert_array_equal(*again)
 
 

@@ -1,0 +1,140 @@
+"""Parts of rows that lie apart in device memory, one by one on their way through a multiprocessor.
+
+What the kernels of the embedding share: a row [D] is cut into parts of equal width, and a block
+has one part of some rows on chip, each brought by a copy of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+
+ACCESS_BYTES = 16  # the widest access of a thread, and the grain of the copy engine
+THREADS = 128  # of a warpgroup
+MAX_BOX = 256  # numbers a dimension that one copy takes
+ALIGNED = 128  # bytes, of what a copy writes on chip
+SHARED_BYTES = 227 * 1024  # of one block, on Hopper
+MAX_WIDTH = 8192  # numbers of a part that a block adds up: 64 a thread
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """How a part of a row lies on chip: [chunks, inner], zeros added behind its `width` numbers.
+
+    `vector` numbers of the narrowest dtype are one access. `interpret`: it is for the interpreter,
+    which knows no layouts and reshapes values, not references.
+    """
+
+    parts: int
+    width: int
+    inner: int
+    chunks: int
+    vector: int
+    interpret: bool
+
+    @property
+    def padded(self) -> int:
+        """Numbers on chip."""
+        return self.chunks * self.inner
+
+    def view(self, x: jax.Array) -> jax.Array:
+        """[M, D] as the kernel takes it: [M, parts, n, inner]."""
+        return x.reshape(x.shape[0], self.parts, self.width // self.inner, self.inner)
+
+    def buffer(self, rows: int, dtype: Any) -> Any:
+        """Shared memory for a part of some rows."""
+        return plgpu.SMEM((rows, self.chunks, self.inner), dtype)
+
+    def at(self, ref: Any, rows: Any, part: Any) -> Any:
+        """The part of some rows of such an array, with what lies outside cut off."""
+        nothing = jax.lax.axis_index("block") * 0  # JAX refuses a known offset that passes the end
+        return ref.at[rows, part, pl.ds(nothing, self.chunks)]
+
+    def write(self, buffer: Any, ref: Any, first: Any, rows: int, part: Any, count: int) -> None:
+        """Copies rows on chip to where they belong among the `count` rows of such an array.
+
+        JAX copies what looks contiguous in one piece, zeros behind the width included, which would
+        fall on the next row: such rows go one by one without them.
+        """
+        n = self.width // self.inner
+        if n == self.chunks or (rows > 1 and n * self.parts != self.chunks):
+            target = self.at(ref, pl.ds(first, rows), part)
+            plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
+        else:
+
+            def copy(r):
+                source = buffer.at[r, pl.ds(0, n)]
+                plgpu.copy_smem_to_gmem(source, ref.at[first + r, part], commit_group=False)
+
+            for r in range(rows):
+                pl.when(first + r < count)(functools.partial(copy, r))
+        plgpu.commit_smem_to_gmem_group()
+
+    def load(self, ref: Any, rows: int = 1) -> jax.Array:
+        """Rows on chip as one vector in registers, 16 bytes a thread and access."""
+        size = rows * self.padded
+        if self.interpret:
+            return ref[...].reshape(size)
+        return _compat.load(ref.reshape(size), self._layout(size))
+
+    def store(self, ref: Any, value: jax.Array) -> None:
+        """The other way."""
+        if self.interpret:
+            ref[...] = value.reshape(ref.shape)
+        else:
+            ref.reshape(value.size)[...] = value
+
+    def zeros(self, dtype: Any = jnp.float32) -> jax.Array:
+        """A row of them in registers."""
+        nothing = jnp.zeros((self.padded,), dtype)
+        return nothing if self.interpret else plgpu.layout_cast(nothing, self._layout(self.padded))
+
+    def _layout(self, size: int) -> Any:
+        return plgpu.Layout.WG_STRIDED((size,), vec_size=self.vector)
+
+
+def part_of(
+    width: int, parts: int, itemsize: int, *, rows: int = 0, interpret: bool = False
+) -> Part:
+    """`itemsize`: of the narrowest dtype; `rows` is how many the registers hold, if any."""
+    width, vector = width // parts, ACCESS_BYTES // itemsize
+    sizes = (256, 128, 64, 32, 16, 8, 4)
+    inner = next((n for n in sizes if n >= vector and width % n == 0), vector)
+    chunks = -(-width // inner)
+    while chunks * inner % (ALIGNED // itemsize) or chunks * inner * rows % (THREADS * vector):
+        chunks += 1
+    return Part(parts, width, inner, chunks, vector, interpret)
+
+
+def problem(width: int, sizes: tuple[int, ...], rows: int, parts: int) -> str | None:
+    """What keeps the hardware from blocks of so many rows and parts of a row.
+
+    sizes: bytes of a number, in each of the buffers that the rows have on chip.
+    """
+    if rows < 1 or parts < 1:
+        return "rows and parts must be 1 at least"
+    if width % parts or width // parts * min(sizes) % ACCESS_BYTES:
+        return f"{width} numbers cannot be cut into {parts} parts of 16-byte accesses"
+    part = part_of(width, parts, min(sizes), rows=rows)
+    if max(rows, part.chunks) > MAX_BOX:
+        return f"a copy of {rows} rows of {part.chunks} pieces is longer than {MAX_BOX}"
+    size_bytes = rows * part.padded * sum(sizes) + 1024
+    if size_bytes > SHARED_BYTES:
+        return f"takes {size_bytes} of {SHARED_BYTES} bytes on chip"
+    return None
+
+
+def fewest_parts(width: int, sizes: tuple[int, ...], *, most: int = MAX_WIDTH) -> int | None:
+    """Into how many parts a row must be cut for a block to add it up, `most` numbers a part."""
+    for parts in (1, 2, 4, 8, 16, 32):
+        if width // parts <= most and problem(width, sizes, 1, parts) is None:
+            return parts
+    return None
