@@ -474,6 +474,15 @@ class _Tile:
             return self._of(part)[...]
         return _compat.load(self._of(part), part.tile.layout, optimized=False)
 
+    def load_seen(self, part: Part, columns: Any) -> jax.Array:
+        """Zeros instead of what lies wholly behind the first `columns` of the row: a byte saved."""
+        pieces = []
+        for piece in _accesses(part):
+            nothing = functools.partial(lambda p: p.zeros().astype(self.ref.dtype), piece)
+            some = functools.partial(self.load, piece)
+            pieces.append(jax.lax.cond(piece.chunk * piece.tile.inner < columns, some, nothing))
+        return jnp.concatenate(pieces, axis=1)
+
     def store(self, part: Part, value: jax.Array) -> None:
         self._of(part)[...] = value
 
@@ -628,14 +637,22 @@ def _kept(plan: _Plan, static: _Static, width: int, part: Part, index: Any, mask
             last = last - static.queries + 1 + row + part.row
         # Access by access: their columns differ by what is known when compiling, a constant of the
         # comparison. The columns of the whole part would each take a register for good.
-        access = tile.warps[1] * tile.lanes[1] * tile.vector
-        narrow = dataclasses.replace(part, chunk=0, chunks=max(1, access // tile.inner))
+        pieces = _accesses(part)
+        narrow = dataclasses.replace(pieces[0], chunk=0)
         ahead = narrow.columns()
         if static.queries and part.rows > 1:
             ahead = ahead - narrow.lines()
-        seen = [ahead <= last - start for start in range(0, part.shape[1], narrow.shape[1])]
-        rules.append(jnp.concatenate(seen, axis=1))
+        starts = [(piece.chunk - part.chunk) * tile.inner for piece in pieces]
+        rules.append(jnp.concatenate([ahead <= last - start for start in starts], axis=1))
     return functools.reduce(jnp.logical_and, rules) if rules else None
+
+
+def _accesses(part: Part) -> list[Part]:
+    """The part from left to right in the narrowest parts that all threads have a share of."""
+    tile = part.tile
+    step = max(1, tile.warps[1] * tile.lanes[1] * tile.vector // tile.inner)
+    starts = range(part.chunk, part.chunk + part.chunks, step)
+    return [dataclasses.replace(part, chunk=start, chunks=step) for start in starts]
 
 
 def _scale(static: _Static, numbers: Sequence[Any]) -> Any:
@@ -666,7 +683,12 @@ def _forward(static: _Static, x, number, mask):
     groups = plan.tile.groups(NUMBERS)
 
     def scores(part, index, arrays, mask, scale):
-        z = arrays[0].load(part).astype(jnp.float32) * scale
+        if static.queries and not plan.stages:
+            _, row, _ = plan.at(index)
+            z = arrays[0].load_seen(part, width - static.queries + row + plan.tile.rows)
+        else:
+            z = arrays[0].load(part)
+        z = z.astype(jnp.float32) * scale
         keep = _kept(plan, static, width, part, index, mask)
         return z if keep is None else jnp.where(keep, z, -jnp.inf)
 

@@ -40,6 +40,8 @@ CASES: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...] | None, dict[str, A
     "more than the registers hold": ((1, 8960), F16, (8960,), {}),
     "causal": ((2, 3, 5, 16), F32, None, {"causal": True}),
     "causal, one query": ((2, 1, 24), F32, None, {"causal": True}),
+    "causal, several accesses": ((2, 4, 768), BF16, None, {"causal": True}),
+    "causal, rows that see nothing": ((1, 520, 512), F32, (512,), {"causal": True}),
     "causal, more queries than keys": ((2, 19, 8), BF16, None, {"causal": True}),
     "causal, a whole mask": ((2, 3, 20), F32, (2, 3, 20), {"causal": True}),
     "a row a batch": ((3, 2, 4, 32), BF16, (3, 1, 1, 32), {}),
