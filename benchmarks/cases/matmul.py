@@ -32,32 +32,42 @@ MOST_EXACT = 2**37  # products that NumPy takes in float64 within seconds; more 
 
 
 def cases() -> list[Case]:
-    """Odd sizes and further tiles are compiled only."""
-    found = [_case(4096, 4096, 4096), _case(8192, 8192, 8192), _case(4096, 4096, 4096, "")]
+    """Further projections, odd sizes and further tiles are compiled only."""
+    found = [_case(size, size, size) for size in (4096, 8192)]
     found += [_case(size, size, size, dtype="float8_e4m3fn") for size in (4096, 8192)]
-    for model in (QWEN, LLAMA, PHI):
-        found += [_case(ROWS, *sizes, _words(name)) for name, sizes in model.items()]
-    found.append(_case(ROWS, 896, 896, "transposed, bias"))  # Qwen's query
-    found.append(_case(ROWS, 4096, 4096, "transposed, residual"))  # Llama's attention output
+    timed: Any = [(ROWS, LLAMA, ("query", "gate, up", "down")), (ROWS, QWEN, ("gate, up", "down"))]
+    timed += [(ROWS, PHI, ("gate, up", "down")), (1, LLAMA, ("query", "gate, up", "down"))]
+    timed += [(1, QWEN, ("gate, up", "down")), (16, LLAMA, ("query",)), (64, LLAMA, ("gate, up",))]
+    for rows, model, names in timed:
+        for name in names:
+            n, k = model[name]
+            found.append(_case(rows, n, k, _words(name)))
+    found.append(_case(1, *HEADS[0], out="float32"))
     found.append(_case(ROWS, 4096, 4096, "transposed, backward"))
-    found.append(_case(ROWS, 14336, 4096, "transposed, silu, backward"))
-    for rows in (1, 16, 64):
-        for model in (QWEN, LLAMA):
-            found += [_case(rows, *sizes, _words(name)) for name, sizes in model.items()]
-    found += [_case(1, *head, out="float32") for head in HEADS]
-    found.append(_case(16, 4096, 4096, dtype="float8_e4m3fn"))
-    odd: dict[str, Any] = {"compile_only": True}
+    named = {case.label for case in found}
+    return found + [case for case in _compiled() + _tiles() if case.label not in named]
+
+
+def _compiled() -> list[Case]:
+    only: dict[str, Any] = {"compile_only": True}
+    found = [_case(4096, 4096, 4096, "", **only), _case(1, *HEADS[1], out="float32", **only)]
+    for rows in (1, 16, 64, ROWS):
+        for model in (QWEN, LLAMA, PHI):
+            found += [_case(rows, *sizes, _words(n), **only) for n, sizes in model.items()]
+    found.append(_case(ROWS, 896, 896, "transposed, bias", **only))  # Qwen's query
+    found.append(_case(ROWS, 4096, 4096, "transposed, residual", **only))  # Llama's attention
+    found.append(_case(ROWS, 14336, 4096, "transposed, silu, backward", **only))
+    found.append(_case(16, 4096, 4096, dtype="float8_e4m3fn", **only))
     for words in ("transposed", "transposed, bias", "transposed, residual", "transposed, silu", ""):
-        found += [_case(m, 1000, 1000, words, "float16", **odd) for m in (1, 131)]
-        backward = ", ".join([*([words] if words else []), "backward"])
-        if "bias" not in words and "residual" not in words:
-            found.append(_case(131, 1000, 1000, backward, **odd))
-    found.append(_case(131, 1000, 1000, out="float32", **odd))
-    found.append(_case(131, 1000, 1000, "transposed, residual", out="float32", **odd))
+        found += [_case(m, 1000, 1000, words, "float16", **only) for m in (1, 131)]
+    for words in ("transposed, backward", "backward", "transposed, silu, backward"):
+        found.append(_case(131, 1000, 1000, words, **only))
+    found.append(_case(131, 1000, 1000, out="float32", **only))
+    found.append(_case(131, 1000, 1000, "transposed, residual", out="float32", **only))
     for words in ("transposed, scales", "transposed, scales, bias", "transposed, scales, silu"):
-        found += [_case(m, 4864, 896, words, "float8_e4m3fn", **odd) for m in (1, 1111)]
-    found.append(_case(1111, 896, 896, "transposed, backward", "float8_e4m3fn", **odd))
-    return found + _tiles()
+        found += [_case(m, 4864, 896, words, "float8_e4m3fn", **only) for m in (1, 1111)]
+    found.append(_case(1111, 896, 896, "transposed, backward", "float8_e4m3fn", **only))
+    return found
 
 
 def _words(name: str) -> str:

@@ -23,6 +23,8 @@ from pallas_kernels.matmul import (
     why_not,
 )
 
+pytestmark = pytest.mark.usefixtures("strict_jax")
+
 BF16, F16, F32, FP8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn
 H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
 SMALL = Config(128, 64, 64, consumers=2, stages=2)
@@ -178,6 +180,7 @@ def test_backward(name: str):
 
 
 @transposed
+@pytest.mark.slow
 def test_backward_of_fp8_is_bfloat16_and_saturates():
     arrays, keywords = call(3, 40, 144, FP8, extra="one", **WEIGHT)
 
