@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
-from pallas_kernels import rows
+from pallas_kernels import rows, tuned
 from pallas_kernels.device import Device
 from pallas_kernels.rows import Config
 
@@ -50,7 +51,9 @@ def rms_norm(
     reason = why_not(x, weight, **kwargs, device=device)
     if reason is not None:
         raise NotImplementedError(f"rms_norm: cannot run this call: {reason}")
-    static = _Static(float(eps), zero_centered, config, None, device.num_sms, interpret)
+    key = bucket(x, weight, **kwargs)
+    config = config or rows.tuned_config("rms_norm", key, x, device)
+    static = _Static(float(eps), zero_centered, config, device.num_sms, interpret)
     flat = x.reshape(-1, x.shape[-1])
     if residual is None:
         return _norm(static, flat, weight).reshape(x.shape)
@@ -82,7 +85,61 @@ def why_not(
     for name, dtype in (("x", x.dtype), ("weight", weight.dtype)):
         if dtype not in DTYPES:
             return f"takes bfloat16, float16 or float32, got {name} {dtype}"
+    if x.size == 0:
+        return f"an array {list(x.shape)} holds no numbers"
     return rows.why_not_rows(x.shape[-1], x.dtype.itemsize)
+
+
+def default_config(
+    x, weight, residual=None, *, eps, zero_centered=False, device: Device | None = None
+) -> Config:
+    """What `rows` takes for any kernel with this many bytes a number."""
+    del eps, zero_centered
+    num_sms = (device or device_lib.current()).num_sms
+    return rows.default_config(*_size(x), **_bytes(x, weight, residual), num_sms=num_sms)
+
+
+def bucket(x, weight, residual=None, *, eps, zero_centered=False) -> str:
+    """The key of a tuned row: the width exactly, the rows to a power of two."""
+    del eps, zero_centered
+    width, _, count = _size(x)
+    rounded = 1 << (count - 1).bit_length()
+    return f"{x.dtype}-m{rounded}-d{width}-{weight.dtype}{'' if residual is None else '-residual'}"
+
+
+def candidates(
+    x, weight, residual=None, *, eps, zero_centered=False, device: Device | None = None
+) -> list[Config]:
+    """What `rows` would try for any kernel with this many bytes a number."""
+    del eps, zero_centered, device
+    return rows.candidates(*_size(x), **_bytes(x, weight, residual))
+
+
+def tuning_calls() -> list[tuned.Call]:
+    """Widths of real models, decode and prefill, alone and with a residual."""
+
+    def run(x, weight, residual=None, **keywords):
+        return rms_norm(x, weight, residual=residual, **keywords)
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    calls = []
+    for width in (896, 3072, 4096, 8192):
+        for count in (1, 64, 8192):
+            x, weight = shape((count, width)), shape((width,))
+            calls += [
+                tuned.Call(call, run, {"eps": 1e-5}) for call in ((x, weight), (x, weight, x))
+            ]
+    return calls
+
+
+def _size(x) -> tuple[int, int, int]:
+    """Width, bytes of a number, rows."""
+    return x.shape[-1], x.dtype.itemsize, math.prod(x.shape[:-1])
+
+
+def _bytes(x, weight, residual) -> dict[str, int]:
+    arrays = 1 if residual is None else 2
+    return {"array_bytes": arrays * x.dtype.itemsize, "held_bytes": weight.dtype.itemsize}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +149,6 @@ class _Static:
     eps: float
     zero_centered: bool
     config: Config | None
-    backward_config: Config | None
     num_sms: int
     interpret: bool
 
@@ -198,7 +254,7 @@ def _backward(static: _Static, x, weight, dy, d_total=None):
         outputs=[x.dtype],
         sums=1,
         row_sums=2,
-        config=static.backward_config,
+        config=None,
         num_sms=static.num_sms,
         interpret=static.interpret,
     )
@@ -210,7 +266,8 @@ def _norm_fwd(static, x, weight):
 
 
 def _norm_bwd(static, saved, dy):
-    return _backward(static, *saved, dy)
+    x, weight = saved
+    return _backward(static, x, weight, dy)
 
 
 _norm = jax.custom_vjp(

@@ -77,10 +77,17 @@ def rms_norm(
     *,
     eps: float,
     zero_centered: bool = False,
+    d_out: np.ndarray | None = None,
     dtype: DTypeLike = np.float64,
-) -> np.ndarray:
+) -> Any:
+    """The result; if its cotangent `d_out` is given, those of x and weight instead."""
     x, weight = _load(dtype, x, weight)
-    y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps))
+    root = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps))
+    y = x / root
+    if d_out is not None:
+        g = d_out * (1 + weight if zero_centered else weight)
+        d_x = (g - y * np.mean(g * y, axis=-1, keepdims=True)) / root
+        return d_x, np.sum((d_out * y).reshape(-1, y.shape[-1]), axis=0)
     if zero_centered:
         return _store(y * (1 + weight), dtype)
     return _store(_store(y, dtype) * weight, dtype)

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "pallas_kernels": "",
     "pallas_kernels.device": "",
     "pallas_kernels._compat": "",
-    "pallas_kernels.rows": "pallas_kernels._compat",
+    "pallas_kernels.rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
     "pallas_kernels.rms_norm": "pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned",
     "pallas_kernels.layer_norm": "pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned",
     "pallas_kernels.swiglu": (

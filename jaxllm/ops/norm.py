@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from pallas_kernels import layer_norm as layer_norm_kernels
+from pallas_kernels import rms_norm as rms_norm_kernels
 from pallas_kernels import triton_rms_norm
 
 
@@ -18,30 +20,37 @@ def rms_norm(
     weight: Float[Array, " D"],
     *,
     eps: float,
+    residual: Float[Array, "*B D"] | None = None,
     zero_centered: bool = False,
     implementation: str | Mapping[str, str] = "auto",
-) -> Float[Array, "*B D"]:
-    """x / sqrt(mean(x^2) + eps) * weight; `zero_centered` (Gemma) multiplies by 1 + weight.
+) -> Any:
+    """x / sqrt(mean(x^2) + eps) * weight; with `residual`: (the norm of x + residual, that sum).
 
-    Dtypes: statistics in float32. The normalised row is rounded to x's dtype before the weight;
-    with zero_centered the product is taken in float32 and rounded once. The result has x's dtype.
+    `zero_centered` (Gemma) multiplies by 1 + weight.
+    Dtypes: statistics in float32. x + residual and the normalised row, before the weight, are
+    rounded to x's dtype; with zero_centered the product is taken in float32 and rounded once. The
+    results have x's dtype.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467; rounding points of Hugging Face's Llama and
     Gemma.
     """
-    kwargs = {"eps": eps, "zero_centered": zero_centered}
+    kwargs = {"eps": eps, "residual": residual, "zero_centered": zero_centered}
     return select("rms_norm", RMS_NORM, implementation, x, weight, **kwargs)(x, weight, **kwargs)
 
 
-def _rms_norm_xla(x, weight, *, eps, zero_centered):
-    x32 = x.astype(jnp.float32)
+def _rms_norm_xla(x, weight, *, eps, residual, zero_centered):
+    total = x if residual is None else x + residual
+    x32 = total.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
     if zero_centered:
-        return (y * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
-    return y.astype(x.dtype) * weight.astype(x.dtype)
+        y = (y * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+    else:
+        y = y.astype(x.dtype) * weight.astype(x.dtype)
+    return y if residual is None else (y, total)
 
 
 RMS_NORM: Table = {
+    **pallas(rms_norm_kernels.rms_norm, rms_norm_kernels.why_not),
     "triton": Implementation(
         triton_rms_norm.rms_norm,
         triton_rms_norm.why_not,
