@@ -50,8 +50,7 @@ def layer_norm(
     key = bucket(x, weight, bias, eps=eps)
     static = _Static(
         float(eps),
-        config or tuned.lookup("layer_norm", key, device, Config),
-        tuned.lookup("layer_norm_backward", key, device, Config),
+        config or rows.tuned_config("layer_norm", key, x, device),
         device.num_sms,
         interpret,
     )
@@ -81,48 +80,29 @@ def why_not(x, weight, bias, *, eps, device: Device | None = None) -> str | None
             return f"takes bfloat16, float16 or float32, got {name} {array.dtype}"
     if x.size == 0:
         return f"an array {list(x.shape)} holds no numbers"
-    return rows.why_not_rows(x.shape[-1], x.dtype.itemsize)
+    sizes = [array.dtype.itemsize for array in (weight, bias) if array is not None]
+    return rows.why_not_rows(x.shape[-1], x.dtype.itemsize, *sizes)
 
 
 def default_config(x, weight, bias, *, eps, device: Device | None = None) -> Config:
     """What `rows` takes for any kernel with this many bytes a number."""
     del eps
-    width, itemsize = x.shape[-1], x.dtype.itemsize
-    return rows.default_config(
-        width,
-        itemsize,
-        x.size // width,
-        array_bytes=itemsize,
-        held_bytes=weight.dtype.itemsize + (0 if bias is None else bias.dtype.itemsize),
-        num_sms=(device or device_lib.current()).num_sms,
-    )
+    num_sms = (device or device_lib.current()).num_sms
+    return rows.default_config(*_size(x), **_bytes(x, weight, bias), num_sms=num_sms)
 
 
 def bucket(x, weight, bias, *, eps) -> str:
     """The key of a tuned row: the width exactly, the rows to a power of two."""
     del eps
-    width = x.shape[-1]
-    count = 1 << (x.size // width - 1).bit_length()
-    return f"{x.dtype}-m{count}-d{width}-{weight.dtype}{'' if bias is None else '-bias'}"
+    width, _, count = _size(x)
+    rounded = 1 << (count - 1).bit_length()
+    return f"{x.dtype}-m{rounded}-d{width}-{weight.dtype}{'' if bias is None else '-bias'}"
 
 
 def candidates(x, weight, bias, *, eps, device: Device | None = None) -> list[Config]:
-    """With and without a stream, the numbers of a row among one to eight warpgroups."""
-    default = default_config(x, weight, bias, eps=eps, device=device)
-    width, size = x.shape[-1], x.dtype.itemsize
-    held = weight.dtype.itemsize + (0 if bias is None else bias.dtype.itemsize)
-    found = []
-    for repeat, warpgroups in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (1, 8)):
-        tile = rows.row_tile(width, size, repeat=repeat, warpgroups=warpgroups)
-        if tile.warpgroups != warpgroups:
-            continue
-        if tile.padded == width and x.size // width % tile.rows == 0:
-            found.append(Config(repeat, 0, 1, warpgroups))
-        for stages in (2, 3):
-            taken = stages * tile.rows * tile.padded * size + tile.padded * held + 4096
-            blocks = min(8, rows.SMEM_BYTES // taken)
-            found += [Config(repeat, stages, n, warpgroups) for n in {blocks, blocks // 2} if n]
-    return [config for config in found if config != default]
+    """What `rows` would try for any kernel with this many bytes a number."""
+    del eps, device
+    return rows.candidates(*_size(x), **_bytes(x, weight, bias))
 
 
 def tuning_calls() -> list[tuned.Call]:
@@ -142,13 +122,22 @@ def tuning_calls() -> list[tuned.Call]:
     ]
 
 
+def _size(x) -> tuple[int, int, int]:
+    """Width, bytes of a number, rows."""
+    return x.shape[-1], x.dtype.itemsize, x.size // x.shape[-1]
+
+
+def _bytes(x, weight, bias) -> dict[str, int]:
+    held = weight.dtype.itemsize + (0 if bias is None else bias.dtype.itemsize)
+    return {"array_bytes": x.dtype.itemsize, "held_bytes": held}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Static:
     """What a kernel is compiled for."""
 
     eps: float
     config: Config | None
-    backward_config: Config | None
     num_sms: int
     interpret: bool
 
@@ -253,7 +242,7 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
         outputs=[x.dtype],
         sums=1 + has_bias,
         row_sums=4,
-        config=static.backward_config,
+        config=None,
         num_sms=static.num_sms,
         interpret=static.interpret,
     )

@@ -123,7 +123,9 @@ def test_a_mean_far_from_zero(width):
         jnp.mean(x * x, -1, keepdims=True) - x.mean(-1, keepdims=True) ** 2 + EPS
     )
     with pytest.raises(AssertionError):
-        assert_right((naive * arrays[1][None] + arrays[2][None], *ours[1:]), arrays, largest_term=1e4)
+        assert_right(
+            (naive * arrays[1][None] + arrays[2][None], *ours[1:]), arrays, largest_term=1e4
+        )
 
 
 def test_a_row_of_one_number_is_the_bias():
@@ -167,6 +169,7 @@ def specs(M=8192, D=4096, dtype="bfloat16", weight="bfloat16", bias: Any = "bflo
         (specs(bias="float64"), H200, "got bias float64"),
         (specs(M=0), H200, r"an array [0, 4096] holds no numbers"),
         (specs(D=100), H200, "rows of 200 bytes are no multiple of 16 bytes"),
+        (specs(D=32), H200, "rows of 32 numbers have a weight of fewer bytes than a warpgroup"),
         (specs(D=6152), H200, "rows of 6152 numbers are 769 runs of 8; a copy takes 256"),
         (specs(D=16640), H200, "rows of 33280 bytes are longer than 32768, what stays on chip"),
     ],
@@ -216,8 +219,8 @@ def test_configs_follow_the_sizes():
     assert len(different) == 5
     for call in tuning_calls():
         found = candidates(*call.arguments, **call.keywords, device=H200)
-        assert len(found) > 4
-        assert default_config(*call.arguments, **call.keywords, device=H200) not in found
+        assert len(set(found)) > 4
+        assert default_config(*call.arguments, **call.keywords, device=H200).blocks_per_sm > 0
         assert why_not(*call.arguments, **call.keywords, device=H200) is None
 
 
