@@ -101,21 +101,20 @@ def scale_softmax(
 
 
 def scale_softmax_reference(x, *, scale=1.0, mask=None, causal=False, axis=-1):
-    """The mathematics in plain JAX."""
+    """The mathematics in plain JAX, in a form that XLA makes one kernel of."""
     x32, scale = x.astype(jnp.float32), jnp.asarray(scale, jnp.float32)
-    keep = x32 * scale != -jnp.inf
+    keep = (x32 != -jnp.inf) | (scale <= 0)
     if mask is not None:
         mask = mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape)
         keep &= jnp.broadcast_to(mask, x.shape)
     if causal:
         t, s = x.shape[-2:]
         keep &= jnp.broadcast_to(jnp.tri(t, s, s - t, dtype=bool), x.shape)
-    scores = jnp.where(keep, x32, 0) * scale
-    top = jnp.max(scores, axis, keepdims=True, where=keep, initial=-jnp.inf)
-    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
-    weights = jnp.where(keep, jnp.exp(jnp.where(keep, scores - top, 0)), 0)
-    total = jnp.sum(weights, axis, keepdims=True)
-    return (weights / jnp.where(total == 0, 1, total)).astype(x.dtype)
+    scores = jnp.where(keep, jnp.where(keep, x32, 0) * scale, -jnp.inf)
+    top = jnp.max(jax.lax.stop_gradient(scores), axis, keepdims=True, initial=-jnp.inf)
+    weights = jnp.exp(scores - jnp.maximum(top, jnp.finfo(jnp.float32).min))
+    total = jnp.sum(weights, axis, keepdims=True)  # 0, or 1 and more
+    return (weights / jnp.maximum(total, 0.5)).astype(x.dtype)
 
 
 def scale_softmax_backward(
@@ -422,10 +421,10 @@ class _Plan:
         chunk = (part * self.steps + step) * self.tile.chunks
         return div(row, self.rows), rem(row, self.rows), chunk
 
-    def place(self, ref: Any, index: Any) -> Any:
-        """Tile `index` of rows in device memory, [groups, rows, n, inner]."""
+    def place(self, ref: Any, index: Any, chunks: int) -> Any:
+        """Tile `index` of rows in device memory, [groups, rows, n, inner], or its first chunks."""
         group, row, chunk = self.at(index)
-        return ref.at[group, pl.ds(row, self.tile.rows), pl.ds(chunk, self.tile.chunks)]
+        return ref.at[group, pl.ds(row, self.tile.rows), pl.ds(chunk, chunks)]
 
     @property
     def mask_inner(self) -> int:
@@ -455,10 +454,11 @@ class _Plan:
             rest = jax.lax.div(rest, n)
         return group, row if self.groups[-1][1] else zero, chunk
 
-    def mask_place(self, ref: Any, index: Any) -> Any:
+    def mask_place(self, ref: Any, index: Any, chunks: int) -> Any:
+        del chunks  # of x; those of the mask are its buffer's
         group, row, chunk = self.mask_at(index)
-        _, count, chunks, inner = self.mask_buffer.shape
-        return ref.at[group, pl.ds(row, count), pl.ds(chunk * self.tile.inner // inner, chunks)]
+        _, count, wide, inner = self.mask_buffer.shape
+        return ref.at[group, pl.ds(row, count), pl.ds(chunk * self.tile.inner // inner, wide)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -603,6 +603,7 @@ def _run(
             barrier=next(refs),
             carry=(block, tuple(map(jnp.float32, carry))),
             places=[plan.place] * len(arrays) + [plan.mask_place] * len(masks),
+            chunk_of=lambda index: plan.at(index)[2],
         )
         for ref, value in zip(totals, last, strict=True):
             ref[block] = value
