@@ -203,7 +203,8 @@ def row_tile(
     inner = _inner(width, vector)
     grain = step // math.gcd(step, inner)  # chunks that fill the threads
     grains = -(-width // (inner * grain))
-    while warpgroups > 1 and (warps[0] > 1 or grains % warpgroups):
+    whole = grains * inner * grain == width
+    while warpgroups > 1 and (warps[0] > 1 or grains % warpgroups or not whole):
         warpgroups -= 1
     chunks = grains // warpgroups * grain
     rows = repeat * warps[0] * lanes[0]
@@ -617,9 +618,9 @@ def _whole(ref: Any, tile: RowTile) -> Any:
     return ref.at[pl.ds(_first(tile), tile.chunks)]
 
 
-def _at_tile(ref: Any, index: jax.Array, tile: RowTile) -> Any:
+def _at_tile(ref: Any, index: jax.Array, chunks: int, *, tile: RowTile) -> Any:
     """Tile `index` of an array [M, n, inner] in device memory, likewise."""
-    return ref.at[pl.ds(index * tile.rows, tile.rows), pl.ds(_first(tile), tile.chunks)]
+    return ref.at[pl.ds(index * tile.rows, tile.rows), pl.ds(_first(tile), chunks)]
 
 
 def _first(tile: RowTile) -> jax.Array:
@@ -641,6 +642,7 @@ def stream(
     carry: Any = None,
     first_barrier: Any = 0,
     places: Sequence[Callable[..., Any]] | None = None,
+    chunk_of: Callable[[Any], Any] = lambda index: index * 0,
 ) -> Any:
     """Calls carry = step(slots, carry) for each tile of this block; returns the last carry.
 
@@ -648,8 +650,9 @@ def stream(
     of the sources; what the step leaves in the first of them goes to the targets. Both are arrays
     in device memory as `RowTile.view` makes them. `barrier` has a barrier a stage that expects as
     many arrivals as there are sources, from `first_barrier` on. `places`: for each source, and the
-    target written from its slot, where in the array tile `index` lies, place(ref, index), if not in
-    rows one after another.
+    target written from its slot, where in the array [.., n, inner] `chunks` of tile `index` lie,
+    place(ref, index, chunks), if not in rows one after another; `chunk_of`: at which of the n
+    chunks tile `index` begins.
     """
     block = jax.lax.axis_index("block")
     places = places or [functools.partial(_at_tile, tile=tile)] * len(sources)
@@ -662,7 +665,7 @@ def stream(
     def fetch(i, slot):
         for ref, buffer, place in zip(sources, buffers, places, strict=True):
             plgpu.copy_gmem_to_smem(
-                place(ref, block + i * blocks),
+                place(ref, block + i * blocks, tile.chunks),
                 buffer.at[slot],
                 barrier.at[first_barrier + slot],
             )
@@ -670,15 +673,29 @@ def stream(
     for s in range(ahead):
         pl.when(s < mine)(functools.partial(fetch, s, s))
 
+    def leave(source, ref, place, index):
+        def copy(chunks):
+            plgpu.copy_smem_to_gmem(
+                source.at[:, pl.ds(0, chunks)], place(ref, index, chunks), commit_group=False
+            )
+
+        rest = ref.shape[-2] % tile.chunks
+        if tile.rows > 1 or not rest:
+            copy(tile.chunks)
+            return
+        # What passes the end of one row is not cut off: JAX makes a plain copy of one row, which
+        # would go on in the next.
+        inside = chunk_of(index) + tile.chunks <= ref.shape[-2]
+        pl.when(inside)(functools.partial(copy, tile.chunks))
+        pl.when(jnp.logical_not(inside))(functools.partial(copy, rest))
+
     def body(i, carry):
         slot = jax.lax.rem(i, stages)
         plgpu.barrier_wait(barrier.at[first_barrier + slot])
         carry = step([buffer.at[slot] for buffer in buffers], carry)
         plgpu.commit_smem()
         for ref, buffer, place in zip(targets, buffers, places, strict=False):
-            plgpu.copy_smem_to_gmem(
-                buffer.at[slot], place(ref, block + i * blocks), commit_group=False
-            )
+            leave(buffer.at[slot], ref, place, block + i * blocks)
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
         pl.when(i + ahead < mine)(

@@ -248,19 +248,19 @@ class _Tile:
     def place(self, half: int) -> Callable[[Any, jax.Array], Any]:
         """Where tile `index` of one half lies in an array [M, halves, n, inner]."""
 
-        def place(ref, index):
-            row, chunk = self._first(index)
-            return ref.at[pl.ds(row, self.on_chip.rows), half, pl.ds(chunk, self.on_chip.chunks)]
+        def place(ref, index, chunks):
+            row, chunk = self.first(index)
+            return ref.at[pl.ds(row, self.on_chip.rows), half, pl.ds(chunk, chunks)]
 
         return place
 
     def whole(self, ref: Any, half: int) -> _Whole:
         """Tile number `block` of one half of an array [M, halves, F]."""
-        row, chunk = self._first(jax.lax.axis_index("block"))
+        row, chunk = self.first(jax.lax.axis_index("block"))
         columns = pl.ds(chunk * self.on_chip.inner, self.on_chip.padded)
         return _Whole(ref.at[pl.ds(row, self.on_chip.rows), half, columns])
 
-    def _first(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def first(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         row = jax.lax.div(index, self.across) * self.on_chip.rows
         return row, jax.lax.rem(index, self.across) * self.on_chip.chunks
 
@@ -366,6 +366,7 @@ def _over_tiles(
             buffers=buffers,
             barrier=barrier,
             places=[tile.place(half) for _, half in inputs],
+            chunk_of=lambda index: tile.first(index)[1],
         )
 
     kernel = run(
