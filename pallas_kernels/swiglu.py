@@ -245,8 +245,8 @@ class _Tile:
         """Whether the tiles of `count` rows hold nothing else."""
         return self.tiles(count) * self.numbers == count * self.on_chip.width
 
-    def place(self, half: int) -> Callable[[Any, jax.Array], Any]:
-        """Where tile `index` of one half lies in an array [M, halves, n, inner]."""
+    def place(self, half: int) -> Callable[[Any, jax.Array, int], Any]:
+        """Where `chunks` of tile `index` of one half lie in an array [M, halves, n, inner]."""
 
         def place(ref, index, chunks):
             row, chunk = self.first(index)
