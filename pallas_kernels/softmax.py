@@ -388,8 +388,9 @@ def _piece_tile(width: int, itemsize: int, columns: int, interpret: bool) -> Row
 class _Plan:
     """Which tile of the rows [groups, rows, S] which block has when.
 
-    stages: tiles in flight a block; 0: a block has one tile and needs no copy engine. steps: tiles
-    of a part of a row, each part a block of its own; 0: tiles are whole rows.
+    stages: tiles in flight a block; 0: a block has one tile and needs no copy engine. pieces: tiles
+    of a row, which `parts` blocks take in turn; 0: tiles are whole rows. No tile lies wholly behind
+    the end of a row, for what a copy of one row writes there is not cut off.
     """
 
     tile: RowTile
@@ -397,7 +398,12 @@ class _Plan:
     blocks: int
     stages: int
     parts: int
-    steps: int
+    pieces: int
+
+    @property
+    def count(self) -> int:
+        """All rows."""
+        return math.prod(n for n, _ in self.groups)
 
     @property
     def rows(self) -> int:
@@ -405,21 +411,24 @@ class _Plan:
 
     @property
     def tiles(self) -> int:
-        if self.steps:
-            return self.blocks * self.steps
-        return math.prod(n for n, _ in self.groups[:-1]) * -(-self.rows // self.tile.rows)
+        if self.pieces:
+            return self.count * self.pieces
+        return self.count // self.rows * -(-self.rows // self.tile.rows)
 
     def at(self, index: Any) -> tuple[Any, Any, Any]:
         """Where tile `index` begins: group, row, chunk."""
         div, rem = jax.lax.div, jax.lax.rem
-        if not self.steps:
+        if not self.pieces:
             tiles = -(-self.rows // self.tile.rows)
             zero = jax.lax.axis_index("block") * 0
             return div(index, tiles), rem(index, tiles) * self.tile.rows, zero
-        run, step = rem(index, self.blocks), div(index, self.blocks)
-        row, part = div(run, self.parts), rem(run, self.parts)
-        chunk = (part * self.steps + step) * self.tile.chunks
-        return div(row, self.rows), rem(row, self.rows), chunk
+        row, piece = rem(index, self.count), div(index, self.count)
+        return div(row, self.rows), rem(row, self.rows), piece * self.tile.chunks
+
+    def parts_of_row(self) -> list[Any]:
+        """The blocks that share the row of the block that asks."""
+        row = jax.lax.rem(jax.lax.axis_index("block"), self.count)
+        return [row + part * self.count for part in range(self.parts)]
 
     def place(self, ref: Any, index: Any, chunks: int) -> Any:
         """Tile `index` of rows in device memory, [groups, rows, n, inner], or its first chunks."""
@@ -524,7 +533,6 @@ class _Mask:
 
 
 def _plan(static: _Static, width: int, itemsize: int, config: Config) -> _Plan:
-    count = math.prod(n for n, _ in static.groups)
     if _fits(width, itemsize):
         tile = _row_tile(width, itemsize, config, static.interpret)
         plan = _Plan(tile, static.groups, 1, config.stages, 1, 0)
@@ -538,9 +546,9 @@ def _plan(static: _Static, width: int, itemsize: int, config: Config) -> _Plan:
         return dataclasses.replace(plan, blocks=blocks)
     tile = _piece_tile(width, itemsize, config.columns, static.interpret)
     tiles = -(-width // tile.padded)
-    steps = -(-tiles // min(config.parts, MAX_PARTS))
-    parts = -(-tiles // steps)
-    return _Plan(tile, static.groups, count * parts, config.stages, parts, steps)
+    parts = min(config.parts, MAX_PARTS, tiles)
+    plan = _Plan(tile, static.groups, 1, config.stages, parts, tiles)
+    return dataclasses.replace(plan, blocks=plan.count * parts)
 
 
 def _run(
@@ -719,8 +727,7 @@ def _forward(static: _Static, x, number, mask):
 
     def write(index, arrays, out, mask, numbers, carry):
         scale = _scale(static, numbers)
-        first = jax.lax.div(jax.lax.axis_index("block"), plan.parts) * plan.parts
-        tops, totals = ([ref[first + i] for i in range(plan.parts)] for ref in numbers[1:])
+        tops, totals = ([ref[part] for part in plan.parts_of_row()] for ref in numbers[1:])
         top = _or_zero(functools.reduce(jnp.maximum, tops))
         shares = [n * jnp.exp2((t - top) * LOG2_E) for t, n in zip(tops, totals, strict=True)]
         inverse = _inverse(functools.reduce(jnp.add, shares))
@@ -731,7 +738,7 @@ def _forward(static: _Static, x, number, mask):
         return carry
 
     run = functools.partial(_run, static, plan, arrays=[x], mask=mask)
-    if not plan.steps:
+    if not plan.pieces:
         return run("scale_softmax", whole, numbers=[number])[0]
     found = run(
         "scale_softmax_statistics",
@@ -779,15 +786,14 @@ def _backward(static: _Static, y, number, d_y):
 
     def write(index, arrays, out, mask, numbers, carry):
         scale = _scale(static, numbers)
-        first = jax.lax.div(jax.lax.axis_index("block"), plan.parts) * plan.parts
-        along = functools.reduce(jnp.add, [numbers[1][first + i] for i in range(plan.parts)])
+        along = functools.reduce(jnp.add, [numbers[1][part] for part in plan.parts_of_row()])
         for part in groups[0]:
             p, d = load(part, arrays)
             out.store(part, (scale * (p * (d - along))).astype(y.dtype))
         return carry
 
     run = functools.partial(_run, static, plan, arrays=[y, d_y])
-    if not plan.steps:
+    if not plan.pieces:
         return run("scale_softmax_backward", whole, numbers=[number])[0]
     found = run("scale_softmax_backward_statistics", statistics, writes=False, carry=(0.0,))
     return run("scale_softmax_backward_write", write, numbers=[number, *found])[0]
