@@ -1,12 +1,13 @@
 """Every case and some whole programs, compiled for an H200 that need not be here.
 
-    python -m benchmarks.compile_table [NAME ...] [--jobs N]
+    python -m benchmarks.compile_table [NAME ...] [--write-limits]
 
 (`make gpu-compile` brings along what it needs.) It prints what each kernel became (registers,
 shared memory, instructions) and fails on what is wrong without a doubt: spilled registers, wgmma
 that the assembler serialised, a product without tensor cores, a kernel that lives by its memory
 accesses and does not make them 16 bytes wide, a reduction of rows through shared memory alone.
-NAMEs choose cases by op; without any, `programs` follow.
+NAMEs choose cases by op, and `programs` the whole ones; all if none. A program may cost no more
+than program_limits.json says: a change that makes one dearer on purpose writes it anew.
 """
 
 from __future__ import annotations
@@ -47,9 +48,8 @@ def faults(kind: str, kernels: Sequence[aot.Kernel]) -> list[str]:
         if spilled := kernel.spill_store_bytes + kernel.spill_load_bytes:
             found.append(f"{kernel.name} spills ({spilled} bytes stored and loaded)")
         found += [f"{kernel.name}: {n}" for n in kernel.notes if n.startswith(BAD_NOTES)]
-        if kind.startswith("memory"):
-            if not _count(kernel, WIDE_READS):
-                found.append(f"{kernel.name} reads nothing by 16 bytes or by the copy engine")
+        if kind.startswith("memory") and not _count(kernel, WIDE_READS):
+            found.append(f"{kernel.name} reads nothing by 16 bytes or by the copy engine")
     # One kernel of several may have no more to write than a sum for the next
     if kind.startswith("memory") and not any(_count(k, WIDE_WRITES) for k in kernels):
         names = ", ".join(k.name for k in kernels)
@@ -90,18 +90,27 @@ def compile_case(names: tuple[str, ...], index: int) -> Row:
 
 
 def compile_program(model: str, program: str, implementation: str) -> Row:
-    """One of `programs.LIMITS`."""
+    """One of `programs.KEYS`."""
     name = f"{model} {program}, {implementation}"
     try:
         facts = programs.compile_program(model, program, implementation)
     except Exception as error:
         return Row(name, faults=(_sentence(error),))
-    found = programs.faults(facts, programs.LIMITS[model, program, implementation])
+    found = []
     if implementation == "pallas":
         found += programs.missing_kernels(
             facts.mosaic, programs.pallas_where_there_is(), program == "training"
         )
     return Row(name, facts=facts, faults=tuple(found))
+
+
+def hold_to_limits(key: tuple[str, str, str], row: Row) -> Row:
+    """The row, with what has got dearer than its limits among the faults."""
+    if row.facts is None:
+        return row
+    limit = programs.limits().get(key)
+    found = programs.faults(row.facts, limit) if limit else ["has no limits: --write-limits"]
+    return dataclasses.replace(row, faults=(*row.faults, *found))
 
 
 def _sentence(error: Exception) -> str:
@@ -160,7 +169,8 @@ def program_table(rows: Iterable[Row]) -> Table:
                 f"{facts.kernels_a_layer:g}",
                 str(facts.graphs),
                 str(len(facts.weight_copies)),
-                ", ".join(f"{number} {name}" for name, number in ours.items()),
+                ", ".join(f"{number} {name}" for name, number in ours.items())
+                + (f" ({facts.compiled} compiled)" if ours else ""),
             ]
         verdict = "[red]" + "; ".join(row.faults) + "[/red]" if row.faults else "ok"
         table.add_row(row.name, *cells, verdict)
@@ -170,17 +180,19 @@ def program_table(rows: Iterable[Row]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 1 if anything is wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compile_table")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="ops, or `programs`; all if none")
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="ops; all and the programs if none"
+        "--write-limits", action="store_true", help="make what the programs cost their limits"
     )
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(arguments)
-    names = tuple(options.names)
+    names = tuple(name for name in options.names if name != "programs")
+    keys = programs.KEYS if len(names) == 0 or len(names) < len(options.names) else ()
     if (reason := aot.why_not()) is not None:
         print(f"compile_table: {reason}", file=sys.stderr)
         return 2
     try:
-        chosen = all_cases(names)
+        chosen = all_cases(names) if names or not options.names else []
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -188,9 +200,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with concurrent.futures.ProcessPoolExecutor(
         options.jobs, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
-        whole = [] if names else [pool.submit(compile_program, *key) for key in programs.LIMITS]
+        whole = [pool.submit(compile_program, *key) for key in keys]
         single = [pool.submit(compile_case, names, index) for index in range(len(chosen))]
+        for number, future in enumerate(concurrent.futures.as_completed([*whole, *single]), 1):
+            row = future.result()
+            verdict = "; ".join(row.faults) or "ok"
+            print(f"{number}/{len(whole) + len(single)} {row.name}: {verdict}", file=sys.stderr)
         case_rows, program_rows = ([future.result() for future in part] for part in (single, whole))
+    if options.write_limits:
+        facts = {key: row.facts for key, row in zip(keys, program_rows, strict=True)}
+        programs.write_limits({key: each for key, each in facts.items() if each is not None})
+    program_rows = [hold_to_limits(key, row) for key, row in zip(keys, program_rows, strict=True)]
     console = Console(width=None if sys.stdout.isatty() else 200)
     if case_rows:
         console.print(case_table(case_rows))

@@ -147,12 +147,21 @@ FACTS = programs.Facts(
     graphs=1,
     weight_copies=("copy.1",),
     mosaic=("rms_norm",) * 9 + ("rms_norm_backward",),
+    compiled=10,
 )
-LIMIT = programs.Limit(kernels=12, peak_mib=4, weight_copies=1)
+LIMIT = programs.Limit(kernels_a_layer=12, peak_mib=4, weight_copies=1, compiled=10)
 
 
 def test_a_program_within_its_limits_is_spared():
     assert programs.faults(FACTS, LIMIT) == []
+    assert FACTS.limit() == LIMIT
+
+
+def test_limits_are_written_and_read(monkeypatch, tmp_path):
+    assert set(programs.limits()) == set(programs.KEYS)
+    monkeypatch.setattr(programs, "_LIMITS_FILE", tmp_path / "limits.json")
+    programs.write_limits({("a model", "decode", "auto"): FACTS})
+    assert programs.limits() == {("a model", "decode", "auto"): LIMIT}
 
 
 @pytest.mark.parametrize(
@@ -160,8 +169,9 @@ def test_a_program_within_its_limits_is_spared():
     [
         ({"alias_bytes": 1000}, "of 1024 donated bytes 1000 are aliased"),
         ({"kernels_a_layer": 12.5}, "12.5 kernels a layer, not 12"),
+        ({"compiled": 11}, "11 kernels compiled, not 10"),
         ({"peak_bytes": 5 * 2**20}, "peak of 5 MiB, not 4"),
-        ({"weight_copies": ("copy.1", "copy.2")}, "copies weights: copy.1, copy.2"),
+        ({"weight_copies": ("copy.1", "copy.2")}, "copies weights: copy.1, copy.2, not 1 of them"),
     ],
 )
 def test_every_limit_of_a_program_can_be_broken(changes, said):
@@ -187,10 +197,24 @@ def test_a_copy_of_a_weight_is_seen():
     assert not programs.weight_copies(aot.compile_for(lambda w: w * 2, weight), weight)
 
 
+def test_a_program_is_held_to_its_limits(monkeypatch):
+    key = ("a model", "decode", "auto")
+    row = compile_table.Row("a model decode, auto", facts=FACTS)
+    monkeypatch.setattr(programs, "limits", lambda: {key: LIMIT})
+    assert compile_table.hold_to_limits(key, row) == row
+    tight = dataclasses.replace(LIMIT, kernels_a_layer=11.5)
+    monkeypatch.setattr(programs, "limits", lambda: {key: tight})
+    assert compile_table.hold_to_limits(key, row).faults == ("12 kernels a layer, not 11.5",)
+    monkeypatch.setattr(programs, "limits", dict)
+    assert compile_table.hold_to_limits(key, row).faults == ("has no limits: --write-limits",)
+    failed = compile_table.Row("a model decode, auto", faults=("ValueError: x",))
+    assert compile_table.hold_to_limits(key, failed) == failed
+
+
 @needs_plugin
 def test_a_decode_step_within_its_limits():
     key = ("Qwen2.5-0.5B bfloat16", "decode", "auto")
-    row = compile_table.compile_program(*key)
+    row = compile_table.hold_to_limits(key, compile_table.compile_program(*key))
     assert row.faults == ()
     assert row.facts is not None
     assert row.facts.alias_bytes == row.facts.kept_bytes == 2 * 4 * 1024 * 2 * 64 * 2 + 8
