@@ -23,6 +23,11 @@ from pallas_kernels.device import Device
 from pallas_kernels.rows import Config
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+MAX_SHARE = (
+    64  # numbers a thread has of a row: of more, the sums for d_weight spill (88: 900 bytes)
+)
+KEPT = 40  # such numbers of x, dy and dy * weight that stay in registers between the sums
+MAX_TWO_SHARES = 40  # likewise with those for d_bias (48: 84 bytes); then XLA sums dy once more
 
 
 def layer_norm(
@@ -81,7 +86,15 @@ def why_not(x, weight, bias, *, eps, device: Device | None = None) -> str | None
     if x.size == 0:
         return f"an array {list(x.shape)} holds no numbers"
     sizes = [array.dtype.itemsize for array in (weight, bias) if array is not None]
-    return rows.why_not_rows(x.shape[-1], x.dtype.itemsize, *sizes)
+    if reason := rows.why_not_rows(x.shape[-1], x.dtype.itemsize, *sizes):
+        return reason
+    share = _share(x, _backward_config(x, weight, device.num_sms))
+    if share > MAX_SHARE:
+        return (
+            f"rows of {x.shape[-1]} numbers are {share} a thread, more than the {MAX_SHARE} whose "
+            "gradients it can sum up"
+        )
+    return None
 
 
 def default_config(x, weight, bias, *, eps, device: Device | None = None) -> Config:
@@ -132,6 +145,18 @@ def _bytes(x, weight, bias) -> dict[str, int]:
     return {"array_bytes": x.dtype.itemsize, "held_bytes": held}
 
 
+def _backward_config(x, weight, num_sms: int) -> Config:
+    """What `rows` takes for x, dy and two sums."""
+    sizes = {"array_bytes": 2 * x.dtype.itemsize, "held_bytes": weight.dtype.itemsize}
+    return rows.default_config(*_size(x), **sizes, num_sms=num_sms, sums=2)
+
+
+def _share(x, config: Config) -> int:
+    """Numbers of a wide row that a thread has."""
+    tile = rows.row_tile(x.shape[-1], x.dtype.itemsize, warpgroups=config.warpgroups)
+    return tile.chunks * tile.inner // (rows.WARPS * rows.LANES) if tile.warps[0] == 1 else 0
+
+
 @dataclasses.dataclass(frozen=True)
 class _Static:
     """What a kernel is compiled for."""
@@ -158,13 +183,13 @@ def _check(x, weight, bias, eps) -> None:
         raise ValueError(f"layer_norm: eps must be greater than 0, got {eps}")
 
 
-def _centre(static: _Static, group, x, width: int):
+def _centre(static: _Static, group, x, width: int, few: bool):
     """part -> x - mean in float32, 0 outside the row; and 1 / deviation, one number a row."""
 
     def load(part):
         return x.load(part).astype(jnp.float32)
 
-    if len(group) == 1:  # else it is more than the registers hold, and read once more
+    if few:  # else it is more than the registers hold, and read once more
         load = functools.cache(load)
     mean = group.sum(map(load, group)) / width
 
@@ -182,7 +207,7 @@ def _forward(static: _Static, x, weights):
     width = x.shape[-1]
 
     def step(group, inputs, weights, outputs, sums):
-        centred, scale = _centre(static, group, inputs[0], width)
+        centred, scale = _centre(static, group, inputs[0], width, len(group) == 1)
         for part in group:
             y = centred(part) * part.across(scale)
             y = y * weights[0].load(part).astype(jnp.float32)
@@ -212,15 +237,18 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
     d_x = (g - mean(g) - h mean(g h)) / deviation, d_weight = sum(dy h), d_bias = sum(dy).
     """
     width = x.shape[-1]
+    config = _backward_config(x, weight, static.num_sms)
+    kernel_sums = 1 + (has_bias and _share(x, config) <= MAX_TWO_SHARES)
 
     def step(group, inputs, weights, outputs, sums):
         def load(part):
             d = inputs[1].load(part).astype(jnp.float32)
             return d, d * weights[0].load(part).astype(jnp.float32)
 
-        if len(group) == 1:
+        few = len(group) == 1 and _share(x, config) <= KEPT
+        if few:
             load = functools.cache(load)
-        centred, scale = _centre(static, group, inputs[0], width)
+        centred, scale = _centre(static, group, inputs[0], width, few)
         mean = group.sum(load(part)[1] for part in group) / width
         products = group.sum(load(part)[1] * centred(part) for part in group)
         along = products * scale / width
@@ -240,13 +268,16 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
         inputs=[x, dy],
         weights=[weight],
         outputs=[x.dtype],
-        sums=1 + has_bias,
+        sums=kernel_sums,
         row_sums=4,
-        config=None,
+        config=config,
         num_sms=static.num_sms,
         interpret=static.interpret,
     )
-    return d_x, [jnp.sum(shares, axis=0) for shares in sums]
+    totals = [jnp.sum(shares, axis=0) for shares in sums]
+    if has_bias and kernel_sums == 1:
+        totals.append(jnp.sum(dy, axis=0, dtype=jnp.float32))
+    return d_x, totals
 
 
 def _norm_fwd(static, x, weights):

@@ -87,7 +87,7 @@ def test_layer_norm(shape, kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [3072, 8192, 16384])
+@pytest.mark.parametrize("width", [3072, 7168, 7680, 8192, 16384])
 def test_wide_rows(width):
     arrays = case(3, width, dtype=jnp.bfloat16)
     assert_right(interpreted(run, *arrays), arrays)
@@ -171,6 +171,7 @@ def specs(M=8192, D=4096, dtype="bfloat16", weight="bfloat16", bias: Any = "bflo
         (specs(D=100), H200, "rows of 200 bytes are no multiple of 16 bytes"),
         (specs(D=32), H200, "rows of 32 numbers have a weight of fewer bytes than a warpgroup"),
         (specs(D=6152), H200, "rows of 6152 numbers are 769 runs of 8; a copy takes 256"),
+        (specs(D=11264), H200, "rows of 11264 numbers are 88 a thread, more than the 64 whose"),
         (specs(D=16640), H200, "rows of 33280 bytes are longer than 32768, what stays on chip"),
     ],
 )
