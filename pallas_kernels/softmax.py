@@ -52,6 +52,14 @@ class Config:
     columns: int = 4096
     parts: int = 1
 
+    def __post_init__(self) -> None:
+        numbers = (self.repeat, self.stages + 1, self.blocks_per_sm, self.columns, self.parts)
+        if min(numbers) < 1 or self.warps not in (1, 4):
+            raise ValueError(
+                f"scale_softmax: {self}: warps is 1 or 4, stages may be 0, the other numbers must "
+                "be 1 at least"
+            )
+
 
 def scale_softmax(
     x: Float[Array, "*B S"],
@@ -84,14 +92,15 @@ def scale_softmax(
         raise NotImplementedError(f"scale_softmax: cannot run this call: {reason}")
     if x.size == 0:
         return x
-    key = bucket(x, **kwargs)
-    config = config or tuned.lookup("softmax", key, device, Config)
-    config = config or default_config(x, **kwargs, device=device)
     moved = jnp.moveaxis(x, axis, -1)
     if mask is not None:
         mask = jnp.moveaxis(mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape), axis, -1)
     queries = moved.shape[-2] if causal else 0
     groups = _groups(moved.shape, mask, queries)
+    if config is None:
+        config = tuned.lookup("softmax", bucket(x, **kwargs), device, Config)
+        if config is None or _misfit(config, groups, moved.shape[-1], x.dtype.itemsize):
+            config = default_config(x, **kwargs, device=device)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (*mask.shape[:-1], moved.shape[-1])).astype(jnp.int8)
         mask = mask.reshape(-1, groups[-1][0] if groups[-1][1] else 1, mask.shape[-1])
@@ -532,15 +541,29 @@ class _Mask:
         return part.down(values) if shared else values
 
 
+def _misfit(
+    config: Config, groups: Sequence[tuple[int, bool]], width: int, itemsize: int
+) -> str | None:
+    """What keeps a config without stages from rows of this width."""
+    if config.stages:
+        return None
+    if not _fits(width, itemsize):
+        return f"{config} has no stages, but rows of {width} do not fit on chip"
+    tile, count = _row_tile(width, itemsize, config, False), groups[-1][0]
+    if width < tile.padded or count % tile.rows:
+        return (
+            f"{config} has no stages, for rows that fill the threads, {tile.rows} at a time, but "
+            f"got {count} rows of {width}"
+        )
+    return None
+
+
 def _plan(static: _Static, width: int, itemsize: int, config: Config) -> _Plan:
+    if (reason := _misfit(config, static.groups, width, itemsize)) is not None:
+        raise NotImplementedError(f"scale_softmax: cannot run this call: {reason}")
     if _fits(width, itemsize):
         tile = _row_tile(width, itemsize, config, static.interpret)
         plan = _Plan(tile, static.groups, 1, config.stages, 1, 0)
-        if not plan.stages and (width < tile.padded or plan.rows % tile.rows):
-            raise NotImplementedError(
-                f"scale_softmax: cannot run this call: {config} has no stages, for rows that fill "
-                f"the threads, {tile.rows} at a time, but got {plan.rows} rows of {width}"
-            )
         blocks = static.num_sms * config.blocks_per_sm
         blocks = min(plan.tiles, blocks) if plan.stages else plan.tiles
         return dataclasses.replace(plan, blocks=blocks)

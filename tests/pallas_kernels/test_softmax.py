@@ -177,9 +177,55 @@ def test_every_config_gives_the_same(shape):
         assert_as_accurate(interpreted(f, x, mask), plain[0], truth[0])
 
 
-def test_a_config_that_rows_do_not_fill():
-    with pytest.raises(NotImplementedError, match="has no stages, for rows that fill the threads"):
-        scale_softmax(jnp.zeros((4, 24)), config=Config(stages=0), interpret=True)
+@pytest.mark.parametrize(
+    ("shape", "phrase"),
+    [
+        ((4, 24), r"has no stages, for rows that fill the threads, 4 at a time, but got 4 rows of"),
+        (
+            (3, 256),
+            r"has no stages, for rows that fill the threads, 4 at a time, but got 3 rows of",
+        ),
+        ((4, LONG), f"has no stages, but rows of {LONG} do not fit on chip"),
+    ],
+)
+def test_a_config_that_rows_do_not_fill(shape, phrase, monkeypatch):
+    x = jnp.zeros(shape, BF16)
+    if shape == (4, 24):
+        phrase = phrase.replace("threads, 4", "threads, 32")
+    with pytest.raises(NotImplementedError, match=phrase):
+        scale_softmax(x, config=Config(stages=0), interpret=True)
+    # A tuned row of the same bucket is passed over
+    monkeypatch.setattr(softmax.tuned, "lookup", lambda *args: Config(stages=0))
+    y = interpreted(lambda x: scale_softmax(x, interpret=True), x)
+    np.testing.assert_allclose(np.asarray(y, np.float32).sum(axis=-1), 1, rtol=0.02)
+
+
+def test_a_tuned_row_is_used(monkeypatch):
+    asked = []
+
+    def lookup(*args):
+        asked.append(args[:2])
+        return Config(stages=1, warps=4)
+
+    monkeypatch.setattr(softmax.tuned, "lookup", lookup)
+    x = jnp.zeros((4, 256), F32)
+    jax.eval_shape(functools.partial(scale_softmax, mask=x == 0, interpret=True), x)
+    assert asked == [("softmax", "float32 4x256 mask")]
+
+
+@pytest.mark.parametrize("numbers", [{"warps": 2}, {"stages": -1}, {"repeat": 0}, {"parts": 0}])
+def test_a_config_that_makes_no_sense(numbers):
+    with pytest.raises(ValueError, match="scale_softmax: .*warps is 1 or 4"):
+        Config(**numbers)
+
+
+def test_tuning_calls():
+    for call in softmax.tuning_calls():
+        assert softmax.bucket(*call.arguments, **call.keywords)
+        default = softmax.default_config(*call.arguments, **call.keywords, device=H200)
+        found = softmax.candidates(*call.arguments, **call.keywords, device=H200)
+        assert len(set(found)) == len(found) > 4
+        assert default in found
 
 
 def test_reference_and_its_gradient():
