@@ -30,6 +30,7 @@ class Case:
         torch_rivals.py, by op.
     make: key -> arguments, where normal random numbers will not do (ids, masks, angles).
     compile_only: a tested or tuned shape that the benchmark leaves out.
+    largest_term: for tests/numerics.py, where sums pass through numbers larger than their results.
     """
 
     op: str
@@ -44,6 +45,7 @@ class Case:
     rivals: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     make: Callable[[jax.Array], tuple[jax.Array, ...]] | None = None
     compile_only: bool = False
+    largest_term: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -390,9 +390,9 @@ class Row:
 class Group:
     """The parts of some whole rows, or of the share of them that a warpgroup has."""
 
-    def __init__(self, parts: Sequence[Part], exchange: Callable[[jax.Array], jax.Array]):
+    def __init__(self, parts: Sequence[Part], add: Callable[[Sequence[jax.Array]], jax.Array]):
         self.parts = tuple(parts)
-        self._exchange = exchange
+        self._add = add
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -411,10 +411,7 @@ class Group:
         totals: dict[tuple[int, ...], jax.Array] = {}
         for value in values:
             totals[value.shape] = totals[value.shape] + value if value.shape in totals else value
-        share = functools.reduce(
-            operator.add, (jnp.sum(total, axis=1) for total in totals.values())
-        )
-        return self._exchange(share)
+        return self._add(tuple(totals.values()))
 
 
 def over_rows(
@@ -465,11 +462,11 @@ def over_rows(
             f"threads, {tile.rows} at a time, and no sums over rows; got {count} rows of {width}"
         )
     groups = tile.groups(NUMBERS)
-    exchanges = len(groups) * row_sums
     shared: list[Any] = []
     if tile.warpgroups > 1:
         shared = [
-            plgpu.SMEM((2, exchanges, tile.warpgroups), jnp.float32),
+            plgpu.SMEM((2, len(groups) * row_sums, tile.warpgroups), jnp.float32),
+            plgpu.Barrier(num_arrivals=1),
             plgpu.Barrier(num_arrivals=tile.warpgroups),
         ]
     run = functools.partial(
@@ -485,19 +482,24 @@ def over_rows(
         """All groups of a tile; shares of a row's sum meet in a place of their own."""
         places = itertools.count()
 
-        def exchange(share):
+        def add(values):
             if not meeting:
-                return share
-            board, barrier = meeting
+                return functools.reduce(operator.add, (jnp.sum(x, axis=1) for x in values))
+            board, order, barrier = meeting
+            mine = jax.lax.axis_index("warpgroup")
+            # JAX has one scratch for sums over warps: the second warpgroup waits for the first,
+            # which has waited for it at the end of the sum before.
+            pl.when(mine == 1)(lambda: plgpu.barrier_wait(order))
+            share = functools.reduce(operator.add, (jnp.sum(x, axis=1) for x in values))
             line = board.at[turn, next(places)]
-            line[jax.lax.axis_index("warpgroup")] = jnp.sum(share)  # of one row: as a scalar
+            line[mine] = jnp.sum(share)  # of one row: as a scalar
+            pl.when(mine == 0)(lambda: plgpu.barrier_arrive(order))
             plgpu.barrier_arrive(barrier)
             plgpu.barrier_wait(barrier)
-            shares = [line[i] for i in range(tile.warpgroups)]
-            return functools.reduce(operator.add, shares)
+            return line[0] + line[1]
 
         for parts in groups:
-            totals = step(Group(parts, exchange), ins, rows, outs, totals)
+            totals = step(Group(parts, add), ins, rows, outs, totals)
         return totals
 
     if config.stages == 0:
