@@ -32,6 +32,9 @@ FATAL_EXIT, CLOCKS_EXIT = 70, 71
 ROUNDS, ROUND_S = 2, 3.0
 DECODE_S = 90.0  # of the time kept for decoding, whose programs take long to compile
 HOST_BYTES = 24 * 2**30  # float64 arrays of checks that may lie on the host at a time
+# What a host checks in float64 within a second or two
+CHECK_BYTES, CHECK_OPERATIONS = 300_000_000, 100_000_000_000
+TOO_LARGE = {"status": "unchecked", "message": "too large for this run: pytest -m gpu checks it"}
 
 
 @dataclasses.dataclass
@@ -190,7 +193,9 @@ class _Run:
                 self.log.write("end", key, result=result)
 
     def correctness(self) -> None:
-        """Every case against float64: the GPU's part here, the host's part in threads."""
+        """Cases that the host can do again against float64: the GPU's part here, the host's in
+        threads. The rest is compared with its plain path when it is timed, and by the GPU tests.
+        """
         pool = ThreadPoolExecutor(max(2, min(12, (os.cpu_count() or 4) - 2)))
         waiting: list[tuple[str, Future, int]] = []
 
@@ -211,6 +216,10 @@ class _Run:
 
         for case in self.cases:
             key = f"correct/{case.name}"
+            if case.bytes > CHECK_BYTES or case.operations > CHECK_OPERATIONS:
+                if key not in self.plan.done:
+                    self.log.write("end", key, result=TOO_LARGE)
+                continue
             self.task(key, lambda case=case, key=key: begin(case, key))
         finish(0)
         pool.shutdown()

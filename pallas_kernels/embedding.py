@@ -271,7 +271,9 @@ _look_up.defvjp(
     lambda static, table, ids: (_look_up(static, table, ids), ids),
     lambda static, ids, dy: (_add_up(static, dy, ids), None),
 )
+_look_up = jax.jit(_look_up, static_argnums=0)  # calls alike share one compiled kernel
 _add_up.defvjp(
     lambda static, dy, ids: (_add_up(static, dy, ids), ids),
     lambda static, ids, d_table: (_look_up(static, d_table, ids), None),
 )
+_add_up = jax.jit(_add_up, static_argnums=0)  # calls alike share one compiled kernel

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +103,7 @@ def default_config(x, weight, bias, *, eps, device: Device | None = None) -> Con
     """What `rows` takes for any kernel with this many bytes a number."""
     del eps
     num_sms = (device or device_lib.current()).num_sms
-    return rows.default_config(*_size(x), **_bytes(x, weight, bias), num_sms=num_sms)
+    return rows.default_config(*_size(x), **_bytes(x, weight, bias), num_sms=num_sms, meetings=2)
 
 
 def bucket(x, weight, bias, *, eps) -> str:
@@ -148,7 +150,7 @@ def _bytes(x, weight, bias) -> dict[str, int]:
 def _backward_config(x, weight, num_sms: int) -> Config:
     """What `rows` takes for x, dy and two sums."""
     sizes = {"array_bytes": 2 * x.dtype.itemsize, "held_bytes": weight.dtype.itemsize}
-    return rows.default_config(*_size(x), **sizes, num_sms=num_sms, sums=2)
+    return rows.default_config(*_size(x), **sizes, num_sms=num_sms, sums=2, meetings=2)
 
 
 def _share(x, config: Config) -> int:
@@ -183,15 +185,19 @@ def _check(x, weight, bias, eps) -> None:
         raise ValueError(f"layer_norm: eps must be greater than 0, got {eps}")
 
 
-def _centre(static: _Static, group, x, width: int, few: bool):
-    """part -> x - mean in float32, 0 outside the row; and 1 / deviation, one number a row."""
+def _centre(static: _Static, group, x, width: int, few: bool, g: Callable[..., Any] | None = None):
+    """part -> x - mean in float32, 0 outside the row; and 1 / deviation, one number a row.
+
+    With `g` (part -> [rows, columns]) also the sums of g and of g * (x - mean).
+    """
 
     def load(part):
         return x.load(part).astype(jnp.float32)
 
     if few:  # else it is more than the registers hold, and read once more
         load = functools.cache(load)
-    mean = group.sum(map(load, group)) / width
+    total, *more = group.sums(map(load, group), *([] if g is None else [map(g, group)]))
+    mean = total / width
 
     def centred(part):
         centre = load(part) - part.across(mean)
@@ -199,8 +205,11 @@ def _centre(static: _Static, group, x, width: int, few: bool):
             return centre
         return jnp.where(part.columns() < width, centre, 0.0)  # else each zero counts mean^2
 
-    variance = group.sum(centred(part) ** 2 for part in group) / width
-    return centred, jax.lax.rsqrt(variance + static.eps)
+    squares, *products = group.sums(
+        (centred(part) ** 2 for part in group),
+        *([] if g is None else [(g(part) * centred(part) for part in group)]),
+    )
+    return centred, jax.lax.rsqrt(squares / width + static.eps), *more, *products
 
 
 def _forward(static: _Static, x, weights):
@@ -223,6 +232,7 @@ def _forward(static: _Static, x, weights):
         weights=weights,
         outputs=[x.dtype],
         row_sums=2,
+        meetings=2,
         config=static.config,
         num_sms=static.num_sms,
         interpret=static.interpret,
@@ -248,10 +258,10 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
         few = len(group) == 1 and _share(x, config) <= KEPT
         if few:
             load = functools.cache(load)
-        centred, scale = _centre(static, group, inputs[0], width, few)
-        mean = group.sum(load(part)[1] for part in group) / width
-        products = group.sum(load(part)[1] * centred(part) for part in group)
-        along = products * scale / width
+        centred, scale, total, products = _centre(
+            static, group, inputs[0], width, few, lambda part: load(part)[1]
+        )
+        mean, along = total / width, products * scale / width
         totals = [[] for _ in sums]
         for i, part in enumerate(group):
             d, g = load(part)
@@ -270,6 +280,7 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
         outputs=[x.dtype],
         sums=kernel_sums,
         row_sums=4,
+        meetings=2,
         config=config,
         num_sms=static.num_sms,
         interpret=static.interpret,
@@ -294,3 +305,4 @@ _norm = jax.custom_vjp(
     lambda static, x, weights: _norm_fwd(static, x, weights)[0], nondiff_argnums=(0,)
 )
 _norm.defvjp(_norm_fwd, _norm_bwd)
+_norm = jax.jit(_norm, static_argnums=0)  # calls alike share one compiled kernel

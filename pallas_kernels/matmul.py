@@ -446,3 +446,5 @@ def _saturate(gradient, like):
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
+# Calls alike share one compiled kernel
+_matmul = jax.jit(_matmul, static_argnums=0)  # pyright: ignore[reportAssignmentType]

@@ -232,8 +232,10 @@ def _backward(static: _Static, x, weight, dy, d_total=None):
 
         if len(group) == 1:  # else it is more than the registers hold, and read once more
             load = functools.cache(load)
-        squares = group.sum(load(part)[0] ** 2 for part in group)
-        products = group.sum(load(part)[0] * load(part)[2] for part in group)
+        squares, products = group.sums(
+            (load(part)[0] ** 2 for part in group),
+            (load(part)[0] * load(part)[2] for part in group),
+        )
         scale = jax.lax.rsqrt(squares / width + static.eps)
         along = products * scale * scale / width
         totals = []
@@ -274,6 +276,7 @@ _norm = jax.custom_vjp(
     lambda static, x, weight: _norm_fwd(static, x, weight)[0], nondiff_argnums=(0,)
 )
 _norm.defvjp(_norm_fwd, _norm_bwd)
+_norm = jax.jit(_norm, static_argnums=0)  # calls alike share one compiled kernel
 
 
 def _norm_residual_fwd(static, x, residual, weight):
@@ -292,3 +295,4 @@ _norm_residual = jax.custom_vjp(
     nondiff_argnums=(0,),
 )
 _norm_residual.defvjp(_norm_residual_fwd, _norm_residual_bwd)
+_norm_residual = jax.jit(_norm_residual, static_argnums=0)  # calls alike share one compiled kernel

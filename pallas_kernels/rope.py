@@ -352,3 +352,4 @@ _rope = jax.custom_vjp(
     lambda static, q, k, cos, sin: tuple(_turn(static, q, k, cos, sin)), nondiff_argnums=(0,)
 )
 _rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
+_rope = jax.jit(_rope, static_argnums=0)  # calls alike share one compiled kernel

@@ -249,20 +249,23 @@ def default_config(
     held_bytes: int,
     num_sms: int,
     sums: int = 0,
+    meetings: int = 1,
 ) -> Config:
     """What was near the best for rows of every width on an H200 (benchmarks/README.md).
 
     Rows that fill the threads need no stream: blocks that come and go keep more loads in flight
-    than a stream of copies does (8192 x 8192 bfloat16: 65.9 us against 68.4). A warpgroup has
-    4 accesses a thread of a row then, 2 where rows are few. A stream has 3 tiles in flight a block
-    (4 are slower: 113.9 us against 101.0 for the backward pass of the same size), and blocks for
-    about 96 KB in flight a multiprocessor.
-    array_bytes: of one number in all inputs together; held_bytes: in all weights.
+    than a stream of copies does (8192 x 8192 bfloat16: 65.9 us against 68.4). Two
+    warpgroups share a row of 8 accesses a thread or more, unless they would meet more than once a
+    row (`meetings`) with little else to do: LayerNorm of the same size took 81.9 us so. A stream
+    has 3 tiles in flight a block (4 are slower: 113.9 us against 101.0 for the backward pass), and
+    blocks for about 96 KB in flight a multiprocessor.
+    array_bytes: of one number in all inputs together; held_bytes: in all weights; sums: whether
+    the kernel adds up rows.
     """
     tile = row_tile(width, itemsize)
     accesses = -(-tile.padded // (tile.vector * WARPS * LANES))
-    share = 2 if count < 4 * num_sms else 4
-    warpgroups = 1 if tile.warps[0] > 1 else min(MAX_WARPGROUPS, -(-accesses // share))
+    alone = tile.warps[0] > 1 or (meetings > 1 and not sums)
+    warpgroups = 1 if alone else max(1, min(MAX_WARPGROUPS, accesses // 4))
     if not sums and tile.padded == width:
         repeat = 1
         while tile.warps[0] > 1 and repeat < 4 and count % (2 * repeat * tile.rows) == 0:
@@ -390,7 +393,7 @@ class Row:
 class Group:
     """The parts of some whole rows, or of the share of them that a warpgroup has."""
 
-    def __init__(self, parts: Sequence[Part], add: Callable[[Sequence[jax.Array]], jax.Array]):
+    def __init__(self, parts: Sequence[Part], add: Callable[..., list[jax.Array]]):
         self.parts = tuple(parts)
         self._add = add
 
@@ -404,14 +407,22 @@ class Group:
         return self.parts[index]
 
     def sum(self, values: Iterable[jax.Array]) -> jax.Array:
-        """The sum of each row ([rows], or a scalar), of one array [rows, columns] a part.
+        """The sum of each row ([rows], or a scalar), of one array [rows, columns] a part."""
+        return self.sums(values)[0]
+
+    def sums(self, *columns: Iterable[jax.Array]) -> list[jax.Array]:
+        """Several such sums, for which threads meet once.
 
         Parts of one shape are added first: threads meet once a row, not once a part.
         """
-        totals: dict[tuple[int, ...], jax.Array] = {}
-        for value in values:
-            totals[value.shape] = totals[value.shape] + value if value.shape in totals else value
-        return self._add(tuple(totals.values()))
+        shares = []
+        for values in columns:
+            totals: dict[tuple[int, ...], jax.Array] = {}
+            for value in values:
+                shape = value.shape
+                totals[shape] = totals[shape] + value if shape in totals else value
+            shares.append(tuple(totals.values()))
+        return self._add(shares)
 
 
 def over_rows(
@@ -423,6 +434,7 @@ def over_rows(
     outputs: Sequence[Any],
     sums: int = 0,
     row_sums: int,
+    meetings: int = 1,
     config: Config | None,
     num_sms: int,
     interpret: bool,
@@ -433,7 +445,7 @@ def over_rows(
     weights [D] load(part). `outputs` are the dtypes of the results [M, D]; output j is written over
     input j on chip, of the same dtype, so a step loads a part before it stores it. Each of the
     `sums` is a list, a part its entry: float32 [rows, columns], which the step adds to; a step
-    calls `Group.sum` at most `row_sums` times.
+    asks for at most `row_sums` sums of a row, and meets for them `meetings` times.
     Returns the outputs and, for each sum, rows [some, D] that are still to be added up.
     """
     assert all(x.dtype == dtype for x, dtype in zip(inputs, outputs, strict=False)), name
@@ -448,6 +460,7 @@ def over_rows(
             held_bytes=sum(w.dtype.itemsize for w in weights),
             num_sms=num_sms,
             sums=sums,
+            meetings=meetings,
         )
     tile = row_tile(
         width,
@@ -482,21 +495,27 @@ def over_rows(
         """All groups of a tile; shares of a row's sum meet in a place of their own."""
         places = itertools.count()
 
-        def add(values):
+        def add(shares):
+            def own():
+                return [
+                    functools.reduce(operator.add, (jnp.sum(x, axis=1) for x in share))
+                    for share in shares
+                ]
+
             if not meeting:
-                return functools.reduce(operator.add, (jnp.sum(x, axis=1) for x in values))
+                return own()
             board, order, barrier = meeting
             mine = jax.lax.axis_index("warpgroup")
             # JAX has one scratch for sums over warps: the second warpgroup waits for the first,
-            # which has waited for it at the end of the sum before.
+            # which has waited for it at the end of the sums before.
             pl.when(mine == 1)(lambda: plgpu.barrier_wait(order))
-            share = functools.reduce(operator.add, (jnp.sum(x, axis=1) for x in values))
-            line = board.at[turn, next(places)]
-            line[mine] = jnp.sum(share)  # of one row: as a scalar
+            lines = [board.at[turn, next(places)] for _ in shares]
+            for line, share in zip(lines, own(), strict=True):
+                line[mine] = jnp.sum(share)  # of one row: as a scalar
             pl.when(mine == 0)(lambda: plgpu.barrier_arrive(order))
             plgpu.barrier_arrive(barrier)
             plgpu.barrier_wait(barrier)
-            return line[0] + line[1]
+            return [line[0] + line[1] for line in lines]
 
         for parts in groups:
             totals = step(Group(parts, add), ins, rows, outs, totals)

@@ -846,3 +846,4 @@ _softmax = jax.custom_vjp(
     nondiff_argnums=(0,),
 )
 _softmax.defvjp(_softmax_fwd, _softmax_bwd)
+_softmax = jax.jit(_softmax, static_argnums=0)  # calls alike share one compiled kernel

@@ -472,3 +472,4 @@ _activate = jax.custom_vjp(
     lambda static, arrays: _activate_fwd(static, arrays)[0], nondiff_argnums=(0,)
 )
 _activate.defvjp(_activate_fwd, _activate_bwd)
+_activate = jax.jit(_activate, static_argnums=0)  # calls alike share one compiled kernel
