@@ -1,1 +1,24 @@
-"""GPU kernels in Pallas that know nothing of language models; so far only `device`."""
+"""GPU kernels in Pallas that know nothing of language models.
+
+Each is a function of the module of its name, which also tells what keeps it from a call (`why_not`)
+and how it is tiled (`Config`): `from pallas_kernels.rms_norm import why_not`.
+"""
+
+from pallas_kernels.embedding import embedding
+from pallas_kernels.layer_norm import layer_norm
+from pallas_kernels.matmul import matmul
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rope import rope
+from pallas_kernels.softmax import scale_softmax
+from pallas_kernels.swiglu import geglu, swiglu
+
+__all__ = [
+    "embedding",
+    "geglu",
+    "layer_norm",
+    "matmul",
+    "rms_norm",
+    "rope",
+    "scale_softmax",
+    "swiglu",
+]

@@ -18,7 +18,7 @@ KERNELS = "pallas_kernels pallas_kernels.*"
 OP = f"{KERNELS} jaxllm.ops._select"
 LAYERS = "jaxllm.ops jaxllm.ops.[!_]* jaxllm.cache jaxllm.config"
 MAY_IMPORT = {
-    "pallas_kernels": "",
+    "pallas_kernels": "pallas_kernels.*",
     "pallas_kernels.device": "",
     "pallas_kernels._compat": "",
     "pallas_kernels.rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
@@ -104,7 +104,7 @@ MAY_IMPORT = {
     "jaxllm.cli": "jaxllm jaxllm.*",
     "jaxllm.__main__": "jaxllm.cli",
 }
-ABOVE_ALL = ("jaxllm", "jaxllm.cli", "jaxllm.__main__")
+ABOVE_ALL = ("pallas_kernels", "jaxllm", "jaxllm.cli", "jaxllm.__main__")
 
 # What lies below the house. A kernel needs JAX and nothing else.
 THIRD_PARTY = {

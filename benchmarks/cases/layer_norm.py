@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from benchmarks.case import Case, size_bytes
-from pallas_kernels import layer_norm as kernel
+from pallas_kernels.layer_norm import layer_norm, layer_norm_reference
 
 EPS = 1e-5
 QWEN, PHI, LLAMA = 896, 3072, 4096  # the widths of Qwen2.5-0.5B, Phi-3-mini, Llama-3.1-8B
@@ -48,7 +48,7 @@ def _case(
 ) -> Case:
     x, row = jax.ShapeDtypeStruct((m, d), dtype), jax.ShapeDtypeStruct((d,), weight_dtype or dtype)
     arguments = (x, row, row, x) if backward else (x, row, row)
-    ways = [functools.partial(f, eps=EPS) for f in (kernel.layer_norm, kernel.layer_norm_reference)]
+    ways = [functools.partial(f, eps=EPS) for f in (layer_norm, layer_norm_reference)]
     if backward:
         ways = [functools.partial(_backward, way) for way in ways]
     run, plain = ways

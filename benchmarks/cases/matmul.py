@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.case import Case, size_bytes
-from pallas_kernels import matmul as kernel
+from pallas_kernels.matmul import Config, Device, candidates, matmul, matmul_reference
 
 # [out, in] of the projections; the gate and up of an MLP are one weight of twice its width
 QWEN = {"query": (896, 896), "key": (128, 896), "gate, up": (4864, 896), "down": (896, 4864)}
@@ -77,10 +77,10 @@ def _words(name: str) -> str:
 def _tiles() -> list[Case]:
     """Every tile that tune tries must compile; the order of tiles is a number to the kernel."""
     found = []
-    device = kernel.Device("gpu", "NVIDIA H200", 9.0, 132)
+    device = Device("gpu", "NVIDIA H200", 9.0, 132)
     for m, n, k in ((4096, 4096, 4096), (16, 4096, 4096)):
         a, b = _operands(m, n, k, "transposed", "bfloat16")
-        for config in kernel.candidates(a, b, transpose_b=True, device=device):
+        for config in candidates(a, b, transpose_b=True, device=device):
             if config.snake == 8:
                 found.append(_case(m, n, k, config=config, compile_only=True))
     return found
@@ -100,7 +100,7 @@ def _case(
     dtype: str = "bfloat16",
     *,
     out: str | None = None,
-    config: kernel.Config | None = None,
+    config: Config | None = None,
     compile_only: bool = False,
 ) -> Case:
     a, b = _operands(m, n, k, words, dtype)
@@ -123,8 +123,8 @@ def _case(
         "epilogue": "swiglu" if "silu" in words else None,
     }
     both = {**keywords, "out_dtype": None if out is None else jnp.dtype(out)}
-    run = functools.partial(_call, kernel.matmul, tuple(names), {**both, "config": config})
-    plain = functools.partial(_call, kernel.matmul_reference, tuple(names), both)
+    run = functools.partial(_call, matmul, tuple(names), {**both, "config": config})
+    plain = functools.partial(_call, matmul_reference, tuple(names), both)
     truth = functools.partial(_truth, tuple(names), keywords)
     forward_bytes = size_bytes(arguments, result)
     operations = 2 * m * wide * k

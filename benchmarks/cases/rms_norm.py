@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from benchmarks.case import Case, size_bytes
-from pallas_kernels import rms_norm as kernel
 from pallas_kernels import triton_rms_norm
+from pallas_kernels.rms_norm import rms_norm, rms_norm_reference
 
 EPS = 1e-6
 QWEN, PHI, LLAMA = 896, 3072, 4096  # Qwen2.5-0.5B, Phi-3-mini, Llama-3.1-8B
@@ -50,9 +50,7 @@ def _case(
     x, weight = jax.ShapeDtypeStruct((m, d), dtype), jax.ShapeDtypeStruct((d,), dtype)
     forward = (x, weight, x) if residual else (x, weight)
     cotangents = (x, x) if residual else (x,)
-    ways = [
-        _call(f) for f in (kernel.rms_norm, kernel.rms_norm_reference, triton_rms_norm.rms_norm)
-    ]
+    ways = [_call(f) for f in (rms_norm, rms_norm_reference, triton_rms_norm.rms_norm)]
     if backward:
         ways = [functools.partial(_backward, way, len(forward)) for way in ways]
     run, plain, triton = ways

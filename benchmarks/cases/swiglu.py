@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from benchmarks.case import Case, size_bytes
-from pallas_kernels import swiglu as kernel
+from pallas_kernels.swiglu import geglu, geglu_reference, swiglu, swiglu_reference
 
 QWEN, LLAMA, PHI = 4864, 14336, 8192  # Qwen2.5-0.5B, Llama-3.1-8B, Phi-3-mini (one array)
 
@@ -47,13 +47,10 @@ def _case(
 ) -> Case:
     out = jax.ShapeDtypeStruct((m, f), dtype)
     arrays = (jax.ShapeDtypeStruct((m, 2 * f), dtype),) if one else (out, out)
-    ways: list[Any] = [kernel.swiglu, kernel.swiglu_reference]
+    ways: list[Any] = [swiglu, swiglu_reference]
     if activation != "silu":
         approximate = activation == "tanh"
-        ways = [
-            functools.partial(way, approximate=approximate)
-            for way in (kernel.geglu, kernel.geglu_reference)
-        ]
+        ways = [functools.partial(way, approximate=approximate) for way in (geglu, geglu_reference)]
     if backward:
         ways = [functools.partial(_backward, way) for way in ways]
     run, plain = ways

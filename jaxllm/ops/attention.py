@@ -201,6 +201,15 @@ def _why_not_unfused_interpret(q, k, v, *, device, **kwargs) -> str | None:
     return _why_not_unfused(q, k, v, device=device_lib.INTERPRETED, **kwargs)
 
 
+def _unfused_not_auto(q, k, v, *, device, **kwargs) -> str | None:
+    # H200, float32, 2048 x 2048, 32 heads of 128, causal: 1781 us, XLA 2025 us
+    del v, device, kwargs
+    t, s = q.shape[1], k.shape[1]
+    return (
+        f"no call as small (T={t}, S={s}) was measured faster than xla" if t * s < 2**20 else None
+    )
+
+
 def _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths) -> str:
     """How the call is said to cuDNN, whose causal mask is aligned to the start if T is not S."""
     if q_segment_ids is None and kv_lengths is None and causal and t == s:
@@ -305,7 +314,7 @@ ATTENTION: Table = {
     "unfused": Implementation(
         _attention_unfused,
         _why_not_unfused,
-        lambda *args, **kwargs: "no call was measured faster than with xla",
+        _unfused_not_auto,
     ),
     "unfused-interpret": Implementation(
         functools.partial(_attention_unfused, interpret=True),

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
-from pallas_kernels import swiglu as kernels
+from pallas_kernels.swiglu import geglu, swiglu
+from pallas_kernels.swiglu import why_not as why_not_swiglu
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -44,16 +45,23 @@ def _glu_xla(gate, up, *, activation):
 
 def _glu_pallas(gate, up, *, activation, interpret=False):
     if activation == "silu":
-        return kernels.swiglu(gate, up, interpret=interpret)
+        return swiglu(gate, up, interpret=interpret)
     approximate = activation == "gelu_pytorch_tanh"
-    return kernels.geglu(gate, up, approximate=approximate, interpret=interpret)
+    return geglu(gate, up, approximate=approximate, interpret=interpret)
 
 
 def _why_not_pallas(gate, up, *, activation, device):
     del activation
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         return f"gate is {gate.dtype}{list(gate.shape)} and up {up.dtype}{list(up.shape)}"
-    return kernels.why_not(gate, up, device=device)
+    return why_not_swiglu(gate, up, device=device)
 
 
-GLU: Table = {**pallas(_glu_pallas, _why_not_pallas), "xla": Implementation(_glu_xla)}
+def _not_auto(gate, up, *, activation, device):
+    # H200, bfloat16, silu: 64 x 14336 in 2.8 us either way, 1 x 4864 in 1.5 us, XLA 1.3 us; from
+    # 8192 x 4864 on 5 % faster
+    del up, activation, device
+    return f"for {gate.size} numbers XLA is as fast" if gate.size < 2**20 else None
+
+
+GLU: Table = {**pallas(_glu_pallas, _why_not_pallas, _not_auto), "xla": Implementation(_glu_xla)}

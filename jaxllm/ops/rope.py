@@ -131,4 +131,10 @@ def _rope_xla(q, k, cos, sin):
     return rotate(q), rotate(k)
 
 
-ROPE: Table = {**pallas(rope_kernel, why_not_kernel), "xla": Implementation(_rope_xla)}
+def _not_auto(q, k, cos, sin, *, device):
+    del k, cos, sin, device
+    # H200, 8192 tokens of 32 + 8 heads of 128: 88.8 us, XLA 84.5 us
+    return "in float32 XLA is as fast" if q.dtype == jnp.float32 else None
+
+
+ROPE: Table = {**pallas(rope_kernel, why_not_kernel, _not_auto), "xla": Implementation(_rope_xla)}

@@ -34,8 +34,15 @@ def scale_softmax(
     return select("scale_softmax", SCALE_SOFTMAX, implementation, x, **kwargs)(x, **kwargs)
 
 
+def _not_auto(x, *, mask=None, device, **kwargs) -> str | None:
+    # H200, bfloat16, [2, 8, 128, 128] with a key mask: 2.8 us in two kernels, XLA 2.3 us in one
+    del device, kwargs
+    small = mask is not None and x.size < 2**20
+    return f"for {x.size} numbers under a mask XLA is as fast" if small else None
+
+
 SCALE_SOFTMAX: Table = {
-    **pallas(kernels.scale_softmax, kernels.why_not),
+    **pallas(kernels.scale_softmax, kernels.why_not, _not_auto),
     "triton": Implementation(
         triton_softmax.scale_softmax,
         triton_softmax.why_not,
