@@ -34,7 +34,7 @@ DECODE_S = 90.0  # of the time kept for decoding, whose programs take long to co
 HOST_BYTES = 24 * 2**30  # float64 arrays of checks that may lie on the host at a time
 # What a host checks in float64 within a second or two
 CHECK_BYTES, CHECK_OPERATIONS = 300_000_000, 100_000_000_000
-TOO_LARGE = {"status": "unchecked", "message": "too large for this run: pytest -m gpu checks it"}
+TOO_LARGE = {"not_run": "too large for this run: pytest -m gpu checks it"}
 
 
 @dataclasses.dataclass

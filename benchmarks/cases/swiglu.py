@@ -24,6 +24,7 @@ def cases() -> list[Case]:
     found += [_case(8192, 8192, "float32"), _case(8192, 8192, "float16")]
     for activation in ("tanh", "exact"):
         found += [_case(8192, LLAMA, activation=activation, backward=b) for b in (False, True)]
+    found.append(_case(1, QWEN, activation="tanh"))
     for m, f, dtype in (
         (1, 96, "bfloat16"),
         (7, 1000, "float16"),
