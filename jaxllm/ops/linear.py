@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.ops._select import Implementation, Table, pallas, select
+from jaxllm.ops._select import Implementation, Table, pallas, select, slower_for_few
 from pallas_kernels.embedding import check_ids
 from pallas_kernels.embedding import embedding as embedding_kernel
 from pallas_kernels.embedding import why_not as why_not_embedding
@@ -103,11 +103,9 @@ def _embedding_xla(table, ids, *, scale, dtype):
     return rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
 
 
-def _embedding_not_auto(table, ids, *, device, **kwargs) -> str | None:
-    # H200, bfloat16, 1 and 16 ids of width 896: 1.1 and 1.2 us, XLA 0.9 and 1.1 us; 64 of 4096: 1.4
-    # against 2.3 us
-    del table, device, kwargs
-    return f"for {ids.size} ids XLA is as fast (it is not from 64 on)" if ids.size < 64 else None
+def _embedding_not_auto(table, ids, **kwargs) -> str | None:
+    del table, kwargs
+    return slower_for_few(ids.size)
 
 
 LINEAR: Table = {

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxllm.ops._select import Implementation, Table, pallas, select
+from jaxllm.ops._select import Implementation, Table, pallas, select, slower_for_few
 from pallas_kernels import triton_rms_norm
 from pallas_kernels.layer_norm import layer_norm as layer_norm_kernel
 from pallas_kernels.layer_norm import why_not as why_not_layer_norm
@@ -52,17 +52,9 @@ def _rms_norm_xla(x, weight, *, eps, residual, zero_centered):
     return y if residual is None else (y, total)
 
 
-def _few(x) -> str | None:
-    # H200, bfloat16, 16 x 4096 and 64 x 896: 1.8 and 2.2 us, XLA 1.7 and 1.8 us; one row 1.9
-    # against 2.6 us, and 8192 rows 5 to 13 % faster than XLA
-    rows = math.prod(x.shape[:-1])
-    few = 1 < rows < 512
-    return f"with {rows} rows XLA is as fast (it is not with 1, or from 512 on)" if few else None
-
-
-def _rms_norm_not_auto(x, weight, *, eps, residual, zero_centered, device) -> str | None:
-    del weight, eps, zero_centered, device
-    return None if residual is not None else _few(x)
+def _rms_norm_not_auto(x, weight, **kwargs) -> str | None:
+    del weight, kwargs
+    return slower_for_few(math.prod(x.shape[:-1]))
 
 
 RMS_NORM: Table = {
@@ -107,9 +99,9 @@ def _layer_norm_xla(x, weight, bias, *, eps):
     return (y + rest[0] if rest else y).astype(x.dtype)
 
 
-def _layer_norm_not_auto(x, weight, bias, *, eps, device) -> str | None:
-    del weight, bias, eps, device
-    return _few(x)
+def _layer_norm_not_auto(x, weight, bias, **kwargs) -> str | None:
+    del weight, bias, kwargs
+    return slower_for_few(math.prod(x.shape[:-1]))
 
 
 LAYER_NORM: Table = {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxllm.ops._select import Implementation, Table, pallas, select
+from jaxllm.ops._select import Implementation, Table, pallas, select, slower_for_few
 from pallas_kernels.rope import rope as rope_kernel
 from pallas_kernels.rope import why_not as why_not_kernel
 
@@ -131,10 +131,11 @@ def _rope_xla(q, k, cos, sin):
     return rotate(q), rotate(k)
 
 
-def _not_auto(q, k, cos, sin, *, device):
-    del k, cos, sin, device
-    # H200, 8192 tokens of 32 + 8 heads of 128: 88.8 us, XLA 84.5 us
-    return "in float32 XLA is as fast" if q.dtype == jnp.float32 else None
+def _not_auto(q, k, cos, sin, **kwargs) -> str | None:
+    del k, cos, sin, kwargs
+    if q.dtype == jnp.float32:  # H200, 8192 tokens of 32 + 8 heads of 128: 88.8 us, XLA 84.5 us
+        return "in float32 XLA is as fast"
+    return slower_for_few(q.shape[0] * q.shape[1])
 
 
 ROPE: Table = {**pallas(rope_kernel, why_not_kernel, _not_auto), "xla": Implementation(_rope_xla)}

@@ -174,3 +174,24 @@ def test_a_program_for_an_absent_gpu_asks_that_gpu(monkeypatch):
     if jax.default_backend() == "cpu":
         jax.eval_shape(ops.attention, q, k, k)
         assert taken == ["cudnn", "xla"]
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "kwargs"),
+    [
+        ("rms_norm", [(1, 0, 64), (64,)], {"eps": 1e-5}),
+        ("layer_norm", [(1, 0, 64), (64,), (64,)], {"eps": 1e-5}),
+        ("glu", [(1, 0, 64), (1, 0, 64)], {"activation": "silu"}),
+        ("rope", [(1, 0, 4, 64), (1, 0, 2, 64), (1, 0, 32), (1, 0, 32)], {}),
+    ],
+)
+def test_auto_leaves_the_small_kernels_of_decoding_to_xla(op, arguments, kwargs):
+    def reason(tokens):
+        shapes = [
+            jax.ShapeDtypeStruct([n or tokens for n in shape], jnp.bfloat16) for shape in arguments
+        ]
+        return ops.explain(op, *shapes, **kwargs)["pallas"]
+
+    with absent("NVIDIA H200"):
+        assert "decodes faster where XLA does it (1 tokens; from 512 on)" in str(reason(1))
+        assert reason(512) is None
