@@ -220,8 +220,14 @@ def _why(result: dict[str, Any] | None) -> str:
     return "not run"
 
 
+FAINT = 10  # percent
+
+
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Percent of the ceiling, ours and each case's best rival, a panel a run."""
+    """Percent of the ceiling, ours and each case's best rival, a panel a run.
+
+    Calls too small to come near a ceiling are in the table alone.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -230,12 +236,15 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     runs = [run for run in runs if run["rows"] and run.get("ceilings")]
     if not runs:
         raise ValueError("report: no file has rows and ceilings to draw")
-    heights = [0.28 * len(run["rows"]) + 1.2 for run in runs]
+    panels = []
+    for run in runs:
+        rows = [(row, figures(row, run["ceilings"])) for row in run["rows"]]
+        panels.append([(row, f) for row, f in rows if (f["percent"] or 0.0) >= FAINT])
+    heights = [0.28 * len(rows) + 1.2 for rows in panels]
     figure, axes = pyplot.subplots(
         len(runs), 1, figsize=(11, sum(heights)), squeeze=False, height_ratios=heights
     )
-    for axis, run in zip(axes[:, 0], runs, strict=True):
-        rows = [(row, figures(row, run["ceilings"])) for row in run["rows"]]
+    for axis, run, rows in zip(axes[:, 0], runs, panels, strict=True):
         for y, (row, f) in enumerate(rows):
             if f["best_us"] is not None:
                 best = percent(row, f["best_us"], run["ceilings"]) or 0.0
@@ -246,9 +255,9 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_yticks(range(len(rows)), [f"{r['op']}: {r['label']}" for r, _ in rows], fontsize=7)
         axis.invert_yaxis()
         axis.margins(y=0.01)
-        axis.set_xlim(0, 118)
+        axis.set_xlim(0, max([100.0, *(f["percent"] for _, f in rows)]) + 20)
         axis.axvline(100, color="black", linewidth=0.8)
-        axis.set_xlabel("percent of the ceiling of the run (copy rate; matmul rate for matmul)")
+        axis.set_xlabel("percent of the ceiling of the run: copy rate, or bf16 matmul rate")
         title = f"{run['gpu'].get('name', '')}, {run['date']}: ours (blue), best rival (grey)"
         axis.set_title(title, fontsize=10)
     figure.tight_layout()
