@@ -13,13 +13,14 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 @pytest.mark.slow
 def test_the_python_of_the_readme_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     scope = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), scope)
     assert scope["result"].finish_reasons == ["length", "length"]
     assert scope["out"].shape[-1] == scope["model"].config.hidden_size
     assert scope["logits"].shape == (1, scope["model"].config.vocab_size)
+    assert scope["y"].shape == (8, 64)
     assert "'" in capsys.readouterr().out
 
 
