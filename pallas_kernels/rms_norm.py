@@ -87,7 +87,7 @@ def why_not(
             return f"takes bfloat16, float16 or float32, got {name} {dtype}"
     if x.size == 0:
         return f"an array {list(x.shape)} holds no numbers"
-    return rows.why_not_rows(x.shape[-1], x.dtype.itemsize)
+    return rows.why_not_rows(x.shape[-1], x.dtype.itemsize, weight.dtype.itemsize)
 
 
 def default_config(

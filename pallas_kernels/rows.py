@@ -272,7 +272,7 @@ def default_config(
             repeat *= 2
         if count % (repeat * tile.rows) == 0:
             return Config(repeat, 0, 1, warpgroups)
-    repeat = max(1, 4096 // (tile.rows * tile.padded * itemsize))
+    repeat = max(1, min(4096 // (tile.rows * tile.padded * itemsize), MAX_BOX // tile.rows))
     while repeat > 1 and tile.rows * repeat * num_sms * 4 > count:  # first rows for all blocks
         repeat //= 2
     stage = repeat * tile.rows * tile.padded * array_bytes

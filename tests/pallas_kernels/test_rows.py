@@ -1,0 +1,94 @@
+"""The engine of the kernels over rows: how rows lie, and that the interpreter sees a race."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernels import interpreted
+
+from pallas_kernels import _compat, rows
+from pallas_kernels.rows import Config
+
+
+def copy_tiles(x, *, wait):
+    """Tiles of eight rows through shared memory; without `wait` they are read before they came."""
+
+    def body(source, target, buffer, barrier):
+        at = pl.ds(jax.lax.axis_index("block") * 8, 8)
+        plgpu.copy_gmem_to_smem(source.at[at], buffer, barrier)
+        if wait:
+            plgpu.barrier_wait(barrier)
+        buffer[...] = buffer[...] * 2.0
+        if not wait:
+            plgpu.barrier_wait(barrier)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer, target.at[at])
+        plgpu.wait_smem_to_gmem(0)
+
+    return _compat.kernel(
+        body,
+        name="copy_tiles",
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(x.shape[0] // 8,),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM((8, x.shape[1]), x.dtype), plgpu.Barrier()],
+        interpret=True,
+    )(x)
+
+
+def test_a_race_is_seen():
+    x = jnp.arange(16.0 * 128).reshape(16, 128)
+    np.testing.assert_array_equal(interpreted(lambda x: copy_tiles(x, wait=True), x), 2 * x)
+    with pytest.raises(AssertionError, match="the interpreter saw a race"):
+        interpreted(lambda x: copy_tiles(x, wait=False), x)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("width", [8, 40, 64, 96, 128, 896, 1000, 1024, 1536, 4864, 8192, 16384])
+def test_how_rows_lie(width, itemsize):
+    if rows.why_not_rows(width, itemsize):
+        pytest.skip(rows.why_not_rows(width, itemsize))
+    for warpgroups in (1, 2):
+        tile = rows.row_tile(width, itemsize, repeat=2, warpgroups=warpgroups)
+        threads = tile.warps[0] * tile.lanes[0] * tile.warps[1] * tile.lanes[1]
+        assert threads == rows.WARPS * rows.LANES
+        assert tile.padded >= width
+        assert tile.padded - width < tile.warps[1] * tile.lanes[1] * tile.vector
+        assert tile.inner * itemsize >= rows.ACCESS_BYTES
+        assert tile.inner <= rows.MAX_BOX >= tile.chunks
+        # All of a row is in exactly one part
+        parts = [part for group in tile.groups(rows.NUMBERS) for part in group]
+        held = np.zeros((tile.rows, tile.chunks), int)
+        for part in parts:
+            held[part.row : part.row + part.rows, part.chunk : part.chunk + part.chunks] += 1
+        assert (held == 1).all()
+
+
+@pytest.mark.parametrize("count", [1, 7, 64, 8192, 10**6])
+@pytest.mark.parametrize("width", [8, 16, 128, 896, 4096, 8192])
+def test_the_default_fits(width, count):
+    for sums in (0, 2):
+        config = rows.default_config(
+            width, 2, count, array_bytes=4, held_bytes=2, num_sms=132, sums=sums
+        )
+        tile = rows.row_tile(width, 2, repeat=config.repeat, warpgroups=config.warpgroups)
+        assert rows.fits(config, width, 2, count)
+        assert config.stages > 0 or not sums
+        assert config.stages == 0 or tile.rows <= rows.MAX_BOX  # a copy takes no more
+        held = tile.padded * 2 + config.stages * tile.rows * tile.padded * 4
+        assert config.blocks_per_sm * held <= rows.SMEM_BYTES
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"repeat": 0}, "the other numbers must be 1"),
+        ({"stages": -1}, "stages may be 0"),
+        ({"warpgroups": 3}, "at most 2 warpgroups share a row"),
+    ],
+)
+def test_configs_that_make_no_sense(config, words):
+    with pytest.raises(ValueError, match=words):
+        Config(**config)
