@@ -455,7 +455,7 @@ KERNELS = dataclasses.replace(
     intermediate_size=48,
     num_hidden_layers=1,
     layer_types=(),
-    head_dim=16,
+    head_dim=32,
     qk_norm=True,
 )
 

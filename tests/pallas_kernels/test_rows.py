@@ -41,7 +41,9 @@ def copy_tiles(x, *, wait):
 def test_a_race_is_seen():
     x = jnp.arange(16.0 * 128).reshape(16, 128)
     np.testing.assert_array_equal(interpreted(lambda x: copy_tiles(x, wait=True), x), 2 * x)
-    with pytest.raises(AssertionError, match="the interpreter saw a race"):
+    # Up to jax 0.11 a race is printed, and `interpreted` asks; 0.12 raises
+    seen = (AssertionError, jax.errors.JaxRuntimeError)
+    with pytest.raises(seen, match="the interpreter saw a race|RACE DETECTED"):
         interpreted(lambda x: copy_tiles(x, wait=False), x)
 
 
