@@ -101,6 +101,8 @@ def why_not(table, ids, *, scale=None, dtype=None, device: Device | None = None)
     for name, kind in zip(("a table of", "a result of"), dtypes, strict=True):
         if kind not in DTYPES:
             return f"takes bfloat16, float16 or float32, got {name} {kind}"
+    if table.ndim != 2:
+        return f"takes a table [V, D], got {list(table.shape)}"
     if 0 in (*table.shape, *ids.shape):
         return f"nothing to look up: the table is {list(table.shape)}, ids are {list(ids.shape)}"
     row_bytes = table.shape[1] * min(kind.itemsize for kind in dtypes)

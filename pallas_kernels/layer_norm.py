@@ -85,6 +85,8 @@ def why_not(x, weight, bias, *, eps, device: Device | None = None) -> str | None
     for name, array in (("x", x), ("weight", weight), ("bias", bias)):
         if array is not None and array.dtype not in DTYPES:
             return f"takes bfloat16, float16 or float32, got {name} {array.dtype}"
+    if x.ndim < 1:
+        return "takes rows, got a scalar"
     if x.size == 0:
         return f"an array {list(x.shape)} holds no numbers"
     sizes = [array.dtype.itemsize for array in (weight, bias) if array is not None]

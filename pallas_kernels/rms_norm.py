@@ -78,8 +78,12 @@ def why_not(
     x, weight, *, eps, residual=None, zero_centered=False, device: Device | None = None
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
-    del eps, residual, zero_centered
+    del eps, zero_centered
     device = device or device_lib.current()
+    if x.ndim < 1:
+        return "takes rows, got a scalar"
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        return f"takes a residual like x, got {residual.dtype}{list(residual.shape)}"
     if reason := device_lib.why_not_hopper(device):
         return reason
     for name, dtype in (("x", x.dtype), ("weight", weight.dtype)):

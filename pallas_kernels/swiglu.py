@@ -29,6 +29,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.rows import Config
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+MOST = 2**31  # two arrays are taken as one row, and a column is an int32
 
 
 def swiglu(
@@ -89,8 +90,12 @@ def why_not(gate, up=None, *, device: Device | None = None) -> str | None:
         return reason
     if gate.dtype not in DTYPES:
         return f"takes bfloat16, float16 or float32, got {gate.dtype}"
+    if gate.ndim < 1:
+        return "takes rows, got a scalar"
     if gate.size == 0:
         return f"an array {list(gate.shape)} holds no numbers"
+    if up is not None and gate.size >= MOST:
+        return f"an array of {gate.size} numbers has no index of 32 bits"
     size = gate.dtype.itemsize * (gate.shape[-1] // 2 if up is None else gate.shape[-1])
     if size % rows.ACCESS_BYTES:
         return (

@@ -60,6 +60,8 @@ def _why_not_pallas(gate, up, *, activation, device):
 
 def _not_auto(gate, up, **kwargs) -> str | None:
     del up, kwargs
+    if gate.dtype == jnp.float32:  # H200, 8192 x 8192: 184.6 us, XLA 184.1 us
+        return "in float32 XLA is as fast"
     return slower_for_few(math.prod(gate.shape[:-1]))
 
 

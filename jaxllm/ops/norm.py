@@ -54,6 +54,8 @@ def _rms_norm_xla(x, weight, *, eps, residual, zero_centered):
 
 def _rms_norm_not_auto(x, weight, **kwargs) -> str | None:
     del weight, kwargs
+    if x.shape[-1:] <= (256,):  # H200, bfloat16, 262144 x 128: 34.4 us, XLA 33.5 us
+        return "XLA is as fast for rows of 256 numbers or fewer"
     return slower_for_few(math.prod(x.shape[:-1]))
 
 

@@ -179,7 +179,7 @@ def test_a_program_for_an_absent_gpu_asks_that_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("op", "arguments", "kwargs"),
     [
-        ("rms_norm", [(1, 0, 64), (64,)], {"eps": 1e-5}),
+        ("rms_norm", [(1, 0, 512), (512,)], {"eps": 1e-5}),
         ("layer_norm", [(1, 0, 64), (64,), (64,)], {"eps": 1e-5}),
         ("glu", [(1, 0, 64), (1, 0, 64)], {"activation": "silu"}),
         ("rope", [(1, 0, 4, 64), (1, 0, 2, 64), (1, 0, 32), (1, 0, 32)], {}),
@@ -194,4 +194,24 @@ def test_auto_leaves_the_small_kernels_of_decoding_to_xla(op, arguments, kwargs)
 
     with absent("NVIDIA H200"):
         assert "decodes faster where XLA does it (1 tokens; from 512 on)" in str(reason(1))
+        heads = jax.ShapeDtypeStruct((16, 64, 32, 128), jnp.bfloat16)  # each head has a norm
+        norm = ops.explain("rms_norm", heads, jax.ShapeDtypeStruct((128,), jnp.bfloat16), eps=1e-5)
+        assert norm["pallas"] == "XLA is as fast for rows of 256 numbers or fewer"
         assert reason(512) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "kwargs", "words"),
+    [
+        ("rms_norm", [(), ()], {"eps": 1e-5}, "takes rows, got a scalar"),
+        ("layer_norm", [(), (), ()], {"eps": 1e-5}, "takes rows, got a scalar"),
+        ("glu", [(), ()], {"activation": "silu"}, "takes rows, got a scalar"),
+        ("glu", [(2**18, 2**14)] * 2, {"activation": "silu"}, "has no index of 32 bits"),
+    ],
+)
+def test_a_kernel_says_what_it_does_not_take(op, shapes, kwargs, words):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with absent("NVIDIA H200"):
+        found = ops.explain(op, *arrays, **kwargs)
+    assert words in str(found["pallas"])
+    assert found["xla"] is None
