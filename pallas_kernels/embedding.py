@@ -52,7 +52,7 @@ def embedding(
     Raises: ValueError for bad shapes or dtypes, or ids outside. NotImplementedError without a
     Hopper GPU (unless `interpret`), or for what `why_not` says.
     """
-    _check(table, ids, scale, dtype)
+    check(table, ids, scale, dtype)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if reason := why_not(table, ids, scale=scale, dtype=dtype, device=device):
         raise NotImplementedError(f"embedding: cannot run this call: {reason}")
@@ -79,7 +79,7 @@ def embedding_reference(table, ids, *, scale=None, dtype=None):
     return rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
 
 
-def check_ids(table, ids) -> None:
+def _check_ids(table, ids) -> None:
     """Refuses concrete ids outside the table, which traced ones cannot be."""
     if isinstance(ids, Tracer) or not hasattr(ids, "__array__") or not ids.size:
         return
@@ -189,7 +189,8 @@ def _problem(config: Config, table, dtype) -> str | None:
     return row_parts.problem(table.shape[1], _sizes(table, dtype), config.rows, config.parts)
 
 
-def _check(table, ids, scale, dtype) -> None:
+def check(table, ids, scale, dtype) -> None:
+    """Refuses what no implementation of the embedding can take."""
     if table.ndim != 2:
         raise ValueError(f"embedding: the table {list(table.shape)} is not [V, D]")
     for name, kind in (("the table", table.dtype), ("dtype", jnp.dtype(dtype or table.dtype))):
@@ -199,7 +200,7 @@ def _check(table, ids, scale, dtype) -> None:
         raise ValueError(f"embedding: ids are {ids.dtype}; they must be integers")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"embedding: scale must be a finite number, got {scale}")
-    check_ids(table, ids)
+    _check_ids(table, ids)
 
 
 def _gather(static: _Static, table, ids):

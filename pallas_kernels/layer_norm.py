@@ -49,7 +49,7 @@ def layer_norm(
     Raises: ValueError if shapes or dtypes disagree or eps is not positive. NotImplementedError
     without a Hopper GPU (unless `interpret`), or for rows that are no multiple of 16 bytes.
     """
-    _check(x, weight, bias, eps)
+    check(x, weight, bias, eps)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(x, weight, bias, eps=eps, device=device)
     if reason is not None:
@@ -171,7 +171,8 @@ class _Static:
     interpret: bool
 
 
-def _check(x, weight, bias, eps) -> None:
+def check(x, weight, bias, eps) -> None:
+    """Refuses what no implementation of LayerNorm can take."""
     if x.ndim < 1 or not x.shape[-1]:
         raise ValueError(f"layer_norm: x has shape {x.shape}; its rows must hold numbers")
     for name, row in (("weight", weight), ("bias", bias)):

@@ -45,7 +45,7 @@ def rms_norm(
     Raises: ValueError if shapes or dtypes disagree or eps is not positive. NotImplementedError
     without a Hopper GPU (unless `interpret`), or for rows that are no multiple of 16 bytes.
     """
-    _check(x, weight, eps, residual)
+    check(x, weight, eps, residual)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     kwargs = {"eps": eps, "residual": residual, "zero_centered": zero_centered}
     reason = why_not(x, weight, **kwargs, device=device)
@@ -157,7 +157,8 @@ class _Static:
     interpret: bool
 
 
-def _check(x, weight, eps, residual) -> None:
+def check(x, weight, eps, residual) -> None:
+    """Refuses what no implementation of RMSNorm can take."""
     if x.ndim < 1 or weight.shape != x.shape[-1:]:
         raise ValueError(
             f"rms_norm: the weight has shape {weight.shape}, but the rows of x {x.shape} want "

@@ -61,7 +61,7 @@ def rope(
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
-    _check(q, k, cos, sin, rotary_dim)
+    check(q, k, cos, sin, rotary_dim)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(q, k, cos, sin, rotary_dim=rotary_dim, device=device)
     if reason is not None:
@@ -180,7 +180,8 @@ class _Static:
     interpret: bool
 
 
-def _check(q, k, cos, sin, rotary_dim) -> None:
+def check(q, k, cos, sin, rotary_dim) -> None:
+    """Refuses what no implementation of RoPE can take."""
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"rope: {name} is {x.dtype}; it must be floating point")

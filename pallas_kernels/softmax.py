@@ -84,7 +84,7 @@ def scale_softmax(
     more. NotImplementedError without a Hopper GPU (unless `interpret`), or for rows that are no
     multiple of 16 bytes.
     """
-    _check(x, scale, mask, causal, axis)
+    check(x, scale, mask, causal, axis)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     kwargs = {"scale": scale, "mask": mask, "causal": causal, "axis": axis}
     reason = why_not(x, **kwargs, device=device)
@@ -139,7 +139,7 @@ def scale_softmax_backward(
     needed, for y is 0 there.
     Raises: as `scale_softmax`; ValueError if y and d_y differ in shape or dtype.
     """
-    _check(y, scale, None, False, -1)
+    check(y, scale, None, False, -1)
     if (y.shape, y.dtype) != (d_y.shape, d_y.dtype):
         raise ValueError(
             f"scale_softmax: y is {y.dtype}{list(y.shape)}, d_y {d_y.dtype}{list(d_y.shape)}"
@@ -315,7 +315,8 @@ def _static(groups, queries, scale, config, device, interpret) -> tuple[_Static,
     return _Static(groups, queries, known, config, device.num_sms, interpret), number
 
 
-def _check(x, scale, mask, causal, axis) -> None:
+def check(x, scale, mask, causal, axis) -> None:
+    """Refuses what no implementation of scale-softmax can take."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"scale_softmax: x is {x.dtype}; it must be floating point")
     if not -x.ndim <= axis < x.ndim:

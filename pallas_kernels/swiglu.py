@@ -179,7 +179,8 @@ class _Static:
     interpret: bool
 
 
-def _check(name, gate, up) -> None:
+def check(name, gate, up) -> None:
+    """Refuses what no implementation of a gate can take; `name` is who speaks."""
     for what, array in (("gate", gate), ("up", up)):
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name}: {what} is {array.dtype}; it must be floating point")
@@ -196,7 +197,7 @@ def _check(name, gate, up) -> None:
 
 
 def _glu(name, activation, gate, up, config, interpret):
-    _check(name, gate, up)
+    check(name, gate, up)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(gate, up, device=device)
     if reason is not None:

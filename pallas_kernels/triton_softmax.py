@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels import _triton_call, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.device import Device
-from pallas_kernels.softmax import _check
+from pallas_kernels.softmax import check
 
 MAX_WIDTH = 2**30  # columns are counted in 32 bits, those of a block past the end too
 MAX_ROWS = 2**31 - 1
@@ -57,7 +57,7 @@ def scale_softmax(
     Raises: ValueError as there. NotImplementedError without jax-triton or an NVIDIA GPU of compute
     capability 8.0, or for another dtype than bfloat16, float16 and float32.
     """
-    _check(x, scale, mask, causal, axis)
+    check(x, scale, mask, causal, axis)
     device = device_lib.current()
     kwargs = {"scale": scale, "mask": mask, "causal": causal, "axis": axis}
     reason = why_not(x, **kwargs, device=device)

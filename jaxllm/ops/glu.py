@@ -6,18 +6,20 @@ import functools
 import math
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.ops._select import Implementation, Table, pallas, select, slower_for_few
-from pallas_kernels.swiglu import geglu, swiglu
+from pallas_kernels.swiglu import check, geglu, geglu_reference, swiglu, swiglu_reference
 from pallas_kernels.swiglu import why_not as why_not_swiglu
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+# The kernel of each activation, and its plain path
+GATES = {
+    "silu": (swiglu, swiglu_reference),
+    "gelu": tuple(functools.partial(f, approximate=False) for f in (geglu, geglu_reference)),
+    "gelu_pytorch_tanh": tuple(
+        functools.partial(f, approximate=True) for f in (geglu, geglu_reference)
+    ),
 }
 
 
@@ -31,30 +33,28 @@ def glu(
     """activation(gate) * up: "silu" makes it SwiGLU, "gelu" or "gelu_pytorch_tanh" GeGLU.
 
     Dtypes: the activation is computed in float32 and rounded to gate's dtype before the product.
+    Raises: ValueError for another activation, or if gate and up are not alike and floating point.
+    NotImplementedError if the named implementation cannot run the call.
     Source: Shazeer 2020, arXiv:2002.05202.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"glu: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if activation not in GATES:
+        raise ValueError(f"glu: activation {activation!r} is not one of {', '.join(GATES)}")
+    check("glu", gate, up)
     return select("glu", GLU, implementation, gate, up, activation=activation)(
         gate, up, activation=activation
     )
 
 
 def _glu_xla(gate, up, *, activation):
-    return ACTIVATIONS[activation](gate.astype(jnp.float32)).astype(gate.dtype) * up
+    return GATES[activation][1](gate, up)
 
 
 def _glu_pallas(gate, up, *, activation, interpret=False):
-    if activation == "silu":
-        return swiglu(gate, up, interpret=interpret)
-    approximate = activation == "gelu_pytorch_tanh"
-    return geglu(gate, up, approximate=approximate, interpret=interpret)
+    return GATES[activation][0](gate, up, interpret=interpret)
 
 
 def _why_not_pallas(gate, up, *, activation, device):
     del activation
-    if (gate.shape, gate.dtype) != (up.shape, up.dtype):
-        return f"gate is {gate.dtype}{list(gate.shape)} and up {up.dtype}{list(up.shape)}"
     return why_not_swiglu(gate, up, device=device)
 
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.ops._select import Implementation, Table, pallas, select, slower_for_few
-from pallas_kernels.embedding import check_ids
+from pallas_kernels.embedding import check as check_embedding
 from pallas_kernels.embedding import embedding as embedding_kernel
+from pallas_kernels.embedding import embedding_reference
 from pallas_kernels.embedding import why_not as why_not_embedding
 from pallas_kernels.matmul import matmul as matmul_kernel
 from pallas_kernels.matmul import why_not as why_not_matmul
@@ -89,18 +90,14 @@ def embedding(
 ) -> Float[Array, "*B D"]:
     """Rows of the table in `dtype` (the table's if None), times `scale`, rounded to that dtype.
 
-    Traced ids outside the table are clamped to its ends. Raises: ValueError for concrete ones.
+    Traced ids outside the table are clamped to its ends. Raises: ValueError for concrete ones,
+    and if the ids are no integers or the table is not [V, D] of floating point.
     """
-    check_ids(table, ids)
+    check_embedding(table, ids, scale, dtype)
     kwargs = {"scale": scale, "dtype": dtype}
     return select("embedding", EMBEDDING, implementation, table, ids, **kwargs)(
         table, ids, **kwargs
     )
-
-
-def _embedding_xla(table, ids, *, scale, dtype):
-    rows = jnp.take(table, ids, axis=0, mode="clip").astype(dtype or table.dtype)
-    return rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
 
 
 def _embedding_not_auto(table, ids, **kwargs) -> str | None:
@@ -114,5 +111,5 @@ LINEAR: Table = {
 }
 EMBEDDING: Table = {
     **pallas(embedding_kernel, why_not_embedding, _embedding_not_auto),
-    "xla": Implementation(_embedding_xla),
+    "xla": Implementation(embedding_reference),
 }

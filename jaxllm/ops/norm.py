@@ -6,15 +6,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.ops._select import Implementation, Table, pallas, select, slower_for_few
 from pallas_kernels import triton_rms_norm
+from pallas_kernels.layer_norm import check as check_layer_norm
 from pallas_kernels.layer_norm import layer_norm as layer_norm_kernel
+from pallas_kernels.layer_norm import layer_norm_reference
 from pallas_kernels.layer_norm import why_not as why_not_layer_norm
+from pallas_kernels.rms_norm import check as check_rms_norm
 from pallas_kernels.rms_norm import rms_norm as rms_norm_kernel
+from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rms_norm import why_not as why_not_rms_norm
 
 
@@ -33,23 +35,14 @@ def rms_norm(
     Dtypes: statistics in float32. x + residual and the normalised row, before the weight, are
     rounded to x's dtype; with zero_centered the product is taken in float32 and rounded once. The
     results have x's dtype.
+    Raises: ValueError if shapes or dtypes disagree or eps is not positive. NotImplementedError if
+    the named implementation cannot run the call.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467; rounding points of Hugging Face's Llama and
     Gemma.
     """
+    check_rms_norm(x, weight, eps, residual)
     kwargs = {"eps": eps, "residual": residual, "zero_centered": zero_centered}
     return select("rms_norm", RMS_NORM, implementation, x, weight, **kwargs)(x, weight, **kwargs)
-
-
-def _rms_norm_xla(x, weight, *, eps, residual, zero_centered):
-    total = x if residual is None else x + residual
-    x32 = total.astype(jnp.float32)
-    y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-    if zero_centered:
-        y = (y * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
-    else:
-        y = y.astype(x.dtype) * weight.astype(x.dtype)
-    return y if residual is None else (y, total)
 
 
 def _rms_norm_not_auto(x, weight, **kwargs) -> str | None:
@@ -66,7 +59,7 @@ RMS_NORM: Table = {
         triton_rms_norm.why_not,
         lambda *args, **kwargs: "runs only by name: no call was measured faster than with xla",
     ),
-    "xla": Implementation(_rms_norm_xla),
+    "xla": Implementation(rms_norm_reference),
 }
 
 
@@ -82,23 +75,13 @@ def layer_norm(
 
     Dtypes: all in float32, rounded once at the end to x's dtype. The variance is that of x - mean,
     so that a mean of 1e4 times the deviation does no harm.
+    Raises: ValueError if shapes or dtypes disagree or eps is not positive. NotImplementedError if
+    the named implementation cannot run the call.
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
+    check_layer_norm(x, weight, bias, eps)
     run = select("layer_norm", LAYER_NORM, implementation, x, weight, bias, eps=eps)
     return run(x, weight, bias, eps=eps)
-
-
-def _layer_norm_xla(x, weight, bias, *, eps):
-    x32 = x.astype(jnp.float32)
-    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
-    weight, *rest = (
-        w.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + w.shape)
-        for w in (weight, bias)
-        if w is not None
-    )
-    y = centred * jax.lax.rsqrt(variance + eps) * weight
-    return (y + rest[0] if rest else y).astype(x.dtype)
 
 
 def _layer_norm_not_auto(x, weight, bias, **kwargs) -> str | None:
@@ -108,5 +91,5 @@ def _layer_norm_not_auto(x, weight, bias, **kwargs) -> str | None:
 
 LAYER_NORM: Table = {
     **pallas(layer_norm_kernel, why_not_layer_norm, _layer_norm_not_auto),
-    "xla": Implementation(_layer_norm_xla),
+    "xla": Implementation(layer_norm_reference),
 }

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxllm.ops._select import Implementation, Table, pallas, select, slower_for_few
+from pallas_kernels.rope import check, rope_reference
 from pallas_kernels.rope import rope as rope_kernel
 from pallas_kernels.rope import why_not as why_not_kernel
 
@@ -113,22 +114,12 @@ def rope(
 
     Dtypes: cos and sin are rounded to q's dtype before use, as Hugging Face does; products and sums
     are float32.
+    Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
+    cannot run the call.
     """
+    check(q, k, cos, sin, None)
     run = select("rope", ROPE, implementation, q, k, cos, sin)
     return run(q, k, cos, sin)
-
-
-def _rope_xla(q, k, cos, sin):
-    cos, sin = (t.astype(q.dtype).astype(jnp.float32)[:, :, None, :] for t in (cos, sin))
-    half = cos.shape[-1]
-
-    def rotate(x):
-        x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        x1, x2 = x1.astype(jnp.float32), x2.astype(jnp.float32)
-        turned = [(x1 * cos - x2 * sin).astype(x.dtype), (x2 * cos + x1 * sin).astype(x.dtype)]
-        return jnp.concatenate([*turned, rest], axis=-1)
-
-    return rotate(q), rotate(k)
 
 
 def _not_auto(q, k, cos, sin, **kwargs) -> str | None:
@@ -138,4 +129,7 @@ def _not_auto(q, k, cos, sin, **kwargs) -> str | None:
     return slower_for_few(q.shape[0] * q.shape[1])
 
 
-ROPE: Table = {**pallas(rope_kernel, why_not_kernel, _not_auto), "xla": Implementation(_rope_xla)}
+ROPE: Table = {
+    **pallas(rope_kernel, why_not_kernel, _not_auto),
+    "xla": Implementation(rope_reference),
+}

@@ -29,7 +29,7 @@ def scale_softmax(
     Raises: ValueError as `pallas_kernels.softmax.scale_softmax` does. NotImplementedError if the
     named implementation cannot run the call.
     """
-    kernels._check(x, scale, mask, causal, axis)
+    kernels.check(x, scale, mask, causal, axis)
     kwargs = {"scale": scale, "mask": mask, "causal": causal, "axis": axis}
     return select("scale_softmax", SCALE_SOFTMAX, implementation, x, **kwargs)(x, **kwargs)
 

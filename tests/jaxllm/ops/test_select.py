@@ -215,3 +215,34 @@ def test_a_kernel_says_what_it_does_not_take(op, shapes, kwargs, words):
         found = ops.explain(op, *arrays, **kwargs)
     assert words in str(found["pallas"])
     assert found["xla"] is None
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize("implementation", ["xla", "auto", "pallas-interpret"])
+@pytest.mark.parametrize(
+    ("op", "arguments", "kwargs", "words"),
+    [
+        ("rms_norm", [(2, 64), (64,)], {"eps": 0.0}, "eps must be greater than 0, got 0.0"),
+        ("rms_norm", [(2, 64), (63,)], {"eps": 1e-5}, r"the weight has shape \(63,\)"),
+        ("layer_norm", [(2, 64), (64,), (64,)], {"eps": -1.0}, "eps must be greater than 0"),
+        ("glu", [(2, 64), (2, 63)], {"activation": "silu"}, "they must be alike and have rows"),
+        ("rope", [(2, 8, 64)] * 4, {}, r"q \[2, 8, 64\] is \[B, T, N, H\]"),
+        ("embedding", [(64,), (2,)], {}, r"the table \[64\] is not \[V, D\]"),
+    ],
+)
+def test_who_runs_a_call_does_not_change_what_is_wrong_with_it(
+    op, arguments, kwargs, words, implementation
+):
+    arrays = [jnp.ones(shape, jnp.float32) for shape in arguments]
+    with pytest.raises(ValueError, match=words):
+        getattr(ops, op)(*arrays, **kwargs, implementation=implementation)
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "glu"])
+def test_integers_are_refused(op):
+    x, row = jnp.ones((2, 64), jnp.int32), jnp.ones(64)
+    rest = {"rms_norm": (row,), "layer_norm": (row, row), "glu": (x,)}[op]
+    kwargs = {"activation": "silu"} if op == "glu" else {"eps": 1e-5}
+    with pytest.raises(ValueError, match="is int32; it must be floating point"):
+        getattr(ops, op)(x, *rest, **kwargs, implementation="xla")
