@@ -140,7 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_torch = "absent" not in libraries["torch"] and not args.no_torch
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "benchmarks", *(sys.argv[1:] if argv is None else argv)],
+        # Of a path the name: where a machine has its files is nobody's concern
+        "command": [
+            "python",
+            "-m",
+            "benchmarks",
+            *map(_name, sys.argv[1:] if argv is None else argv),
+        ],
         "revision": args.revision or _revision(),
         "gpu": gpu(),
         "versions": _versions(),
@@ -252,6 +258,10 @@ def gpu() -> dict[str, str]:
 
 def _states(correct: dict[str, Any]) -> set[str]:
     return {correct.get("status", ""), *correct}
+
+
+def _name(word: str) -> str:
+    return Path(word).name if "/" in word else word
 
 
 def _on_gpu(workers: dict[str, Worker]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,8 +70,3 @@ def _random(key: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array:
             f"case: random numbers do not fit dtype {spec.dtype}; give the case a make"
         )
     return jax.random.normal(key, spec.shape, jnp.float32).astype(spec.dtype)
-
-
-def size_bytes(*arrays: Any) -> int:
-    """Bytes of all arrays or ShapeDtypeStructs in some pytrees: what a Case moves at least."""
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(arrays))

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from benchmarks import programs
 from benchmarks.cases import all_cases
+from benchmarks.models import kernels
 from jaxllm import aot
 
 # C7504: setmaxnreg is ignored; C7511 and C7512: wgmma is serialised, for want of registers or for
@@ -98,9 +99,7 @@ def compile_program(model: str, program: str, implementation: str) -> Row:
         return Row(name, faults=(_sentence(error),))
     found = []
     if implementation == "pallas":
-        found += programs.missing_kernels(
-            facts.mosaic, programs.pallas_where_there_is(), program == "training"
-        )
+        found += programs.missing_kernels(facts.mosaic, kernels(), program == "training")
     return Row(name, facts=facts, faults=tuple(found))
 
 

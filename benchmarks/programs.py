@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,43 +18,17 @@ import optax
 from flax import nnx
 
 import jaxllm
+from benchmarks.models import LLAMA, QWEN, kernels
 from jaxllm import aot, ops, train
-from jaxllm.config import ModelConfig, Rope, Runtime
+from jaxllm.config import ModelConfig, Runtime
+from pallas_kernels.measure import size_bytes
 
 LAYERS = 4
 PROMPT, CAPACITY = 512, 1024  # tokens of the prefill, room in the cache
 BATCH = 4  # rows of PROMPT tokens in a training step
 
-_QWEN = ModelConfig(  # the widths of Qwen2.5-0.5B
-    model_type="qwen2",
-    vocab_size=151_936,
-    hidden_size=896,
-    intermediate_size=4864,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=32_768,
-    rms_norm_eps=1e-6,
-    hidden_act="silu",
-    rope=Rope(1e6),
-    tie_word_embeddings=True,
-    qkv_bias=True,
-)
-_LLAMA = ModelConfig(  # the widths of Llama-3.2-1B
-    model_type="llama",
-    vocab_size=128_256,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=64,
-    max_position_embeddings=131_072,
-    rms_norm_eps=1e-5,
-    hidden_act="silu",
-    rope=Rope(5e5),
-    tie_word_embeddings=True,
+_QWEN, _LLAMA = (
+    dataclasses.replace(model, num_hidden_layers=LAYERS, layer_types=()) for model in (QWEN, LLAMA)
 )
 MODELS = {
     "Qwen2.5-0.5B float32": (_QWEN, "float32"),
@@ -172,7 +145,7 @@ PROGRAMS = {"prefill": _prefill, "decode": _decode, "training": _train}
 def compile_program(model: str, program: str, implementation: str) -> Facts:
     """Compile one of PROGRAMS for one of MODELS, to be served with four layers and with two."""
     config, dtype = MODELS[model]
-    chosen = {"xla": XLA, "pallas": pallas_where_there_is()}.get(implementation, implementation)
+    chosen = {"xla": XLA, "pallas": kernels()}.get(implementation, implementation)
     function, arguments, kept = PROGRAMS[program](config, dtype, chosen)
     whole = aot.compile_for(function, *arguments)
     launches, layers = len(whole.launches), LAYERS
@@ -239,11 +212,6 @@ KERNEL_OF = {
 }
 
 
-def pallas_where_there_is() -> dict[str, str]:
-    """The mapping for `Runtime` that takes our kernel for each op that has one."""
-    return {op: "pallas" for op, (_, table) in ops.OPS.items() if "pallas" in table}
-
-
 def missing_kernels(launched: Sequence[str], chosen: Iterable[str], training: bool) -> list[str]:
     """Which kernels of the ops `chosen` a program ought to launch and does not, a phrase each."""
     found = []
@@ -267,8 +235,3 @@ def weight_copies(program: aot.Program, weights: Any) -> tuple[str, ...]:
         if (launch.kind == "kCopy" or "copy" in launch.name or "transpose" in launch.name)
         and any(tuple(sorted(shape)) in matrices for _, shape in launch.results)
     )
-
-
-def size_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a pytree."""
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))

@@ -15,33 +15,16 @@ import numpy as np
 from flax import nnx
 
 import jaxllm
-from benchmarks.case import size_bytes
+from benchmarks.models import QWEN, kernels
 from jaxllm import ops
-from jaxllm.config import ModelConfig, Rope, Runtime
+from jaxllm.config import ModelConfig, Runtime
 from jaxllm.layers import Block
-from pallas_kernels.measure import Stopwatch, Timing, num_sets
+from pallas_kernels.measure import Stopwatch, Timing, num_sets, size_bytes
 
 SECTIONS = ("softmax-fusion", "unfused-attention", "layer", "decode")
 
 Work = Callable[[Stopwatch], dict[str, Any]]
 
-# Qwen/Qwen2.5-0.5B's config.json
-QWEN = ModelConfig(
-    model_type="qwen2",
-    vocab_size=151936,
-    hidden_size=896,
-    intermediate_size=4864,
-    num_hidden_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=32768,
-    rms_norm_eps=1e-6,
-    hidden_act="silu",
-    rope=Rope(rope_theta=1e6),
-    tie_word_embeddings=True,
-    qkv_bias=True,
-)
 ATTENTION_SHAPE = (1, 2048, 32, 128)  # B T N H: Llama-3.1-8B's query heads
 SOFTMAX_SHAPES = ((32, 512), (2, 8, 128, 128), (8, 32, 2048, 2048), (64, 131072))
 
@@ -73,10 +56,11 @@ def wanted(section: str, names: list[str]) -> bool:
 
 
 def implementations() -> dict[str, Any]:
-    """By name, what `Runtime` takes: XLA alone, our kernels wherever an op has one, and auto."""
-    pallas = {op: "pallas" for op, (_, table) in ops.OPS.items() if "pallas" in table}
-    both = {"xla": "xla", "auto": "auto"}
-    return {**both, "pallas": pallas} if pallas else both
+    """By name, what `Runtime` takes: XLA alone, with cuDNN, with one of our kernels or all; auto."""
+    ours = kernels()
+    plain = dict.fromkeys(ours, "xla")
+    alone = {f"xla, cudnn, our {op}": {**plain, op: "pallas"} for op in ours}
+    return {"xla": "xla", "auto": "auto", "xla, cudnn": plain, **alone, "pallas": ours}
 
 
 def softmax_fusion(

@@ -30,7 +30,7 @@ from pallas_kernels.measure import Stopwatch, num_sets
 FATAL = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_MISALIGNED", "unspecified launch")
 FATAL_EXIT, CLOCKS_EXIT = 70, 71
 ROUNDS, ROUND_S = 2, 3.0
-DECODE_S = 90.0  # of the time kept for decoding, whose programs take long to compile
+DECODE_S = 150.0  # of the time kept for decoding, whose programs take long to compile
 HOST_BYTES = 24 * 2**30  # float64 arrays of checks that may lie on the host at a time
 # What a host checks in float64 within a second or two
 CHECK_BYTES, CHECK_OPERATIONS = 300_000_000, 100_000_000_000

@@ -42,9 +42,9 @@ class Timing:
         return self.us + noise < other.us
 
 
-def size_bytes(tree: Any) -> int:
-    """The bytes of all arrays in a pytree."""
-    return sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+def size_bytes(*trees: Any) -> int:
+    """The bytes of all arrays, or ShapeDtypeStructs, in some pytrees."""
+    return sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(trees))
 
 
 def num_sets(call_bytes: int) -> int:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.case import Case, size_bytes
+from benchmarks.case import Case
 from pallas_kernels.embedding import embedding, embedding_reference
+from pallas_kernels.measure import size_bytes
 
 # Qwen2.5-0.5B, Phi-3-mini, Llama-3.1-8B, Gemma-2-2B (which scales)
 QWEN, PHI, LLAMA, GEMMA = (151936, 896), (32064, 3072), (128256, 4096), (256000, 2304)

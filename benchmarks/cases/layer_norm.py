@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.case import Case, size_bytes
+from benchmarks.case import Case
 from pallas_kernels.layer_norm import layer_norm, layer_norm_reference
+from pallas_kernels.measure import size_bytes
 
 EPS = 1e-5
 QWEN, PHI, LLAMA = 896, 3072, 4096  # the widths of Qwen2.5-0.5B, Phi-3-mini, Llama-3.1-8B

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.case import Case, size_bytes
+from benchmarks.case import Case
 from pallas_kernels.matmul import Config, Device, candidates, matmul, matmul_reference
+from pallas_kernels.measure import size_bytes
 
 # [out, in] of the projections; the gate and up of an MLP are one weight of twice its width
 QWEN = {"query": (896, 896), "key": (128, 896), "gate, up": (4864, 896), "down": (896, 4864)}

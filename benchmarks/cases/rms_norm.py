@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.case import Case, size_bytes
+from benchmarks.case import Case
 from pallas_kernels import triton_rms_norm
+from pallas_kernels.measure import size_bytes
 from pallas_kernels.rms_norm import rms_norm, rms_norm_reference
 
 EPS = 1e-6

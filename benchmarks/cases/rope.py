@@ -7,7 +7,8 @@ import functools
 import jax
 import numpy as np
 
-from benchmarks.case import Case, size_bytes
+from benchmarks.case import Case
+from pallas_kernels.measure import size_bytes
 from pallas_kernels.rope import rope, rope_reference
 
 QWEN, LLAMA, PHI = (14, 2, 64), (32, 8, 128), (32, 32, 96)  # Qwen2.5-0.5B, 3.1-8B, Phi-3-mini

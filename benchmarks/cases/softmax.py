@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.case import Case, size_bytes
+from benchmarks.case import Case
 from pallas_kernels import softmax as kernel
 from pallas_kernels import triton_softmax
+from pallas_kernels.measure import size_bytes
 
 SCALE = 0.125
 SCORES = (8, 32, 2048, 2048)

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.case import Case, size_bytes
+from benchmarks.case import Case
+from pallas_kernels.measure import size_bytes
 from pallas_kernels.swiglu import geglu, geglu_reference, swiglu, swiglu_reference
 
 QWEN, LLAMA, PHI = 4864, 14336, 8192  # Qwen2.5-0.5B, Llama-3.1-8B, Phi-3-mini (one array)

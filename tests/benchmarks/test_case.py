@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import cases
-from benchmarks.case import Case, size_bytes
+from benchmarks.case import Case
 from benchmarks.correct import check
+from pallas_kernels.measure import size_bytes
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
 

@@ -14,6 +14,7 @@ import pytest
 from benchmarks import __main__ as main
 from benchmarks import ceilings, rivals, sections, worker
 from benchmarks.case import Case
+from benchmarks.models import QWEN
 from pallas_kernels import _compat, measure
 
 REPO = Path(__file__).resolve().parents[2]
@@ -243,7 +244,7 @@ def test_the_smoke_test_of_a_machine_without_a_gpu(tmp_path):
 
 
 TINY = sections.dataclasses.replace(
-    sections.QWEN,
+    QWEN,
     vocab_size=64,
     hidden_size=32,
     intermediate_size=64,

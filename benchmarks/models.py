@@ -1,0 +1,45 @@
+"""Models of real widths, and where our kernels can run in them."""
+
+from __future__ import annotations
+
+from jaxllm import ops
+from jaxllm.config import ModelConfig, Rope
+
+# Qwen/Qwen2.5-0.5B's config.json
+QWEN = ModelConfig(
+    model_type="qwen2",
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    rope=Rope(rope_theta=1e6),
+    tie_word_embeddings=True,
+    qkv_bias=True,
+)
+# meta-llama/Llama-3.2-1B's config.json, but for its RoPE, which here scales nothing
+LLAMA = ModelConfig(
+    model_type="llama",
+    vocab_size=128_256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+    rope=Rope(5e5),
+    tie_word_embeddings=True,
+)
+
+
+def kernels() -> dict[str, str]:
+    """What `Runtime(implementation=)` takes to run our kernel for each op that has one."""
+    return {op: "pallas" for op, (_, table) in ops.OPS.items() if "pallas" in table}
