@@ -37,7 +37,7 @@ class Timing:
     kernels: tuple[str, ...] | None = None
 
     def beats(self, other: Timing) -> bool:
-        """Faster by more than the spread of both, and by more than two in a hundred."""
+        """Faster by more than the spreads of both together, and by more than two in a hundred."""
         noise = max(self.spread_us + other.spread_us, 0.02 * other.us)
         return self.us + noise < other.us
 

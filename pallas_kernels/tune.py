@@ -1,8 +1,10 @@
-"""`python -m pallas_kernels.tune NAME`: time a kernel's candidate configs, write what wins.
+"""`python -m pallas_kernels.tune NAME ...`: time kernels' candidate configs, write what wins.
 
-The kernel module says what to tune: `tuning_calls`, `bucket`, `default_config`, `candidates`. A
-config that does not beat the default outside the noise gets no row, and an old row of that key is
-taken out. Runs on the GPU that is here.
+A kernel's module says what to tune: `tuning_calls`, `bucket`, `default_config`, `candidates`. The
+configs of a key are compiled side by side, then timed one by one, and the file is written after
+every key: an interrupt loses none of those before. A config gets a row if it beats the default by
+more than the noise (the spreads of both) and by at least 2 % (`measure.Timing.beats`); where none
+does, an old row of that key is taken out. Runs on the GPU that is here.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import importlib
 import importlib.metadata
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +38,7 @@ FINALISTS = 3  # of a first, short round; timed again in turns with the default
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 2 if it cannot run here."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
-    parser.add_argument("name", help="a kernel: rms_norm, matmul, ...")
+    parser.add_argument("names", nargs="+", metavar="name", help="a kernel: rms_norm, matmul, ...")
     parser.add_argument("--out", type=Path, help="the file to write (default: tuned/<gpu>.json)")
     parser.add_argument("--calls", type=int, default=20, help="timed calls of a config")
     args = parser.parse_args(argv)
@@ -41,17 +46,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.platform != "gpu":
         print(f"tune: needs a GPU to measure on, found {device.platform}", file=sys.stderr)
         return 2
-    try:
-        module = importlib.import_module(f"pallas_kernels.{args.name}")
-        if not hasattr(module, "tuning_calls"):
-            raise ModuleNotFoundError(f"pallas_kernels.{args.name} has no tuning_calls")
-    except ModuleNotFoundError as error:
-        print(f"tune: {args.name!r} is no kernel that can be tuned: {error}", file=sys.stderr)
-        return 2
+    modules = {}
+    for name in args.names:
+        try:
+            modules[name] = importlib.import_module(f"pallas_kernels.{name}")
+            if not hasattr(modules[name], "tuning_calls"):
+                raise ModuleNotFoundError(f"pallas_kernels.{name} has no tuning_calls")
+        except ModuleNotFoundError as error:
+            print(f"tune: {name!r} is no kernel that can be tuned: {error}", file=sys.stderr)
+            return 2
     path = args.out or tuned.FOLDER / tuned.file_name(device.name)
-    tried, rows = tune(module, args.name, device, measure.Stopwatch(), calls=args.calls)
-    write(path, device.name, args.name, tried, rows)
-    print(f"{path}: {len(rows)} rows of {args.name}, {len(tried)} keys tried")
+    watch = measure.Stopwatch()
+    for name, module in modules.items():
+        found = []
+        for key, row in tune(module, name, device, watch, calls=args.calls):
+            rows = [] if row is None else [row]
+            write(path, device.name, name, {key}, rows)
+            found.append(len(rows))
+        print(f"{path}: {sum(found)} rows of {name}, {len(found)} keys tried", flush=True)
     return 0
 
 
@@ -62,37 +74,32 @@ def tune(
     watch: measure.Stopwatch,
     *,
     calls: int = 20,
-    say: Callable[[str], None] = print,
-) -> tuple[set[str], list[dict[str, Any]]]:
-    """The keys that were tried, and the rows that earn their place."""
-    rows, tried = [], set()
+    say: Callable[[str], None] = functools.partial(print, flush=True),
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Each key as soon as it was tried, with its row if one earns its place."""
+    tried = set()
     for call in module.tuning_calls():
         key = module.bucket(*call.arguments, **call.keywords)
         if key in tried:
             say(f"{name} {key}: passed over, a call of the same key went before")
             continue
         tried.add(key)
-        row = _row(module, name, key, call, device, watch, calls, say)
-        if row is not None:
-            rows.append(row)
-    return tried, rows
+        yield key, _row(module, name, key, call, device, watch, calls, say)
 
 
 def _row(module, name, key, call, device, watch, calls, say) -> dict[str, Any] | None:
     sizes = sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in call.arguments)
     sets = [_inputs(call, i) for i in range(measure.num_sets(sizes))]
     default = module.default_config(*call.arguments, device=device, **call.keywords)
+    configs = [default, *module.candidates(*call.arguments, device=device, **call.keywords)]
     programs = {}
-    for config in [default, *module.candidates(*call.arguments, device=device, **call.keywords)]:
-        if config in programs:
-            continue
-        try:
-            run = jax.jit(lambda *x, c=config: call.run(*x, config=c, **call.keywords))
-            programs[config] = run.lower(*call.arguments).compile()
-        except Exception as error:  # whatever a compiler may raise: it is said, and passed over
-            if config == default:
-                raise
-            say(f"{name} {key}: {config} does not compile: {_first_line(error)}")
+    for config, program in _compile(call, dict.fromkeys(configs)):
+        if not isinstance(program, Exception):
+            programs[config] = program
+        elif config == default:
+            raise program
+        else:
+            say(f"{name} {key}: {config} does not compile: {_first_line(program)}")
     short = {c: watch.time(p, sets, calls=max(3, calls // 4)) for c, p in programs.items()}
     others = sorted((c for c in programs if c != default), key=lambda c: short[c].us)
     best, times = None, {}
@@ -123,6 +130,20 @@ def _row(module, name, key, call, device, watch, calls, say) -> dict[str, Any] |
     return {"op": name, "key": key, "config": dataclasses.asdict(best), "evidence": evidence}
 
 
+def _compile(call: tuned.Call, configs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Each config with its program, or with what the compiler raised; all compile side by side."""
+
+    def compiled(config):
+        run = jax.jit(lambda *x: call.run(*x, config=config, **call.keywords))
+        try:
+            return config, run.lower(*call.arguments).compile()
+        except Exception as error:  # whatever a compiler may raise: the caller says it
+            return config, error
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(compiled, configs)
+
+
 def write(path: Path, gpu: str, name: str, tried: set[str], rows: list[dict[str, Any]]) -> None:
     """Put the rows in the place of those of the same keys. No row, no file."""
     old = tuned.read(path) if path.is_file() else []
@@ -133,7 +154,9 @@ def write(path: Path, gpu: str, name: str, tried: set[str], rows: list[dict[str,
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"  {json.dumps(row)}" for row in merged)
-    path.write_text(f'{{"gpu": {json.dumps(gpu)}, "rows": [\n{lines}\n]}}\n')
+    new = path.with_suffix(".new")  # whole or not at all
+    new.write_text(f'{{"gpu": {json.dumps(gpu)}, "rows": [\n{lines}\n]}}\n')
+    new.replace(path)
 
 
 def _inputs(call: tuned.Call, seed: int) -> tuple[jax.Array, ...]:
