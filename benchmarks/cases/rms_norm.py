@@ -98,10 +98,10 @@ def _truth(residual: bool, x: np.ndarray, weight: np.ndarray, *rest: np.ndarray)
 
 
 def _truth_backward(residual: bool, x: np.ndarray, weight: np.ndarray, *rest: np.ndarray) -> Any:
-    x, weight, *rest = (a.astype(np.float64) for a in (x, weight, *rest))
-    dy = rest[1] if residual else rest[0]
-    h, inverse = _normal(x + rest[0] if residual else x)
+    x, weight, *others = (a.astype(np.float64) for a in (x, weight, *rest))
+    dy = others[1] if residual else others[0]
+    h, inverse = _normal(x + others[0] if residual else x)
     g = dy * weight
     dx = inverse * (g - h * np.mean(g * h, axis=-1, keepdims=True))
     dw = np.sum(dy * h, axis=0)
-    return (dx + rest[2], dw, dx + rest[2]) if residual else (dx, dw)
+    return (dx + others[2], dw, dx + others[2]) if residual else (dx, dw)

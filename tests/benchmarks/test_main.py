@@ -190,11 +190,11 @@ def test_rows_join_both_workers(monkeypatch):
     case = toy()
     monkeypatch.setattr(main, "chosen", lambda names, quick, on_gpu: [case, toy("other")])
 
-    class Done:
+    class Done(main.Worker):
         def __init__(self, results):
             self.results = results
 
-    workers = {
+    workers: dict[str, main.Worker] = {
         "worker": Done(
             {
                 "device": {"platform": "gpu"},

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,7 @@ def test_a_library_that_does_not_import_fails_its_own_row_alone(monkeypatch):
 def test_the_backward_pass_is_timed_alone():
     backward = case("swiglu", "4 x 8, backward", struct(4, 8), struct(4, 8), struct(4, 8))
     rival = rivals._backward(lambda a, b: a * b, backward)
+    assert rival.prepare is not None
     a, b, dy = (jnp.full((4, 8), x) for x in (2.0, 3.0, 5.0))
     vjp, cotangents = rival.prepare(a, b, dy)
     da, db = jax.jit(rival.run)(vjp, cotangents)
@@ -73,7 +75,7 @@ def rotate(x, cos, sin):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
-def softmax(x, keep=True):
+def softmax(x, keep: Any = True):
     x = np.where(keep, 0.125 * x, -np.inf)
     x = np.exp(x - x.max(-1, keepdims=True))
     return x / x.sum(-1, keepdims=True)
