@@ -56,7 +56,7 @@ def wanted(section: str, names: list[str]) -> bool:
 
 
 def implementations() -> dict[str, Any]:
-    """By name, what `Runtime` takes: XLA alone, with cuDNN, with one or all of our kernels; auto."""
+    """By name, what `Runtime` takes: XLA alone, with cuDNN, with one or all our kernels; auto."""
     ours = kernels()
     plain = dict.fromkeys(ours, "xla")
     alone = {f"xla, cudnn, our {op}": {**plain, op: "pallas"} for op in ours}
