@@ -47,6 +47,7 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.embedding_backward "
         "pallas_kernels.row_parts pallas_kernels.tuned"
     ),
+    "pallas_kernels.attention_reference": "",
     "pallas_kernels.rope": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
     "pallas_kernels.softmax": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
@@ -64,7 +65,7 @@ MAY_IMPORT = {
     "jaxllm.detokenizer": "",
     "jaxllm.tokenizer": "jaxllm.chat_template jaxllm.detokenizer",
     "jaxllm.ops._select": "pallas_kernels.device",
-    "jaxllm.ops.attention": f"{OP} jaxllm.ops.linear",  # what precision a product has
+    "jaxllm.ops.attention": OP,
     "jaxllm.ops.glu": OP,
     "jaxllm.ops.linear": OP,
     "jaxllm.ops.loss": OP,

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxllm.ops._select import Implementation, Table, select
-from jaxllm.ops.linear import precision
+from pallas_kernels import attention_reference as reference
 from pallas_kernels import device as device_lib
 from pallas_kernels import softmax as softmax_kernels
 
@@ -28,6 +28,7 @@ def attention(
     q_segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     kv_lengths: Int[Array, " B"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
     return_weights: bool = False,
     implementation: str | Mapping[str, str] = "auto",
 ) -> Any:
@@ -37,128 +38,42 @@ def attention(
     aligned to the end, as decoding needs. With causal a query sees no later key; `window=w` leaves
     the last w keys, its own included (without causal: the keys nearer than w). Segment ids, given
     for both sides, must agree. A query that sees no key gets zeros. `scale` is 1 / sqrt(H) if None;
-    `softcap=c` turns a score s into c * tanh(s / c).
+    `softcap=c` turns a score s into c * tanh(s / c). `sinks` are float32, for each query head a
+    score that takes part in its softmax and has no value.
+    A traced length may be larger than S, as a chunk's is whose padding lies past the end of the
+    cache: it still says where the queries sit, and the keys past S are not there.
     Returns [B, T, N, H]; with `return_weights` also what the softmax gave, float32 [B, N, T, S].
     Dtypes: float32, bfloat16, float16; scores and softmax in float32; the result has q's dtype.
-    Raises: ValueError if shapes disagree or only one side has segment ids. NotImplementedError if
-    the named implementation cannot run the call.
+    Raises: ValueError if shapes or dtypes disagree, only one side has segment ids, or a length that
+    is not traced is outside [0, S]. NotImplementedError if the named implementation cannot run the
+    call.
     """
-    _check(q, k, v, window, q_segment_ids, kv_segment_ids, kv_lengths)
-    kwargs = {
-        "causal": causal,
-        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+    masks = {
         "window": window,
-        "softcap": softcap,
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
         "kv_lengths": kv_lengths,
+    }
+    reference.check("attention", q, k, v, **masks, softcap=softcap, sinks=sinks)
+    kwargs = {
+        "causal": causal,
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        **masks,
+        "softcap": softcap,
+        "sinks": sinks,
         "return_weights": return_weights,
     }
     return select("attention", ATTENTION, implementation, q, k, v, **kwargs)(q, k, v, **kwargs)
 
 
-def _check(q, k, v, window, q_segment_ids, kv_segment_ids, kv_lengths) -> None:
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
-        raise ValueError(
-            f"attention: q {q.shape}, k {k.shape}, v {v.shape} are not [B, T, N, H] and twice "
-            "[B, S, K, H]"
-        )
-    (b, t, n, h), (kb, s, kv_heads, kh) = q.shape, k.shape
-    if b != kb or h != kh:
-        raise ValueError(f"attention: q {q.shape} and k {k.shape} differ in batch or head width")
-    if n % kv_heads:
-        raise ValueError(
-            f"attention: {n} query heads cannot share {kv_heads} key heads; N must be a multiple "
-            "of K"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window must be at least 1 or None, got {window}")
-    if (q_segment_ids is None) != (kv_segment_ids is None):
-        raise ValueError(
-            "attention: segment ids are given for one side; both sides or neither have them"
-        )
-    for name, ids, shape in (("q", q_segment_ids, (b, t)), ("kv", kv_segment_ids, (b, s))):
-        if ids is not None and ids.shape != shape:
-            raise ValueError(f"attention: {name}_segment_ids has shape {ids.shape}, not {shape}")
-    if kv_lengths is not None and kv_lengths.shape != (b,):
-        raise ValueError(f"attention: kv_lengths has shape {kv_lengths.shape}, not {(b,)}")
-
-
-def visible(
-    q_len: int,
-    kv_len: int,
-    *,
-    causal: bool,
-    window: int | None,
-    q_segment_ids: Int[Array, "B T"] | None = None,
-    kv_segment_ids: Int[Array, "B S"] | None = None,
-    kv_lengths: Int[Array, " B"] | None = None,
-) -> Bool[Array, "#B T S"] | None:
-    """Which keys each query sees, by the rules of `attention`; None if it sees all."""
-    ends = jnp.full((1,), kv_len, jnp.int32) if kv_lengths is None else kv_lengths.astype(jnp.int32)
-    key = jnp.arange(kv_len, dtype=jnp.int32)[None, None, :]
-    at = (ends[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None, :])[:, :, None]
-    rules = []
-    if causal and q_len > 1:
-        rules.append(key <= at)  # and so within the row's keys
-    elif kv_lengths is not None:
-        rules.append(key < ends[:, None, None])
-    if window is not None and window < max(q_len, kv_len):
-        rules.append(key > at - window)
-        if not causal:
-            rules.append(key < at + window)
-    if q_segment_ids is not None and kv_segment_ids is not None:
-        rules.append(q_segment_ids[:, :, None] == kv_segment_ids[:, None, :])
-    mask = None
-    for rule in rules:
-        mask = rule if mask is None else mask & rule
-    return mask
-
-
-def _scores(q, k):
-    """q k^T in float32, [B, K, N / K, T, S]."""
-    b, t, n, h = q.shape
-    return jnp.einsum(
-        "btkgh,bskh->bkgts",
-        q.reshape(b, t, k.shape[2], n // k.shape[2], h),
-        k,
-        precision=precision(q.dtype),
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _weighted(weights, q, v, return_weights):
-    """The result, given what the softmax gave."""
-    out = jnp.einsum(
-        "bkgts,bskh->btkgh",
-        weights.astype(v.dtype),
-        v,
-        precision=precision(v.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    out = out.reshape(q.shape).astype(q.dtype)
+def _attention_xla(q, k, v, *, return_weights, **kwargs):
     if not return_weights:
-        return out
-    return out, weights.reshape(weights.shape[0], q.shape[2], *weights.shape[-2:])
-
-
-def _capped(scores, softcap):
-    return jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
-
-
-def _attention_xla(q, k, v, *, causal, scale, window, softcap, return_weights, **sides):
-    scores = _scores(q, k) * jnp.float32(scale)
-    if softcap is not None:
-        scores = _capped(scores, softcap)
-    mask = visible(q.shape[1], k.shape[1], causal=causal, window=window, **sides)
-    if mask is not None:
-        mask = mask[:, None, None]
-        scores = jnp.where(mask, scores, jnp.float32(-1e30))
-    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    if mask is not None:  # a query that sees nothing has every score at -1e30, so every weight at 1
-        weights = jnp.where(mask, weights, jnp.float32(0))
-    total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.float32(1e-30))
-    return _weighted(weights / total, q, v, return_weights)
+        return reference.attention_reference(q, k, v, **kwargs)
+    of_scores = {name: kwargs.pop(name) for name in ("scale", "softcap")}
+    sinks = kwargs.pop("sinks")
+    mask = reference.visible(q.shape[1], k.shape[1], **kwargs)
+    weights, _ = reference.softmax(reference.scores(q, k, **of_scores), mask, sinks)
+    return reference.weighted(weights, v, q.dtype), weights
 
 
 def _has_own_mask(window, q_segment_ids, kv_lengths, kv_len) -> bool:
@@ -168,24 +83,30 @@ def _has_own_mask(window, q_segment_ids, kv_lengths, kv_len) -> bool:
 
 
 def _attention_unfused(
-    q, k, v, *, causal, scale, window, softcap, return_weights, interpret=False, **sides
+    q, k, v, *, causal, scale, window, softcap, sinks, return_weights, interpret=False, **sides
 ):
     """Matmul, our softmax, matmul: scores and weights go to memory, and nothing else does."""
+    del sinks
     t, s = q.shape[1], k.shape[1]
-    scores, kwargs = _scores(q, k), {"scale": scale, "causal": causal and t > 1}
-    if softcap is not None:
-        scores, kwargs["scale"] = _capped(scores * jnp.float32(scale), softcap), 1.0
+    kwargs: dict[str, Any] = {"causal": causal and t > 1}
     if _has_own_mask(window, sides["q_segment_ids"], sides["kv_lengths"], max(t, s)):
-        mask = visible(t, s, causal=causal, window=window, **sides)
-        kwargs |= {"causal": False, "mask": None if mask is None else mask[:, None, None]}
+        mask = reference.visible(t, s, causal=causal, window=window, **sides)
+        kwargs = {"mask": None if mask is None else mask[:, None]}
+    if softcap is None:  # the kernel scales as it reads
+        scores, kwargs["scale"] = reference.scores(q, k, scale=1.0, softcap=None), scale
+    else:
+        scores = reference.scores(q, k, scale=scale, softcap=softcap)
     weights = softmax_kernels.scale_softmax(scores, **kwargs, interpret=interpret)
-    return _weighted(weights, q, v, return_weights)
+    out = reference.weighted(weights, v, q.dtype)
+    return (out, weights) if return_weights else out
 
 
 def _why_not_unfused(
-    q, k, v, *, device, causal, window, q_segment_ids, kv_lengths, **rest
+    q, k, v, *, device, causal, window, q_segment_ids, kv_lengths, sinks, **rest
 ) -> str | None:
     del v, causal, rest
+    if sinks is not None:
+        return "has no sinks"
     b, t, n, _ = q.shape
     s = k.shape[1]
     scores = jax.ShapeDtypeStruct((b, n, t, s), jnp.float32)
@@ -232,6 +153,7 @@ def _why_not_cudnn(
     q_segment_ids,
     kv_segment_ids,
     kv_lengths,
+    sinks,
     return_weights,
 ) -> str | None:
     del scale, kv_segment_ids
@@ -250,6 +172,8 @@ def _why_not_cudnn(
         return f"head width {h} is not a multiple of 8 up to {widest}"
     if softcap is not None:
         return "has no soft cap"
+    if sinks is not None:
+        return "has no sinks"
     if return_weights:
         return "returns no weights: it never has them all"
     if _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths) == "mask" and (t % 2 or s % 2):
@@ -269,9 +193,10 @@ def _attention_cudnn(
     q_segment_ids,
     kv_segment_ids,
     kv_lengths,
+    sinks,
     return_weights,
 ):
-    del softcap, return_weights
+    del softcap, sinks, return_weights
     t, s = q.shape[1], k.shape[1]
     form = _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths)
     if form == "causal":
@@ -287,7 +212,7 @@ def _attention_cudnn(
         )
         seen = None if kv_lengths is None else (kv_lengths > 0)[:, None]
     else:
-        mask = visible(
+        mask = reference.visible(
             t,
             s,
             causal=causal,

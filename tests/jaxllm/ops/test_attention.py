@@ -263,7 +263,9 @@ def test_float32_is_the_highest_precision():
 
 
 NOTHING: dict[str, Any] = {
-    **dict.fromkeys(("window", "softcap", "q_segment_ids", "kv_segment_ids", "kv_lengths")),
+    **dict.fromkeys(
+        ("window", "softcap", "q_segment_ids", "kv_segment_ids", "kv_lengths", "sinks")
+    ),
     "return_weights": False,
 }
 
