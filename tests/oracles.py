@@ -299,17 +299,20 @@ def sees(
     kv_segment_ids: np.ndarray | None = None,
     kv_lengths: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Which key each query of a call [B, T, S] sees, one by one."""
-    mask = np.zeros(shape, bool)
-    for b, t, s in np.ndindex(shape):
-        length = shape[2] if kv_lengths is None else int(kv_lengths[b])
-        behind = length - shape[1] + t - s  # how far the key lies behind the query
-        far = window is not None and (behind >= window or -behind >= window)
-        other = False
-        if q_segment_ids is not None and kv_segment_ids is not None:
-            other = q_segment_ids[b, t] != kv_segment_ids[b, s]
-        mask[b, t, s] = s < length and not (causal and behind < 0) and not far and not other
-    return mask
+    """Which key each query of a call [B, T, S] sees."""
+    b, t, s = shape
+    lengths = np.full(b, s) if kv_lengths is None else np.asarray(kv_lengths, int)
+    key, lengths = np.arange(s), lengths[:, None, None]
+    # How far the key lies behind the query, which stands at key length - T + t
+    behind = lengths - t + np.arange(t)[:, None] - key
+    mask = key < lengths
+    if causal:
+        mask = mask & (behind >= 0)
+    if window is not None:
+        mask = mask & (abs(behind) < window)
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        mask = mask & (q_segment_ids[:, :, None] == kv_segment_ids[:, None, :])
+    return np.broadcast_to(mask, shape)
 
 
 def attention(
@@ -320,44 +323,66 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: np.ndarray | None = None,
     d_out: np.ndarray | None = None,
+    d_lse: np.ndarray | None = None,
     return_weights: bool = False,
+    return_lse: bool = False,
     dtype: DTypeLike = np.float64,
     **sides: Any,
 ) -> Any:
-    """The result [B, T, N, H]; if its cotangent `d_out` is given, those of q, k and v instead.
+    """The result [B, T, N, H]; if its cotangent `d_out` is given, the gradients instead: of q, k
+    and v, and with sinks of those.
 
-    With `return_weights` the result and what the softmax gave, [B, N, T, S], not rounded.
+    With `return_weights` the result and what the softmax gave, [B, N, T, S]; with `return_lse` the
+    result and the logarithm of the denominator, [B, T, N], whose cotangent is `d_lse`. Neither is
+    rounded, nor are the gradients of sinks. As a kernel must, the gradients have the weights and
+    the scores' gradients rounded for the products, and the result as it is stored.
     """
     (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
     scale = h**-0.5 if scale is None else scale
     mask = sees((b, t, s), causal=causal, **sides)
     q, k, v = _load(dtype, q, k, v)
+    number = q.dtype.type
     out, d_q, d_k, d_v = np.zeros_like(q), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    weights = np.zeros((b, n, t, s), q.dtype)
+    lse, d_sinks = np.zeros((b, t, n), q.dtype), np.zeros(n, q.dtype)
+    weights = np.zeros((b, n, t, s), q.dtype) if return_weights else None
     for i, head in np.ndindex(b, n):
         group = head // (n // kv_heads)
         keys, values = k[i, :, group], v[i, :, group]
-        scores = q[i, :, head] @ keys.T * q.dtype.type(scale)
-        slope = 1
+        scores = q[i, :, head] @ keys.T * number(scale)
+        slope = number(1)
         if softcap is not None:
-            scores, slope = softcap * np.tanh(scores / softcap), 1 - np.tanh(scores / softcap) ** 2
-        e = np.where(mask[i], np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
-        total = e.sum(axis=-1, keepdims=True)
-        p = np.divide(e, total, out=np.zeros_like(e), where=total > 0)
-        weights[i, head] = p
-        out[i, :, head] = _store(p, dtype) @ values
+            bent = np.tanh(scores / number(softcap))
+            scores, slope = number(softcap) * bent, 1 - bent**2
+        sink = number(-np.inf if sinks is None else sinks[head])
+        top = np.maximum(scores.max(axis=-1, initial=-np.inf, where=mask[i]), sink)[:, None]
+        top = np.where(top == -np.inf, number(0), top)
+        e = np.exp(scores - top, where=mask[i], out=np.zeros_like(scores))
+        total = e.sum(axis=-1, keepdims=True) + np.exp(sink - top)
+        some = total > 0
+        p = np.divide(e, total, out=e, where=some)
+        lse[i, :, head] = (top + np.log(total, where=some, out=np.full_like(total, -np.inf)))[:, 0]
+        out[i, :, head] = _store(_store(p, dtype) @ values, dtype)
+        if weights is not None:
+            weights[i, head] = p
         if d_out is not None:
             (d_o,) = _load(dtype, d_out[i, :, head])
             d_v[i, :, group] += _store(p, dtype).T @ d_o
-            d_p = d_o @ values.T
-            d_s = p * (d_p - (p * d_p).sum(axis=-1, keepdims=True)) * slope * q.dtype.type(scale)
-            d_s = _store(d_s, dtype)
+            less = (out[i, :, head] * d_o).sum(axis=-1, keepdims=True)
+            if d_lse is not None:
+                less = less - d_lse[i, :, head, None].astype(q.dtype)
+            d_s = _store(p * (d_o @ values.T - less) * slope * number(scale), dtype)
             d_q[i, :, head] = d_s @ keys
             d_k[i, :, group] += d_s.T @ q[i, :, head]
-    if d_out is None:
-        return (_store(out, dtype), weights) if return_weights else _store(out, dtype)
-    return tuple(_store(x, dtype) for x in (d_q, d_k, d_v))
+            part = np.exp(sink - top, where=some, out=np.zeros_like(top))
+            part = np.divide(part, total, out=part, where=some)  # the weight of the sink
+            d_sinks[head] -= (part * less).sum()
+    if d_out is not None:
+        gradients = tuple(_store(x, dtype) for x in (d_q, d_k, d_v))
+        return gradients if sinks is None else (*gradients, d_sinks)
+    results = [out, *([] if weights is None else [weights]), *([lse] if return_lse else [])]
+    return tuple(results) if len(results) > 1 else out
 
 
 def scale_softmax(
