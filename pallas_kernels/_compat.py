@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import nvvm
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # The interpreter of Mosaic is public from 0.11 on, and its state still is not.
@@ -96,6 +102,92 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     if VERSION < (0, 11):  # ends with jax 0.10
         return plgpu.load(ref, (), layout=layout, optimized=optimized)
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
+
+
+def wgmma(
+    acc: jax.Array | None,
+    a: Any,
+    b: Any,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    interpret: bool,
+) -> jax.Array:
+    """acc + a @ b, not done yet: nothing may touch the result before `wgmma_wait` has handed it on.
+
+    acc: float32 [M, N] in Layout.WGMMA, None for zeros. a: registers [M, K] in Layout.WGMMA, or
+    shared memory as b is. b: shared memory [K, N], tiled and swizzled for wgmma; in several parts
+    one beside the other, it is [parts, K, N / parts]. Transposed: [N, K], or [parts, N, K / parts].
+    One call is one group for `wgmma_wait`. The interpreter, which has neither an `a` in registers
+    nor a sum to begin with, multiplies at once.
+    """
+
+    def width(x):
+        return x.shape[-1] * (x.shape[0] if len(x.shape) == 3 else 1)
+
+    in_registers = isinstance(a, jax.Array)
+    m = width(a) if transpose_a else a.shape[-2]
+    n = b.shape[-2] if transpose_b else width(b)
+    if interpret:
+
+        def whole(x, transpose):
+            x = x if isinstance(x, jax.Array) else x[...]
+            if x.ndim == 3:
+                x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1)
+            return x.T if transpose else x
+
+        left, right = whole(a, transpose_a), whole(b, transpose_b)
+        summed = jnp.dot(left, right, preferred_element_type=jnp.float32)
+        return summed if acc is None else acc + summed
+
+    def swizzle(x):
+        return x.shape[-1] * jnp.dtype(x.dtype).itemsize
+
+    def type_of(x):
+        columns = x.shape[-1]
+        found = next(s for s in (128, 64, 32) if swizzle(x) % s == 0)
+        tile = (8, found // jnp.dtype(x.dtype).itemsize)
+        assert len(x.shape) == 2 or columns == tile[1], x.shape
+        return plgpu.RefType((plgpu.TilingTransform(tile), plgpu.SwizzleTransform(found)))
+
+    def tiles(x, transpose):
+        """[rows / 8, columns / line, 8, line], or the other way round."""
+        if len(ir.MemRefType(x.type).shape) == 5:  # [parts, rows / 8, 1, 8, line]
+            x = mgpu_utils.memref_slice(x, (slice(None), slice(None), 0))
+            x = mgpu.memref_transpose(x, (1, 0, 2, 3))
+        return mgpu.memref_transpose(x, (1, 0, 3, 2)) if transpose else x
+
+    line = min(swizzle(b), 128)
+    layout = plgpu.Layout.WGMMA
+    types = [layout] if acc is not None else []
+    types += [layout if in_registers else type_of(a), type_of(b)]
+
+    @plgpu.inline_mgpu(
+        arg_types=tuple(types),
+        return_type=plgpu.ShapeDtypeStruct((m, n), jnp.float32, layout=layout),
+    )
+    def product(_: Any, *operands: Any) -> Any:
+        *first, a, b = operands
+        if first:
+            total = mgpu.WGMMAAccumulator.from_registers(first[0])
+        else:
+            total = mgpu.WGMMAAccumulator.zero(m, n)
+        a = a if in_registers else tiles(a, transpose_a)
+        total = mgpu.wgmma(total, a, tiles(b, transpose_b), swizzle=line)
+        nvvm.wgmma_commit_group_sync_aligned()
+        return total.value
+
+    return product(*([] if acc is None else [acc]), a, b)
+
+
+def wgmma_wait(count: int, *values: Any) -> Any:
+    """Waits until all but `count` of the groups of `wgmma` are done; then `values` may be read.
+
+    They come back as they were, tied to this place in the program.
+    """
+    plgpu.wgmma_wait(count)
+    done = lax.optimization_barrier(values)
+    return done[0] if len(values) == 1 else done
 
 
 def races_found() -> bool:

@@ -22,8 +22,13 @@ MAY_IMPORT = {
     "pallas_kernels.device": "",
     "pallas_kernels._compat": "",
     "pallas_kernels.rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
-    "pallas_kernels.rms_norm": "pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned",
-    "pallas_kernels.layer_norm": "pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned",
+    "pallas_kernels.over_rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows",
+    "pallas_kernels.rms_norm": (
+        "pallas_kernels.device pallas_kernels.over_rows pallas_kernels.rows pallas_kernels.tuned"
+    ),
+    "pallas_kernels.layer_norm": (
+        "pallas_kernels.device pallas_kernels.over_rows pallas_kernels.rows pallas_kernels.tuned"
+    ),
     "pallas_kernels.swiglu": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
     ),
@@ -41,16 +46,26 @@ MAY_IMPORT = {
     "pallas_kernels.matmul": (
         "pallas_kernels.device pallas_kernels.matmul_kernel pallas_kernels.tuned"
     ),
-    "pallas_kernels.row_parts": "pallas_kernels._compat",
-    "pallas_kernels.embedding_backward": "pallas_kernels._compat pallas_kernels.row_parts",
+    "pallas_kernels.row_parts": "pallas_kernels._compat pallas_kernels.device",
+    "pallas_kernels.embedding_backward": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.row_parts"
+    ),
     "pallas_kernels.embedding": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.embedding_backward "
         "pallas_kernels.row_parts pallas_kernels.tuned"
     ),
     "pallas_kernels.attention_reference": "",
+    "pallas_kernels.flash_attention_blocks": "",
     "pallas_kernels.rope": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
+    "pallas_kernels.softmax_tiles": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows"
+    ),
+    "pallas_kernels.softmax_kernel": (
+        "pallas_kernels._compat pallas_kernels.rows pallas_kernels.softmax_tiles"
+    ),
     "pallas_kernels.softmax": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
+        "pallas_kernels.device pallas_kernels.softmax_kernel pallas_kernels.softmax_tiles "
+        "pallas_kernels.tuned"
     ),
     "pallas_kernels.measure": "",
     "pallas_kernels.tuned": "pallas_kernels.device",
