@@ -12,6 +12,13 @@ from typing import Any
 
 import jax
 
+# Of a Hopper multiprocessor, and of the copy engine (TMA) in it
+ACCESS_BYTES = 16  # the widest access of a thread, and the grain of the copy engine
+WARPS, LANES = 4, 32  # of a warpgroup
+THREADS = WARPS * LANES  # likewise
+MAX_BOX = 256  # numbers a dimension that one copy takes
+SHARED_BYTES = 227 * 1024  # of shared memory that blocks may have
+
 # An abstract device tells its name but not its capability.
 # Source: https://developer.nvidia.com/cuda-gpus
 _CAPABILITIES = (
@@ -53,7 +60,19 @@ def why_not_hopper(device: Device) -> str | None:
     if not 9.0 <= device.capability < 10.0:
         found = device.capability or "an unknown one"
         return f"needs a Hopper GPU (compute capability 9.0), found {found} ({device.name})"
+    if device.num_sms < 1:
+        return f"needs to know how many multiprocessors {device.name} has; the mesh does not say"
     return None
+
+
+def why_not_copied(what: str, size_bytes: int) -> str | None:
+    """What keeps the copy engine from pieces of `size_bytes` bytes; `what` says it: "rows"."""
+    if size_bytes % ACCESS_BYTES == 0:
+        return None
+    return (
+        f"{what} of {size_bytes} bytes are no multiple of {ACCESS_BYTES} bytes, which the copy "
+        "engine needs"
+    )
 
 
 def current() -> Device:

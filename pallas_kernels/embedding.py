@@ -21,8 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat, embedding_backward, row_parts, tuned
 from pallas_kernels import device as device_lib
-from pallas_kernels.device import Device
-from pallas_kernels.row_parts import ACCESS_BYTES, THREADS
+from pallas_kernels.device import THREADS, Device
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -106,11 +105,8 @@ def why_not(table, ids, *, scale=None, dtype=None, device: Device | None = None)
     if 0 in (*table.shape, *ids.shape):
         return f"nothing to look up: the table is {list(table.shape)}, ids are {list(ids.shape)}"
     row_bytes = table.shape[1] * min(kind.itemsize for kind in dtypes)
-    if row_bytes % ACCESS_BYTES:
-        return (
-            f"rows of {row_bytes} bytes are no multiple of {ACCESS_BYTES} bytes, which the copy "
-            "engine needs"
-        )
+    if reason := device_lib.why_not_copied("rows", row_bytes):
+        return reason
     if row_parts.fewest_parts(table.shape[1], _sizes(table, dtype)) is None:
         return f"rows of {table.shape[1]} numbers cannot be cut into parts that one copy takes"
     return None

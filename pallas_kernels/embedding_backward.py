@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
-from pallas_kernels.row_parts import MAX_BOX, SHARED_BYTES, Part, fewest_parts, part_of
+from pallas_kernels.device import MAX_BOX, SHARED_BYTES
+from pallas_kernels.row_parts import Part, fewest_parts, part_of
 
 RUN = 32  # rows; of the commonest word of 8192 come about 400: 13 sums of runs, 62 others at most
 STAGES = 8  # rows on their way to a block that adds them up

@@ -1,6 +1,6 @@
 """LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.
 
-x [*B, D], weight and bias [D]. One block owns every blocks-th tile of rows (`rows.over_rows`): each
+x [*B, D], weight and bias [D]. One block owns every blocks-th tile of rows (`over_rows`): each
 row is read once and written once. The variance is the mean of (x - mean)^2, taken in a second pass
 over the row on chip: E[x^2] - mean^2 has no digit left where the mean is large. The backward pass
 reads x and dy and takes the statistics anew, which costs no byte; a block sums its shares of
@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import device as device_lib
 from pallas_kernels import rows, tuned
 from pallas_kernels.device import Device
+from pallas_kernels.over_rows import over_rows
 from pallas_kernels.rows import Config
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -158,7 +159,7 @@ def _backward_config(x, weight, num_sms: int) -> Config:
 def _share(x, config: Config) -> int:
     """Numbers of a wide row that a thread has."""
     tile = rows.row_tile(x.shape[-1], x.dtype.itemsize, warpgroups=config.warpgroups)
-    return tile.chunks * tile.inner // (rows.WARPS * rows.LANES) if tile.warps[0] == 1 else 0
+    return tile.chunks * tile.inner // device_lib.THREADS if tile.warps[0] == 1 else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +229,7 @@ def _forward(static: _Static, x, weights):
             outputs[0].store(part, y.astype(x.dtype))
         return sums
 
-    (y,), _ = rows.over_rows(
+    (y,), _ = over_rows(
         step,
         name="layer_norm",
         inputs=[x],
@@ -275,7 +276,7 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
                 totals[j].append(sums[j][i] + share)
         return totals
 
-    (d_x,), sums = rows.over_rows(
+    (d_x,), sums = over_rows(
         step,
         name="layer_norm_backward",
         inputs=[x, dy],

@@ -18,10 +18,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
 from pallas_kernels import tuned
-from pallas_kernels.device import Device
+from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.matmul_kernel import (
     LINE_BYTES,
-    SHARED_BYTES,
     WGMMA_ROWS,
     Config,
     Static,
@@ -170,11 +169,8 @@ def why_not(
         ("K", a.shape[-1] * a.dtype.itemsize),
         ("N", (n if epilogue is None else n // 2) * 2),
     ):
-        if size_bytes % 16:
-            return (
-                f"rows of {name} = {size_bytes} bytes are no multiple of 16 bytes, which the copy "
-                "engine needs"
-            )
+        if reason := device_lib.why_not_copied(f"rows of {name}", size_bytes):
+            return reason
     return None
 
 

@@ -25,7 +25,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 
-SHARED_BYTES = 227 * 1024  # of one block, on Hopper
 LINE_BYTES = 128  # of K a copy and a step of wgmma: the widest swizzle
 WGMMA_ROWS = 64
 VECTOR_BYTES = 1024  # a bias or scales of a tile, as aligned on chip

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import device as device_lib
 from pallas_kernels import rows, tuned
 from pallas_kernels.device import Device
+from pallas_kernels.over_rows import over_rows
 from pallas_kernels.rows import Config
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -208,7 +209,7 @@ def _forward(static: _Static, x, weight, residual=None):
         return sums
 
     inputs = [x] if residual is None else [x, residual]
-    outputs, _ = rows.over_rows(
+    outputs, _ = over_rows(
         step,
         name="rms_norm" if residual is None else "rms_norm_residual",
         inputs=inputs,
@@ -253,7 +254,7 @@ def _backward(static: _Static, x, weight, dy, d_total=None):
             totals.append(total + d * x32 * part.across(scale))
         return [totals]
 
-    outputs, sums = rows.over_rows(
+    outputs, sums = over_rows(
         step,
         name="rms_norm_backward" if d_total is None else "rms_norm_residual_backward",
         inputs=[x, dy] if d_total is None else [x, dy, d_total],

@@ -25,13 +25,17 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat, tuned
 from pallas_kernels import device as device_lib
-from pallas_kernels.device import Device
+from pallas_kernels.device import (
+    ACCESS_BYTES,
+    LANES,
+    MAX_BOX,
+    SHARED_BYTES,
+    THREADS,
+    WARPS,
+    Device,
+)
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-ACCESS_BYTES = 16  # the widest access of a thread, and the grain of the copy engine
-WARPS, LANES = 4, 32  # of a warpgroup
-MAX_BOX = 256  # numbers a dimension that one copy takes
-SHARED_BYTES = 227 * 1024  # of one block, on Hopper
 HELD = 40  # cosines that a thread keeps for all heads: 180 registers; more would spill
 
 
@@ -108,11 +112,8 @@ def why_not(q, k, cos, sin, *, rotary_dim=None, device: Device | None = None) ->
     width, half = q.shape[-1], cos.shape[-1]
     narrowest = min(x.dtype.itemsize for x in (q, cos, sin))
     for what, numbers, size in (("heads", width, q.dtype.itemsize), ("halves", half, narrowest)):
-        if numbers * size % ACCESS_BYTES:
-            return (
-                f"{what} of {numbers * size} bytes are no multiple of {ACCESS_BYTES} bytes, which "
-                "the copy engine needs"
-            )
+        if reason := device_lib.why_not_copied(what, numbers * size):
+            return reason
     if width > MAX_BOX:
         return f"heads of {width} numbers are longer than {MAX_BOX}, what one copy takes"
     if (size_bytes := _shared_bytes(Config(1), q, cos, sin)) > SHARED_BYTES:
@@ -233,7 +234,7 @@ def _lanes_across(half: int, itemsize: int) -> int:
 
 def _tokens(half: int, itemsize: int) -> int:
     """Tokens that a warpgroup holds under each other."""
-    return WARPS * LANES // _lanes_across(half, itemsize)
+    return THREADS // _lanes_across(half, itemsize)
 
 
 def _turn(static: _Static, q, k, cos, sin):
@@ -243,7 +244,7 @@ def _turn(static: _Static, q, k, cos, sin):
     across, vector = _lanes_across(half, dtype.itemsize), ACCESS_BYTES // dtype.itemsize
     tokens = static.config.repeat * _tokens(half, dtype.itemsize)
     # Columns at a time: all, or what the registers hold of them.
-    held = tokens * half <= HELD * WARPS * LANES
+    held = tokens * half <= HELD * THREADS
     step = half if held else across * vector
     warp = (LANES // across, across * vector)
     layout = _compat.tiled_layout(

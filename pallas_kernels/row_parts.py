@@ -16,12 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.device import ACCESS_BYTES, MAX_BOX, SHARED_BYTES, THREADS
 
-ACCESS_BYTES = 16  # the widest access of a thread, and the grain of the copy engine
-THREADS = 128  # of a warpgroup
-MAX_BOX = 256  # numbers a dimension that one copy takes
 ALIGNED = 128  # bytes, of what a copy writes on chip
-SHARED_BYTES = 227 * 1024  # of one block, on Hopper
 MAX_WIDTH = 8192  # numbers of a part that a block adds up: 64 a thread
 
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,16 +24,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, tuned
-from pallas_kernels.device import Device
+from pallas_kernels import device as device_lib
+from pallas_kernels.device import (
+    ACCESS_BYTES,
+    LANES,
+    MAX_BOX,
+    SHARED_BYTES,
+    THREADS,
+    WARPS,
+    Device,
+)
 
-ACCESS_BYTES = 16  # the widest access of a thread, and the grain of the copy engine
-WARPS, LANES = 4, 32  # of a warpgroup
-MAX_BOX = 256  # numbers a dimension that one copy takes
 # That share a row. Four were no faster (RMSNorm, 8192 x 8192 bfloat16: 67.1 us against 65.9), and
 # the interpreter wants a free thread of the processor for each.
 MAX_WARPGROUPS = 2
 NUMBERS = 64  # that a thread may hold of a row before it reads the row in parts
-SMEM_BYTES = 227 * 1024  # of shared memory that blocks may have on a Hopper multiprocessor
 MAX_ROW_BYTES = 32 * 1024  # two stages of three such arrays, and weights beside them, fit there
 
 
@@ -68,6 +71,11 @@ class RowTile:
     def first_chunk(self) -> Any:
         """Of the warpgroup that asks."""
         return 0 if self.warpgroups == 1 else jax.lax.axis_index("warpgroup") * self.chunks
+
+    @property
+    def unknown_first_chunk(self) -> jax.Array:
+        """The same as only the run knows it: JAX refuses a known one that passes the end."""
+        return self.first_chunk + jax.lax.axis_index("block") * 0
 
     @property
     def layout(self) -> Any:
@@ -195,7 +203,7 @@ def row_tile(
     if units <= LANES:
         across = 1 << (units - 1).bit_length()
         warps, lanes = (WARPS, 1), (LANES // across, across)
-    elif units <= WARPS * LANES:
+    elif units <= THREADS:
         warps, lanes = (WARPS, 1), (1, LANES)
     else:
         warps, lanes = (1, WARPS), (1, LANES)
@@ -222,11 +230,8 @@ def _inner(width: int, vector: int) -> int:
 def why_not_rows(width: int, itemsize: int, *weight_itemsizes: int) -> str | None:
     """What keeps the copy engine from rows of this width, and from weights beside them."""
     size = width * itemsize
-    if size % ACCESS_BYTES:
-        return (
-            f"rows of {size} bytes are no multiple of {ACCESS_BYTES} bytes, which the copy engine "
-            "needs"
-        )
+    if reason := device_lib.why_not_copied("rows", size):
+        return reason
     if size > MAX_ROW_BYTES:
         return f"rows of {size} bytes are longer than {MAX_ROW_BYTES}, what stays on chip"
     inner = math.gcd(width, MAX_BOX)
@@ -235,7 +240,7 @@ def why_not_rows(width: int, itemsize: int, *weight_itemsizes: int) -> str | Non
             f"rows of {width} numbers are {width // inner} runs of {inner}; a copy takes {MAX_BOX}"
         )
     padded = row_tile(width, itemsize).padded
-    if any(padded * weight % (WARPS * LANES) for weight in weight_itemsizes):
+    if any(padded * weight % THREADS for weight in weight_itemsizes):
         return f"rows of {width} numbers have a weight of fewer bytes than a warpgroup has threads"
     return None
 
@@ -263,7 +268,7 @@ def default_config(
     the kernel adds up rows.
     """
     tile = row_tile(width, itemsize)
-    accesses = -(-tile.padded // (tile.vector * WARPS * LANES))
+    accesses = -(-tile.padded // (tile.vector * THREADS))
     alone = tile.warps[0] > 1 or (meetings > 1 and not sums)
     warpgroups = 1 if alone else max(1, min(MAX_WARPGROUPS, accesses // 4))
     if not sums and tile.padded == width:
@@ -277,8 +282,8 @@ def default_config(
         repeat //= 2
     stage = repeat * tile.rows * tile.padded * array_bytes
     held = tile.padded * held_bytes + 4096 * bool(sums) * tile.warps[0] * repeat + 4096
-    stages = max(1, min(3, (SMEM_BYTES - held) // stage))
-    blocks = min(8, 98304 // (stages * stage), SMEM_BYTES // (stages * stage + held))
+    stages = max(1, min(3, (SHARED_BYTES - held) // stage))
+    blocks = min(8, 98304 // (stages * stage), SHARED_BYTES // (stages * stage + held))
     return Config(repeat, stages, max(1, blocks), warpgroups)
 
 
@@ -295,7 +300,7 @@ def candidates(
             found.append(Config(repeat, 0, 1, warpgroups))
         for stages in (2, 3):
             taken = tile.padded * (stages * tile.rows * array_bytes + held_bytes) + 4096
-            blocks = min(8, SMEM_BYTES // taken)
+            blocks = min(8, SHARED_BYTES // taken)
             found += [Config(repeat, stages, n, warpgroups) for n in {blocks, blocks // 2} if n]
     return found
 
@@ -338,315 +343,9 @@ class Staged:
         return self.ref.at[pl.ds(part.row, part.rows), pl.ds(part.chunk, part.chunks)]
 
 
-@dataclasses.dataclass(frozen=True)
-class StagedRow:
-    """A row in shared memory, such as a weight, or a warpgroup's share of it."""
-
-    ref: Any
-
-    def load(self, part: Part) -> jax.Array:
-        """The part's columns under each other: [rows, columns]."""
-        ref = self.ref.at[pl.ds(part.chunk, part.chunks)]
-        if part.tile.interpret:
-            return part.down(ref[...].reshape(part.shape[1]))
-        ref = ref.reshape(part.shape[1])
-        return part.down(_compat.load(ref, part.tile.layout.reduce(0), optimized=False))
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """A tile in device memory, for `Config.stages` 0: parts like those of `Staged`."""
-
-    ref: Any
-    first_row: Any
-
-    def load(self, part: Part) -> jax.Array:
-        if part.tile.interpret:
-            return self._of(part)[...]
-        return _compat.load(self._of(part), part.tile.layout, optimized=False)
-
-    def store(self, part: Part, value: jax.Array) -> None:
-        self._of(part)[...] = value
-
-    def _of(self, part: Part) -> Any:
-        column = (part.tile.first_chunk + part.chunk) * part.tile.inner
-        return self.ref.at[
-            pl.ds(self.first_row + part.row, part.rows), pl.ds(column, part.shape[1])
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A row in device memory, likewise."""
-
-    ref: Any
-
-    def load(self, part: Part) -> jax.Array:
-        """The part's columns under each other: [rows, columns]."""
-        column = (part.tile.first_chunk + part.chunk) * part.tile.inner
-        ref = self.ref.at[pl.ds(column, part.shape[1])]
-        if part.tile.interpret:
-            return part.down(ref[...])
-        return part.down(_compat.load(ref, part.tile.layout.reduce(0), optimized=False))
-
-
-class Group:
-    """The parts of some whole rows, or of the share of them that a warpgroup has."""
-
-    def __init__(self, parts: Sequence[Part], add: Callable[..., list[jax.Array]]):
-        self.parts = tuple(parts)
-        self._add = add
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __iter__(self) -> Iterator[Part]:
-        return iter(self.parts)
-
-    def __getitem__(self, index: int) -> Part:
-        return self.parts[index]
-
-    def sum(self, values: Iterable[jax.Array]) -> jax.Array:
-        """The sum of each row ([rows], or a scalar), of one array [rows, columns] a part."""
-        return self.sums(values)[0]
-
-    def sums(self, *columns: Iterable[jax.Array]) -> list[jax.Array]:
-        """Several such sums, for which threads meet once.
-
-        Parts of one shape are added first: threads meet once a row, not once a part.
-        """
-        shares = []
-        for values in columns:
-            totals: dict[tuple[int, ...], jax.Array] = {}
-            for value in values:
-                shape = value.shape
-                totals[shape] = totals[shape] + value if shape in totals else value
-            shares.append(tuple(totals.values()))
-        return self._add(shares)
-
-
-def over_rows(
-    step: Callable[..., Any],
-    *,
-    name: str,
-    inputs: Sequence[jax.Array],
-    weights: Sequence[jax.Array] = (),
-    outputs: Sequence[Any],
-    sums: int = 0,
-    row_sums: int,
-    meetings: int = 1,
-    config: Config | None,
-    num_sms: int,
-    interpret: bool,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Runs sums = step(group, inputs, weights, outputs, sums) for all rows of the inputs [M, D].
-
-    `group` is a `Group` of parts, inputs and outputs have load(part) and store(part, value),
-    weights [D] load(part). `outputs` are the dtypes of the results [M, D]; output j is written over
-    input j on chip, of the same dtype, so a step loads a part before it stores it. Each of the
-    `sums` is a list, a part its entry: float32 [rows, columns], which the step adds to; a step
-    asks for at most `row_sums` sums of a row, and meets for them `meetings` times.
-    Returns the outputs and, for each sum, rows [some, D] that are still to be added up.
-    """
-    assert all(x.dtype == dtype for x, dtype in zip(inputs, outputs, strict=False)), name
-    count, width = inputs[0].shape
-    sizes = [x.dtype.itemsize for x in inputs]
-    if config is None:
-        config = default_config(
-            width,
-            min(sizes),
-            count,
-            array_bytes=sum(sizes),
-            held_bytes=sum(w.dtype.itemsize for w in weights),
-            num_sms=num_sms,
-            sums=sums,
-            meetings=meetings,
-        )
-    tile = row_tile(
-        width,
-        min(sizes),
-        repeat=config.repeat,
-        warpgroups=config.warpgroups,
-        interpret=interpret,
-    )
-    if (sums and not config.stages) or not fits(config, width, min(sizes), count):
-        raise NotImplementedError(
-            f"{name}: cannot run this call: {config} has no stream, which takes rows that fill the "
-            f"threads, {tile.rows} at a time, and no sums over rows; got {count} rows of {width}"
-        )
-    groups = tile.groups(NUMBERS)
-    shared: list[Any] = []
-    if tile.warpgroups > 1:
-        shared = [
-            plgpu.SMEM((2, len(groups) * row_sums, tile.warpgroups), jnp.float32),
-            plgpu.Barrier(num_arrivals=1),
-            plgpu.Barrier(num_arrivals=tile.warpgroups),
-        ]
-    run = functools.partial(
-        _compat.kernel,
-        name=name,
-        grid_names=("block",),
-        num_threads=tile.warpgroups,
-        thread_name="warpgroup",
-        interpret=interpret,
-    )
-
-    def steps(ins, rows, outs, totals, meeting, turn):
-        """All groups of a tile; shares of a row's sum meet in a place of their own."""
-        places = itertools.count()
-
-        def add(shares):
-            def own():
-                return [
-                    functools.reduce(operator.add, (jnp.sum(x, axis=1) for x in share))
-                    for share in shares
-                ]
-
-            if not meeting:
-                return own()
-            board, order, barrier = meeting
-            mine = jax.lax.axis_index("warpgroup")
-            # JAX has one scratch for sums over warps: the second warpgroup waits for the first,
-            # which has waited for it at the end of the sums before.
-            pl.when(mine == 1)(lambda: plgpu.barrier_wait(order))
-            lines = [board.at[turn, next(places)] for _ in shares]
-            for line, share in zip(lines, own(), strict=True):
-                line[mine] = jnp.sum(share)  # of one row: as a scalar
-            pl.when(mine == 0)(lambda: plgpu.barrier_arrive(order))
-            plgpu.barrier_arrive(barrier)
-            plgpu.barrier_wait(barrier)
-            return [line[0] + line[1] for line in lines]
-
-        for parts in groups:
-            totals = step(Group(parts, add), ins, rows, outs, totals)
-        return totals
-
-    if config.stages == 0:
-
-        def whole_tile(*refs):
-            take = _taker(refs)
-            ins, rows, outs, meeting = map(
-                take, (len(inputs), len(weights), len(outputs), len(shared))
-            )
-            first = jax.lax.axis_index("block") * tile.rows
-            steps(
-                [Tile(ref, first) for ref in ins],
-                [Row(ref) for ref in rows],
-                [Tile(ref, first) for ref in outs],
-                [],
-                meeting,
-                0,
-            )
-
-        out_type = [jax.ShapeDtypeStruct((count, width), dtype) for dtype in outputs]
-        kernel = run(
-            whole_tile, out_type=out_type, grid=(count // tile.rows,), scratch_types=shared
-        )
-        return kernel(*inputs, *weights), []
-
-    tiles = -(-count // tile.rows)
-    blocks = min(tiles, num_sms * config.blocks_per_sm)
-    view = tile.view(inputs[0]).shape
-    out_type = [jax.ShapeDtypeStruct(view, dtype) for dtype in outputs]
-    line = max(tile.padded, WARPS * LANES)  # of narrower rows, a register load takes several
-    out_type += [jax.ShapeDtypeStruct((blocks, line), jnp.float32)] * sums
-    lines = [plgpu.SMEM((tile.rows * tile.padded // line, line), jnp.float32)]
-    lines *= bool(sums and tile.warps[0] > 1)
-
-    def streamed(*refs):
-        take = _taker(refs)
-        ins, weight_refs, outs, sum_refs = map(
-            take, (len(inputs), len(weights), len(outputs), sums)
-        )
-        buffers, weight_rows, lines_ref, meeting, (barrier, *weight_barrier) = map(
-            take, (len(inputs), len(weights), len(lines), len(shared), 1 + bool(weights))
-        )
-        mine = 0 if tile.warpgroups == 1 else jax.lax.axis_index("warpgroup")
-        buffers, weight_rows = ([ref.at[mine] for ref in refs] for refs in (buffers, weight_rows))
-        for ref, row in zip(weight_refs, weight_rows, strict=True):
-            plgpu.copy_gmem_to_smem(_whole(ref, tile), row, weight_barrier[0].at[mine])
-        if weights:
-            plgpu.barrier_wait(weight_barrier[0].at[mine])
-        on_chip = [StagedRow(row) for row in weight_rows]
-
-        def tile_step(slots, carry):
-            turn, totals = carry
-            staged = [Staged(ref) for ref in slots]
-            totals = steps(staged, on_chip, staged[: len(outputs)], totals, meeting, turn)
-            return 1 - turn, totals
-
-        _, totals = stream(
-            tile_step,
-            tile=tile,
-            tiles=tiles,
-            blocks=blocks,
-            stages=config.stages,
-            sources=ins,
-            targets=outs,
-            buffers=buffers,
-            barrier=barrier,
-            first_barrier=mine * config.stages,
-            carry=(jnp.int32(0), [[part.zeros() for part in groups[0]] for _ in range(sums)]),
-        )
-        for ref, total in zip(sum_refs, totals, strict=True):
-            ref = ref.at[jax.lax.axis_index("block")]
-            if lines:
-                _add_lines(total[0], groups[0][0], lines_ref[0], ref)
-                continue
-            for part, columns in zip(groups[0], total, strict=True):
-                column = (tile.first_chunk + part.chunk) * tile.inner
-                ref[pl.ds(column, part.shape[1])] = jnp.sum(columns, axis=0)
-
-    kernel = run(
-        streamed,
-        out_type=out_type,
-        grid=(blocks,),
-        scratch_types=[
-            *(tile.buffer(x.dtype, tile.warpgroups, config.stages) for x in inputs),
-            *(tile.row_buffer(w.dtype, tile.warpgroups) for w in weights),
-            *lines,
-            *shared,
-            plgpu.Barrier(num_arrivals=len(inputs), num_barriers=tile.warpgroups * config.stages),
-            *[plgpu.Barrier(num_arrivals=len(weights), num_barriers=tile.warpgroups)]
-            * bool(weights),
-        ],
-    )
-    results = kernel(*map(tile.view, inputs), *map(tile.view, weights))
-    return (
-        [x.reshape(-1, width) for x in results[: len(outputs)]],
-        [x.reshape(-1, tile.padded)[:, :width] for x in results[len(outputs) :]],
-    )
-
-
-def _taker(refs: Sequence[Any]) -> Callable[[int], list[Any]]:
-    """Hands out the references of a kernel's body from left to right."""
-    rest = iter(refs)
-    return lambda n: [next(rest) for _ in range(n)]
-
-
-def _add_lines(total: jax.Array, part: Part, lines: Any, target: Any) -> None:
-    """Adds up the rows of a part, which lie in different warps, by way of shared memory."""
-    if part.tile.interpret:
-        lines[...] = total.reshape(lines.shape)
-    else:
-        lines.reshape(*part.shape)[...] = total
-    first = lines[0]
-    target[...] = jax.lax.fori_loop(1, lines.shape[0], lambda i, line: line + lines[i], first)
-
-
-def _whole(ref: Any, tile: RowTile) -> Any:
-    """A row [n, inner] in device memory, with what lies outside cut off."""
-    return ref.at[pl.ds(_first(tile), tile.chunks)]
-
-
 def _at_tile(ref: Any, index: jax.Array, chunks: int, *, tile: RowTile) -> Any:
     """Tile `index` of an array [M, n, inner] in device memory, likewise."""
-    return ref.at[pl.ds(index * tile.rows, tile.rows), pl.ds(_first(tile), chunks)]
-
-
-def _first(tile: RowTile) -> jax.Array:
-    """`first_chunk` as only the run knows it: JAX refuses a known one that passes the end."""
-    return tile.first_chunk + jax.lax.axis_index("block") * 0
+    return ref.at[pl.ds(index * tile.rows, tile.rows), pl.ds(tile.unknown_first_chunk, chunks)]
 
 
 def stream(

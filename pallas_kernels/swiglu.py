@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat, rows, tuned
 from pallas_kernels import device as device_lib
-from pallas_kernels.device import Device
+from pallas_kernels.device import MAX_BOX, Device
 from pallas_kernels.rows import Config
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -97,11 +97,8 @@ def why_not(gate, up=None, *, device: Device | None = None) -> str | None:
     if up is not None and gate.size >= MOST:
         return f"an array of {gate.size} numbers has no index of 32 bits"
     size = gate.dtype.itemsize * (gate.shape[-1] // 2 if up is None else gate.shape[-1])
-    if size % rows.ACCESS_BYTES:
-        return (
-            f"rows of {size} bytes are no multiple of {rows.ACCESS_BYTES} bytes, which the copy "
-            "engine needs"
-        )
+    if reason := device_lib.why_not_copied("rows", size):
+        return reason
     return None
 
 
@@ -131,7 +128,7 @@ def default_config(gate, up=None, *, backward: bool = False, device: Device | No
 
 def _most_blocks(stage_bytes: int, stages: int) -> int:
     """Blocks whose shared memory fits a multiprocessor, up to eight; barriers beside the tiles."""
-    return min(8, rows.SMEM_BYTES // (stages * stage_bytes + 1024))
+    return min(8, device_lib.SHARED_BYTES // (stages * stage_bytes + 1024))
 
 
 def bucket(gate, up=None) -> str:
@@ -291,16 +288,16 @@ def _tile(width: int, itemsize: int, repeat: int, *, interpret: bool = False) ->
     """A thread has `repeat` times 16 bytes of a tile; of longer rows up to half less, if tiles of
     that size fill them better; of a row narrower than that, what there is.
     """
-    vector = rows.ACCESS_BYTES // itemsize
-    step = rows.WARPS * rows.LANES * vector
+    vector = device_lib.ACCESS_BYTES // itemsize
+    step = device_lib.THREADS * vector
     if width <= step:
-        repeat = min(repeat, rows.MAX_BOX // rows.row_tile(width, itemsize).rows)
+        repeat = min(repeat, MAX_BOX // rows.row_tile(width, itemsize).rows)
         return _Tile(rows.row_tile(width, itemsize, repeat=repeat, interpret=interpret), 1)
-    inner = math.gcd(width, rows.MAX_BOX)
-    most = min(repeat, rows.MAX_BOX * inner // step)
+    inner = math.gcd(width, MAX_BOX)
+    most = min(repeat, MAX_BOX * inner // step)
     tiles = lambda times: -(-width // (times * step))  # noqa: E731
     times = min(range(most, most // 2, -1), key=lambda times: tiles(times) * times)
-    warps, lanes = (1, rows.WARPS), (1, rows.LANES)
+    warps, lanes = (1, device_lib.WARPS), (1, device_lib.LANES)
     chunks = times * step // inner
     on_chip = rows.RowTile(width, 1, inner, chunks, vector, warps, lanes, interpret=interpret)
     return _Tile(on_chip, tiles(times))

@@ -202,38 +202,23 @@ def interpret_call(kernel, *arguments, out_type, programs, warps, device, **cons
 
 def rms_norm_truth(x, weight, residual, d_y, d_total, *, eps, zero_centered=False) -> Any:
     """In float64: the norm of x and its gradients; norm and sum with the residual, and theirs."""
-    x, weight, residual, d_y, d_total = (
-        a.astype(np.float64) for a in (x, weight, residual, d_y, d_total)
-    )
-
-    def gradients(h):
-        rstd = 1 / np.sqrt(np.mean(h * h, axis=-1, keepdims=True) + eps)
-        normal, g = h * rstd, d_y * (weight + zero_centered)
-        d_h = rstd * (g - normal * np.mean(g * normal, axis=-1, keepdims=True))
-        return d_h, (d_y * normal).reshape(-1, h.shape[-1]).sum(axis=0)
-
-    total = x + residual
-    kwargs = {"eps": eps, "zero_centered": zero_centered}
-    d_h, d_weight = gradients(total)
-    d_h = d_h + d_total
+    total = x.astype(np.float64) + residual.astype(np.float64)
+    norm = functools.partial(oracles.rms_norm, eps=eps, zero_centered=zero_centered)
+    gradients = functools.partial(norm, d_out=d_y.astype(np.float64))
+    d_h, d_weight = gradients(total, weight)
+    d_h = d_h + d_total.astype(np.float64)
     return (
-        oracles.rms_norm(x, weight, **kwargs),
-        gradients(x),
-        (oracles.rms_norm(total, weight, **kwargs), total),
+        norm(x, weight),
+        gradients(x, weight),
+        (norm(total, weight), total),
         (d_h, d_weight, d_h),
     )
 
 
 def scale_softmax_truth(x, d_y, scale, keep) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """In float64 over the last axis: softmax(scale * x) of what is kept; d_x and d_scale."""
-    x, d_y = (np.where(keep, a.astype(np.float64), 0) for a in (x, d_y))
-    scores = np.where(keep, scale * x, -np.inf)
-    top = scores.max(axis=-1, keepdims=True)
-    e = np.exp(scores - np.where(np.isfinite(top), top, 0))
-    total = e.sum(axis=-1, keepdims=True)
-    y = np.divide(e, total, out=np.zeros_like(e), where=total > 0)
-    d_scores = y * (d_y - (y * d_y).sum(axis=-1, keepdims=True))
-    return y, scale * d_scores, (d_scores * x).sum()
+    softmax = functools.partial(oracles.scale_softmax, x, scale=scale, mask=keep)
+    return softmax(), *softmax(d_y=d_y)
 
 
 def scale_softmax_plain(reference, x, d_y, scale, **kwargs) -> tuple[Any, Any, Any]:

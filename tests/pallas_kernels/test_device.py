@@ -92,6 +92,23 @@ def test_gpu_of_another_maker_has_no_capability():
     assert device._of(gpu).capability == 0.0
 
 
+def test_what_keeps_a_kernel_from_a_device():
+    assert device.why_not_hopper(Device("gpu", "NVIDIA H200", 9.0, 132)) is None
+    unknown = device.why_not_hopper(Device("gpu", "NVIDIA H200", 9.0))
+    assert unknown == (
+        "needs to know how many multiprocessors NVIDIA H200 has; the mesh does not say"
+    )
+    with absent("NVIDIA H200", None):
+        assert device.why_not_hopper(device.current()) == unknown
+
+
+def test_what_the_copy_engine_takes():
+    assert device.why_not_copied("rows", 48) is None
+    assert device.why_not_copied("heads", 40) == (
+        "heads of 40 bytes are no multiple of 16 bytes, which the copy engine needs"
+    )
+
+
 @pytest.mark.gpu
 def test_name_and_device_agree():
     here = device.current()

@@ -1,5 +1,7 @@
 """The engine of the kernels over rows: how rows lie, and that the interpreter sees a race."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels import interpreted
 
-from pallas_kernels import _compat, rows
+from pallas_kernels import _compat, device, over_rows, rows
 from pallas_kernels.rows import Config
 
 
@@ -55,11 +57,11 @@ def test_how_rows_lie(width, itemsize):
     for warpgroups in (1, 2):
         tile = rows.row_tile(width, itemsize, repeat=2, warpgroups=warpgroups)
         threads = tile.warps[0] * tile.lanes[0] * tile.warps[1] * tile.lanes[1]
-        assert threads == rows.WARPS * rows.LANES
+        assert threads == device.THREADS
         assert tile.padded >= width
         assert tile.padded - width < tile.warps[1] * tile.lanes[1] * tile.vector
-        assert tile.inner * itemsize >= rows.ACCESS_BYTES
-        assert tile.inner <= rows.MAX_BOX >= tile.chunks
+        assert tile.inner * itemsize >= device.ACCESS_BYTES
+        assert tile.inner <= device.MAX_BOX >= tile.chunks
         # All of a row is in exactly one part
         parts = [part for group in tile.groups(rows.NUMBERS) for part in group]
         held = np.zeros((tile.rows, tile.chunks), int)
@@ -78,9 +80,9 @@ def test_the_default_fits(width, count):
         tile = rows.row_tile(width, 2, repeat=config.repeat, warpgroups=config.warpgroups)
         assert rows.fits(config, width, 2, count)
         assert config.stages > 0 or not sums
-        assert config.stages == 0 or tile.rows <= rows.MAX_BOX  # a copy takes no more
+        assert config.stages == 0 or tile.rows <= device.MAX_BOX  # a copy takes no more
         held = tile.padded * 2 + config.stages * tile.rows * tile.padded * 4
-        assert config.blocks_per_sm * held <= rows.SMEM_BYTES
+        assert config.blocks_per_sm * held <= device.SHARED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -94,3 +96,24 @@ def test_the_default_fits(width, count):
 def test_configs_that_make_no_sense(config, words):
     with pytest.raises(ValueError, match=words):
         Config(**config)
+
+
+def test_a_config_too_large_for_the_chip_is_refused():
+    x = jax.ShapeDtypeStruct((8, 8192), jnp.float32)
+    run = functools.partial(
+        over_rows.over_rows,
+        None,
+        name="toy",
+        outputs=[jnp.float32],
+        row_sums=1,
+        num_sms=2,
+        interpret=True,
+    )
+    for stages, words in ((8, "takes 262144 bytes on chip for rows of 8192"), (6, None)):
+        config = Config(1, stages, 1)
+        if words is None:
+            with pytest.raises(TypeError):  # the step that is None: it was let through
+                jax.eval_shape(lambda x, c=config: run(inputs=[x], config=c), x)
+        else:
+            with pytest.raises(NotImplementedError, match=f"toy: cannot run this call: .*{words}"):
+                jax.eval_shape(lambda x, c=config: run(inputs=[x], config=c), x)

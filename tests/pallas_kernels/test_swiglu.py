@@ -13,7 +13,7 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 
 from pallas_kernels import device as device_lib
-from pallas_kernels import rows, tuned
+from pallas_kernels import tuned
 from pallas_kernels.swiglu import (
     Config,
     _tile,
@@ -198,10 +198,10 @@ def test_no_size_is_too_large(M, F, fused):
     for backward in (False, True):
         config = default_config(*arrays, backward=backward, device=H200)
         tile = _tile(F if fused else M * F, 2, config.repeat).on_chip
-        assert max(tile.rows, tile.chunks, tile.inner) <= rows.MAX_BOX
+        assert max(tile.rows, tile.chunks, tile.inner) <= device_lib.MAX_BOX
         assert config.stages or (F if fused else M * F) % tile.padded == 0
         taken = config.blocks_per_sm * config.stages * 2 * tile.rows * tile.padded * (2 + backward)
-        assert taken < rows.SMEM_BYTES
+        assert taken < device_lib.SHARED_BYTES
 
 
 def test_it_says_why_it_cannot_run():

@@ -1,0 +1,301 @@
+"""Where the tiles of `scale_softmax` lie, and what of the mask belongs to each.
+
+A tile is some whole rows, or a piece of a row that does not fit on chip. Imported only by
+softmax.py and softmax_kernel.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat, rows
+from pallas_kernels.device import ACCESS_BYTES, LANES, MAX_BOX, THREADS, WARPS
+from pallas_kernels.rows import Part, RowTile
+
+NUMBERS = 64  # of a row that a thread holds at once: float32 registers, with as many for the rest
+MAX_PARTS = 32  # each block reads the statistics of all parts of its row
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How rows are tiled: changes the speed, never the result.
+
+    repeat: rows a tile, in multiples of those that the warpgroup holds side by side. warps: of a
+    row that one warp could hold, 1 or 4. stages: tiles in flight a block; 0 is a block for each
+    tile, from memory to registers and back. blocks_per_sm: blocks a multiprocessor that has stages.
+    columns: numbers a tile of a row that does not fit on chip; parts: blocks that share such a row.
+    """
+
+    repeat: int = 1
+    warps: int = 1
+    stages: int = 3
+    blocks_per_sm: int = 4
+    columns: int = 4096
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        numbers = (self.repeat, self.stages + 1, self.blocks_per_sm, self.columns, self.parts)
+        if min(numbers) < 1 or self.warps not in (1, 4):
+            raise ValueError(
+                f"scale_softmax: {self}: warps is 1 or 4, stages may be 0, the other numbers must "
+                "be 1 at least"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a kernel is compiled for.
+
+    groups: the leading axes of x from left to right, neighbours that the mask treats alike taken
+    together: (rows, whether the mask has them). queries: T of a causal [.., T, S], else 0. scale:
+    None if it is an array.
+    """
+
+    groups: tuple[tuple[int, bool], ...]
+    queries: int
+    scale: float | None
+    config: Config
+    num_sms: int
+    interpret: bool
+
+
+def _inner(width: int, vector: int) -> int:
+    """The longest run of numbers that divides the width."""
+    return next(n for n in (256, 128, 64, 32, 16, 8, 4) if n >= vector and width % n == 0)
+
+
+def fits(width: int, itemsize: int) -> bool:
+    """Whether a row stays on chip, in few enough runs for one copy."""
+    runs = width // _inner(width, ACCESS_BYTES // itemsize) if width else 0
+    return width * itemsize <= rows.MAX_ROW_BYTES and runs <= MAX_BOX
+
+
+def row_tile(width: int, itemsize: int, config: Config, interpret: bool) -> RowTile:
+    """Whole rows."""
+    tile = rows.row_tile(width, itemsize, repeat=config.repeat, interpret=interpret)
+    if config.warps == 1 and tile.warps == (1, 4) and width <= NUMBERS * LANES:
+        step = LANES * tile.vector
+        grain = step // math.gcd(step, tile.inner)
+        chunks = -(-width // (tile.inner * grain)) * grain
+        tile = dataclasses.replace(tile, warps=(4, 1), rows=4 * config.repeat, chunks=chunks)
+    return tile
+
+
+def _piece_tile(width: int, itemsize: int, columns: int, interpret: bool) -> RowTile:
+    """A piece of a row that has the warpgroup: about `columns` numbers."""
+    vector = ACCESS_BYTES // itemsize
+    inner = _inner(width, vector)
+    step = THREADS * vector
+    columns = max(step, min(columns, MAX_BOX * inner) // step * step)
+    return RowTile(
+        width=width,
+        rows=1,
+        inner=inner,
+        chunks=columns // inner,
+        vector=vector,
+        warps=(1, WARPS),
+        lanes=(1, LANES),
+        interpret=interpret,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which tile of the rows [groups, rows, S] which block has when.
+
+    stages: tiles in flight a block; 0: a block has one tile and needs no copy engine. pieces: tiles
+    of a row, which `parts` blocks take in turn; 0: tiles are whole rows. No tile lies wholly behind
+    the end of a row, for what a copy of one row writes there is not cut off.
+    """
+
+    tile: RowTile
+    groups: tuple[tuple[int, bool], ...]
+    blocks: int
+    stages: int
+    parts: int
+    pieces: int
+
+    @property
+    def count(self) -> int:
+        """All rows."""
+        return math.prod(n for n, _ in self.groups)
+
+    @property
+    def rows(self) -> int:
+        return self.groups[-1][0]
+
+    @property
+    def tiles(self) -> int:
+        if self.pieces:
+            return self.count * self.pieces
+        return self.count // self.rows * -(-self.rows // self.tile.rows)
+
+    def at(self, index: Any) -> tuple[Any, Any, Any]:
+        """Where tile `index` begins: group, row, chunk."""
+        div, rem = jax.lax.div, jax.lax.rem
+        if not self.pieces:
+            tiles = -(-self.rows // self.tile.rows)
+            zero = jax.lax.axis_index("block") * 0
+            return div(index, tiles), rem(index, tiles) * self.tile.rows, zero
+        row, piece = rem(index, self.count), div(index, self.count)
+        return div(row, self.rows), rem(row, self.rows), piece * self.tile.chunks
+
+    def parts_of_row(self) -> list[Any]:
+        """The blocks that share the row of the block that asks."""
+        row = jax.lax.rem(jax.lax.axis_index("block"), self.count)
+        return [row + part * self.count for part in range(self.parts)]
+
+    def place(self, ref: Any, index: Any, chunks: int) -> Any:
+        """Tile `index` of rows in device memory, [groups, rows, n, inner], or its first chunks."""
+        group, row, chunk = self.at(index)
+        return ref.at[group, pl.ds(row, self.tile.rows), pl.ds(chunk, chunks)]
+
+    @property
+    def mask_inner(self) -> int:
+        return math.gcd(MAX_BOX, self.tile.padded)
+
+    @property
+    def mask_buffer(self) -> Any:
+        count = self.tile.rows if self.groups[-1][1] else 1
+        shape = (self.stages, count, self.tile.padded // self.mask_inner, self.mask_inner)
+        return plgpu.SMEM(shape, jnp.int8)
+
+    def mask_view(self, mask: jax.Array) -> jax.Array:
+        """int8 [groups, rows, S] as the copy engine takes it, rows filled up if they must be."""
+        inner = self.mask_inner
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, -mask.shape[-1] % inner)))
+        return mask.reshape(*mask.shape[:-1], mask.shape[-1] // inner, inner)
+
+    def mask_at(self, index: Any) -> tuple[Any, Any, Any]:
+        """Where the mask of tile `index` begins; it is one row if all rows have it in common."""
+        rest, row, chunk = self.at(index)
+        zero = jax.lax.axis_index("block") * 0
+        group, stride = zero, 1
+        for n, has in reversed(self.groups[:-1]):
+            if has:
+                group = group + jax.lax.rem(rest, n) * stride
+                stride *= n
+            rest = jax.lax.div(rest, n)
+        return group, row if self.groups[-1][1] else zero, chunk
+
+    def mask_place(self, ref: Any, index: Any, chunks: int) -> Any:
+        del chunks  # of x; those of the mask are its buffer's
+        group, row, chunk = self.mask_at(index)
+        _, count, wide, inner = self.mask_buffer.shape
+        return ref.at[group, pl.ds(row, count), pl.ds(chunk * self.tile.inner // inner, wide)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A tile in device memory, for `stages` 0; its parts go to registers and back."""
+
+    plan: Plan
+    ref: Any  # [groups, rows, S]
+    index: Any
+
+    def load(self, part: Part) -> jax.Array:
+        if part.tile.interpret:
+            return self._of(part)[...]
+        return _compat.load(self._of(part), part.tile.layout, optimized=False)
+
+    def load_seen(self, part: Part, columns: Any) -> jax.Array:
+        """Zeros instead of what lies wholly behind the first `columns` of the row: a byte saved."""
+        pieces = []
+        for piece in accesses(part):
+            nothing = functools.partial(lambda p: p.zeros().astype(self.ref.dtype), piece)
+            some = functools.partial(self.load, piece)
+            pieces.append(jax.lax.cond(piece.chunk * piece.tile.inner < columns, some, nothing))
+        return jnp.concatenate(pieces, axis=1)
+
+    def store(self, part: Part, value: jax.Array) -> None:
+        self._of(part)[...] = value
+
+    def _of(self, part: Part) -> Any:
+        group, row, _ = self.plan.at(self.index)
+        columns = pl.ds(part.chunk * part.tile.inner, part.shape[1])
+        return self.ref.at[group, pl.ds(row + part.row, part.rows), columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """The mask of a tile, in shared memory or, for `stages` 0, in device memory."""
+
+    plan: Plan
+    ref: Any
+    index: Any
+
+    def load(self, part: Part) -> jax.Array:
+        """int8 [rows, columns]."""
+        tile, shared = part.tile, not self.plan.groups[-1][1]
+        first, columns = part.chunk * tile.inner, part.shape[1]
+        if self.plan.stages:
+            inner = self.plan.mask_inner
+            at = (pl.ds(first // inner, columns // inner),)
+            ref = self.ref
+        else:
+            group, row, _ = self.plan.mask_at(self.index)
+            ref = self.ref.at[group, pl.ds(row, 1 if shared else tile.rows)]
+            at = (pl.ds(first, columns),)
+        ref = ref.at[(0, *at) if shared else (pl.ds(part.row, part.rows), *at)]
+        shape = (columns,) if shared else part.shape
+        if tile.interpret:
+            values = ref[...].reshape(shape)
+        else:
+            ref = ref.reshape(*shape) if self.plan.stages else ref
+            layout = tile.layout.reduce(0) if shared else tile.layout
+            values = _compat.load(ref, layout, optimized=bool(self.plan.stages))
+        return part.down(values) if shared else values
+
+
+def misfit(
+    config: Config, groups: Sequence[tuple[int, bool]], width: int, itemsize: int
+) -> str | None:
+    """What keeps a config without stages from rows of this width."""
+    if config.stages:
+        return None
+    if not fits(width, itemsize):
+        return f"{config} has no stages, but rows of {width} do not fit on chip"
+    tile, count = row_tile(width, itemsize, config, False), groups[-1][0]
+    if width < tile.padded or count % tile.rows:
+        return (
+            f"{config} has no stages, for rows that fill the threads, {tile.rows} at a time, but "
+            f"got {count} rows of {width}"
+        )
+    return None
+
+
+def plan_of(static: Static, width: int, itemsize: int, config: Config) -> Plan:
+    """Which block has what, of rows of this width.
+
+    Raises: NotImplementedError if the config does not fit them.
+    """
+    if (reason := misfit(config, static.groups, width, itemsize)) is not None:
+        raise NotImplementedError(f"scale_softmax: cannot run this call: {reason}")
+    if fits(width, itemsize):
+        tile = row_tile(width, itemsize, config, static.interpret)
+        plan = Plan(tile, static.groups, 1, config.stages, 1, 0)
+        blocks = static.num_sms * config.blocks_per_sm
+        blocks = min(plan.tiles, blocks) if plan.stages else plan.tiles
+        return dataclasses.replace(plan, blocks=blocks)
+    tile = _piece_tile(width, itemsize, config.columns, static.interpret)
+    tiles = -(-width // tile.padded)
+    parts = min(config.parts, MAX_PARTS, tiles)
+    plan = Plan(tile, static.groups, 1, config.stages, parts, tiles)
+    return dataclasses.replace(plan, blocks=plan.count * parts)
+
+
+def accesses(part: Part) -> list[Part]:
+    """The part from left to right in the narrowest parts that all threads have a share of."""
+    tile = part.tile
+    step = max(1, tile.warps[1] * tile.lanes[1] * tile.vector // tile.inner)
+    starts = range(part.chunk, part.chunk + part.chunks, step)
+    return [dataclasses.replace(part, chunk=start, chunks=step) for start in starts]
