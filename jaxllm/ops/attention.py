@@ -135,7 +135,7 @@ def _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths) -> str:
     """How the call is said to cuDNN, whose causal mask is aligned to the start if T is not S."""
     if q_segment_ids is None and kv_lengths is None and causal and t == s:
         return "causal"
-    if q_segment_ids is None and t == 1 and causal and (window is None or window >= s):
+    if q_segment_ids is None and t == 1 and (window is None or window >= s):
         return "lengths"
     return "mask"
 

@@ -8,6 +8,8 @@ import numpy as np
 import oracles
 import pytest
 from absent_device import absent
+from attention_cases import CASES as THEIRS
+from attention_cases import Case
 from kernels import interpreted
 from numerics import assert_as_accurate
 
@@ -42,6 +44,8 @@ def segments(q: jax.Array, kv: jax.Array | None = None) -> dict[str, jax.Array]:
     return {"q_segment_ids": q, "kv_segment_ids": q if kv is None else kv}
 
 
+SINKS = jnp.asarray([0.5, -1.0, 2.0, -jnp.inf], jnp.float32)  # a head: the last has none
+
 # Sizes, then arguments. Every value of an argument meets several of the others.
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "causal": ({}, {}),
@@ -69,6 +73,9 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "packed, window": ({"T": 7, "S": 7}, {**segments(ids("1112222", "1111111")), "window": 2}),
     "packed, not causal": ({}, {**segments(ids("12122", "11222")), "causal": False}),
     "segments that nobody has": ({"T": 2, "S": 4}, segments(ids("31", "22"), ids("1122", "1111"))),
+    "sinks": ({}, {"sinks": SINKS}),
+    "sinks, window, softcap": ({"T": 3, "S": 7}, {"sinks": SINKS, "window": 2, "softcap": 2.0}),
+    "sinks alone": ({"T": 3, "S": 7}, {"sinks": SINKS, "kv_lengths": lengths(0, 2)}),
     "segments and lengths": (
         {"T": 4, "S": 6},
         {**segments(ids("1122", "1111"), ids("111122", "111111")), "kv_lengths": lengths(6, 3)},
@@ -83,6 +90,9 @@ GRADIENTS = (
     "more queries than keys",
     "packed, window",
     "segments that nobody has",
+    "sinks",
+    "sinks, window, softcap",
+    "sinks alone",
 )
 BLIND = ("a chunk over an empty row", "segments that nobody has", "more queries than keys")
 
@@ -109,30 +119,46 @@ def run(
     gradient: bool = True,
     implementation: str = "auto",
 ):
-    """Ours, the plain path and the truth: the result, and the gradients of q, k and v."""
-    *qkv, d_out = inputs(**sizes, dtype=dtype)
-    # Arrays are traced, as in a model; the rest is part of the program
-    arrays = {name: value for name, value in kwargs.items() if isinstance(value, jax.Array)}
-    rest = {name: value for name, value in kwargs.items() if name not in arrays}
+    """`compare` for numbers of these sizes."""
+    return compare(inputs(**sizes, dtype=dtype), kwargs, gradient, implementation)
 
-    def both(qkv, d_out, arrays):
-        def call(q, k, v):
-            return attention(q, k, v, **arrays, **rest, implementation=implementation)
+
+def compare(arrays, kwargs, gradient: bool, implementation: str):
+    """Ours, the plain path and the truth: the result, and the gradients of q, k, v and sinks.
+
+    `arrays` are q, k, v and the cotangent.
+    """
+    *qkv, d_out = arrays
+    dtype = qkv[0].dtype
+    # Arrays are traced, as in a model; the rest is part of the program
+    sides = {name: jnp.asarray(x) for name, x in kwargs.items() if hasattr(x, "shape")}
+    rest = {name: value for name, value in kwargs.items() if name not in sides}
+    sinks = [sides.pop("sinks")] if "sinks" in sides else []
+
+    def both(operands, d_out, sides):
+        def call(q, k, v, *sinks):
+            more = {**sides, **rest, **({"sinks": sinks[0]} if sinks else {})}
+            return attention(q, k, v, **more, implementation=implementation)
 
         if not gradient:
-            return (call(*qkv),)
-        out, pull = jax.vjp(call, *qkv)
+            return (call(*operands),)
+        out, pull = jax.vjp(call, *operands)
         return out, *pull(d_out)
 
-    args, sides = [np.asarray(x) for x in qkv], {k: np.asarray(v) for k, v in arrays.items()}
+    args, operands = (*qkv, *sinks), tuple(np.asarray(x) for x in qkv)
+    known = {name: np.asarray(value) for name, value in sides.items()} | rest
+    if sinks:
+        known["sinks"] = np.asarray(sinks[0])
     expected = []
-    for kind in (jnp.dtype(dtype), np.float64):
-        out = oracles.attention(*args, **sides, **rest, dtype=kind)
-        d_qkv = oracles.attention(*args, **sides, **rest, d_out=np.asarray(d_out), dtype=kind)
-        expected.append((out, *d_qkv) if gradient else (out,))
+    for kind in (dtype, np.dtype(np.float64)):
+        out = oracles.attention(*operands, **known, dtype=kind)
+        gradients = ()
+        if gradient:
+            gradients = oracles.attention(*operands, **known, d_out=np.asarray(d_out), dtype=kind)
+        expected.append((out, *gradients))
     if implementation.endswith("-interpret"):
-        return interpreted(both, qkv, d_out, arrays), *expected
-    return jax.jit(both)(qkv, d_out, arrays), *expected
+        return interpreted(both, args, d_out, sides), *expected
+    return jax.jit(both)(args, d_out, sides), *expected
 
 
 @pytest.mark.usefixtures("strict_jax")
@@ -211,6 +237,161 @@ def test_the_check_can_fail():
             assert_as_accurate(wrong, plain, truth)
 
 
+def others(case: Case, dtype: Any, implementation: str) -> None:
+    """What other projects test with agrees, too."""
+    arrays = [jnp.asarray(x, dtype) for x in case.inputs()]
+    results = compare(arrays, case.kwargs, case.gradient, implementation)
+    for ours, plain, truth in zip(*results, strict=True):
+        assert_as_accurate(ours, plain, truth)
+
+
+# Those of which NumPy has enough in a second or two
+SMALL = [name for name, case in THEIRS.items() if case.scores <= 2**23]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_cases_of_other_projects(name):
+    others(THEIRS[name], THEIRS[name].dtype, "xla")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", THEIRS)
+def test_cases_of_other_projects_on_a_gpu(name):
+    dtype = THEIRS[name].dtype
+    others(THEIRS[name], "bfloat16" if dtype == "float32" else dtype, "pallas")
+
+
+NOTHING: dict[str, Any] = {
+    **dict.fromkeys(
+        ("window", "softcap", "q_segment_ids", "kv_segment_ids", "kv_lengths", "sinks")
+    ),
+    "return_weights": False,
+}
+
+
+# ------------------------------------------------- each implementation is given each argument
+
+BIG = {"B": 2, "T": 16, "S": 32, "H": 64}  # scale_softmax takes a mask of 16 keys or more
+TOKEN = {**BIG, "B": 8, "T": 1}
+HELD = lengths(3, 32, 17, 1, 30, 8, 9, 25)
+ARGUMENTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "none": (BIG, {}),
+    "causal": (BIG, {"causal": False}),
+    "scale": (BIG, {"scale": 0.3}),
+    "window": (BIG, {"window": 5}),
+    "softcap": (BIG, {"softcap": 1.5}),
+    "segment ids": (
+        BIG,
+        segments(ids("1112222333333344", "0000111111112222"), ids("1" * 16 + "2" * 16, "1" * 32)),
+    ),
+    "kv_lengths": (BIG, {"kv_lengths": lengths(0, 21)}),
+    "kv_lengths past the end": (BIG, {"kv_lengths": lengths(17, 40)}),
+    "sinks": (BIG, {"sinks": SINKS}),
+    "return_weights": (BIG, {"return_weights": True}),
+    "a token": (TOKEN, {}),
+    "a token, kv_lengths": (TOKEN, {"kv_lengths": HELD, "scale": 0.3}),
+    "a token, an empty row": (
+        TOKEN,
+        {"kv_lengths": lengths(3, 33, 0, 1, 30, 8, 9, 25), "causal": False},
+    ),
+    "a token, window": (TOKEN, {"kv_lengths": HELD, "window": 5}),
+    "a token, softcap": (TOKEN, {"kv_lengths": HELD, "softcap": 1.5}),
+    "a token, sinks": (TOKEN, {"kv_lengths": HELD, "sinks": SINKS}),
+    "a token, segment ids": (TOKEN, segments(ids(*"12211121"), ids(*["12" * 16, "1" * 32] * 4))),
+}
+REFUSED = {
+    ("cudnn", "softcap"): "has no soft cap",
+    ("cudnn", "a token, softcap"): "has no soft cap",
+    ("cudnn", "sinks"): "has no sinks",
+    ("cudnn", "a token, sinks"): "has no sinks",
+    ("cudnn", "return_weights"): "returns no weights: it never has them all",
+    ("cudnn", "a token, window"): "takes a mask only for even lengths, got T=1, S=32",
+    ("cudnn", "a token, segment ids"): "takes a mask only for even lengths, got T=1, S=32",
+    ("unfused", "sinks"): "has no sinks",
+    ("unfused", "a token, sinks"): "has no sinks",
+    ("pallas", "return_weights"): "returns no weights: it never has them all",
+}
+
+
+INTERPRETED = [name for name in ATTENTION if name.endswith("-interpret")]
+
+
+@pytest.fixture
+def plain_cudnn(monkeypatch):
+    """JAX's own plain path stands in for its cuDNN call: the same arguments mean the same there."""
+    plain = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *args, implementation, **kwargs: plain(*args, implementation="xla", **kwargs),
+    )
+
+
+def is_refused(implementation: str, name: str, arrays: list[jax.Array]) -> bool:
+    """Whether the implementation cannot take the argument; then it says what it should."""
+    phrase = REFUSED.get((implementation.removesuffix("-interpret"), name))
+    if phrase is None:
+        return False
+    sentence = f"attention: '{implementation}' cannot run this call: {phrase}"
+    with absent("NVIDIA H200"), pytest.raises(NotImplementedError) as error:
+        attention(*arrays[:3], **traced(ARGUMENTS[name][1]), implementation=implementation)
+    assert str(error.value) == sentence
+    return True
+
+
+def traced(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """With shapes alone for arrays: lengths that may be out of range are only legal when traced."""
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    return {k: shape(x) if isinstance(x, jax.Array) else x for k, x in kwargs.items()}
+
+
+def with_argument(implementation: str, name: str, *, gradient: bool = True) -> None:
+    sizes, kwargs = ARGUMENTS[name]
+    arrays = list(inputs(**sizes, dtype=jnp.bfloat16))
+    if is_refused(implementation, name, arrays):
+        return
+    gradient = gradient and name != "return_weights"
+    ours, plain, truth = compare(arrays, kwargs, gradient, implementation)
+    if name == "return_weights":
+        ours, plain, truth = ours[0], plain[0], truth[0]
+    for mine, near, exact in zip(ours, plain, truth, strict=True):
+        assert_as_accurate(mine, near, exact)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("implementation", [*INTERPRETED, "xla"])
+def test_each_argument_is_taken_or_refused(implementation, name):
+    with_argument(implementation, name, gradient=not implementation.startswith("pallas"))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.usefixtures("plain_cudnn")
+def test_cudnn_takes_or_refuses_each_argument(name):
+    sizes, kwargs = ARGUMENTS[name]
+    q, k, v, _ = arrays = list(inputs(**sizes, dtype=jnp.bfloat16))
+    if is_refused("cudnn", name, arrays):
+        return
+    call = {**NOTHING, "scale": q.shape[-1] ** -0.5, "causal": True, **kwargs}
+    assert ATTENTION["cudnn"].why_not(q, k, v, device=H200, **call) is None
+    out = jax.jit(lambda q, k, v: ATTENTION["cudnn"].run(q, k, v, **call))(q, k, v)
+    args, sides = [np.asarray(x) for x in (q, k, v)], {}
+    for key, value in kwargs.items():
+        sides[key] = np.asarray(value) if isinstance(value, jax.Array) else value
+    near = oracles.attention(*args, **sides, dtype=jnp.bfloat16)
+    assert_as_accurate(out, near, oracles.attention(*args, **sides))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("implementation", [n for n in ATTENTION if n not in INTERPRETED])
+def test_each_argument_is_taken_or_refused_on_a_gpu(implementation, name):
+    with_argument(implementation, name)
+
+
+EVERY = [*ATTENTION, "auto"]
+
+
+@pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize(
     ("shapes", "kwargs", "sentence"),
     [
@@ -219,6 +400,12 @@ def test_the_check_can_fail():
         (((2, 5, 4, 8), (2, 5, 2, 4)), {}, "differ in batch or head width"),
         (((5, 4, 8), (5, 2, 8)), {}, r"are not \[B, T, N, H\] and twice \[B, S, K, H\]"),
         (((2, 5, 4, 8), (2, 5, 2, 8)), {"window": 0}, "window must be at least 1 or None, got 0"),
+        (((2, 5, 4, 8), (2, 5, 2, 8)), {"window": -3}, "window must be at least 1 or None, got -3"),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
+            {"softcap": 0.0},
+            r"softcap must be positive and finite or None, got 0\.0",
+        ),
         (
             ((2, 5, 4, 8), (2, 5, 2, 8)),
             {"q_segment_ids": ids("11111", "11111")},
@@ -231,23 +418,62 @@ def test_the_check_can_fail():
         ),
         (
             ((2, 5, 4, 8), (2, 5, 2, 8)),
+            segments(jnp.ones((2, 5))),
+            "q_segment_ids is float32; it must hold integers",
+        ),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
             {"kv_lengths": lengths(1)},
             r"kv_lengths has shape \(1,\), not \(2,\)",
+        ),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
+            {"kv_lengths": jnp.ones(2)},
+            "kv_lengths is float32; it must hold integers",
+        ),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
+            {"kv_lengths": lengths(5, 6)},
+            r"kv_lengths\[1\] is 6; a row has 0 to 5 keys, which the cache has room for",
+        ),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
+            {"kv_lengths": lengths(-1, 5)},
+            r"kv_lengths\[0\] is -1; a row has 0 to 5 keys",
+        ),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
+            {"sinks": jnp.ones(2)},
+            r"sinks is float32\[2\]; it must be float32, one number a query head: \[4\]",
+        ),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
+            {"sinks": jnp.ones(4, jnp.bfloat16)},
+            r"sinks is bfloat16\[4\]; it must be float32",
         ),
     ],
 )
 @pytest.mark.own_errors
-def test_arguments_that_disagree(shapes, kwargs, sentence):
+def test_arguments_that_disagree(shapes, kwargs, sentence, implementation):
     q, k = (jnp.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError, match=f"attention: .*{sentence}"):
-        attention(q, k, k, **kwargs)
+        attention(q, k, k, **kwargs, implementation=implementation)
 
 
 @pytest.mark.own_errors
-def test_keys_and_values_of_different_shapes():
+@pytest.mark.parametrize("implementation", EVERY)
+def test_keys_and_values_of_different_shapes(implementation):
     q, k, v = jnp.zeros((2, 5, 4, 8)), jnp.zeros((2, 5, 2, 8)), jnp.zeros((2, 6, 2, 8))
     with pytest.raises(ValueError, match=r"k \(2, 5, 2, 8\), v \(2, 6, 2, 8\) are not"):
-        attention(q, k, v)
+        attention(q, k, v, implementation=implementation)
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize("implementation", EVERY)
+def test_integers_are_refused(implementation):
+    q, k = jnp.zeros((2, 5, 4, 8)), jnp.zeros((2, 5, 2, 8), jnp.int32)
+    with pytest.raises(ValueError, match="attention: v is int32; it must be floating point"):
+        attention(q, k.astype(q.dtype), k, implementation=implementation)
 
 
 def test_float32_is_the_highest_precision():
@@ -260,14 +486,6 @@ def test_float32_is_the_highest_precision():
 
 
 # ------------------------------------------------------------------------------------------- cuDNN
-
-
-NOTHING: dict[str, Any] = {
-    **dict.fromkeys(
-        ("window", "softcap", "q_segment_ids", "kv_segment_ids", "kv_lengths", "sinks")
-    ),
-    "return_weights": False,
-}
 
 
 def why_not(
@@ -409,14 +627,8 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_cudnn_is_asked_means_the_same(monkeypatch, name):
-    """JAX's own plain path stands in for its cuDNN call: the same arguments mean the same there."""
-    plain = jax.nn.dot_product_attention
-    monkeypatch.setattr(
-        jax.nn,
-        "dot_product_attention",
-        lambda *args, implementation, **kwargs: plain(*args, implementation="xla", **kwargs),
-    )
+@pytest.mark.usefixtures("plain_cudnn")
+def test_what_cudnn_is_asked_means_the_same(name):
     sizes, kwargs = {"T": 5, "S": 5, **CASES[name][0]}, {"causal": True, **CASES[name][1]}
     q, k, v, _ = inputs(**sizes, dtype=jnp.bfloat16)
     call = {**NOTHING, "scale": q.shape[-1] ** -0.5, **kwargs}
