@@ -123,13 +123,14 @@ class Worker:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0 if all went well; 1 if something is wrong or the bench does not believe it."""
     args = _arguments(argv)
+    args.names = sections.expand(args.names)
     jax.config.update("jax_platforms", "cpu")  # shapes are all that this process needs of JAX
     try:
         known = {case.op for case in all_cases()} | set(sections.SECTIONS)
         if unknown := [name for name in args.names if name not in known]:
             raise ValueError(
                 f"benchmarks: nothing is named {', '.join(unknown)}; there are "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(known | set(sections.GROUPS)))}"
             )
         args.out.parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
@@ -179,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 threads=args.threads,
                 quick=args.quick,
                 host_clock=args.host_clock,
+                layers=args.layers,
             )
             workers[module] = Worker(module, plan, Path(folder), task_s=args.task_s)
             workers[module].run(save)
@@ -233,6 +235,7 @@ def _row(case: Case, found: dict[str, Any], other: dict[str, Any]) -> dict[str, 
         "kind": case.kind,
         "bytes": case.bytes,
         "operations": case.operations,
+        "ceiling": case.measured_by,
         "correct": found.get(f"correct/{case.name}", {"not_run": "no result"}),
         "times": {**times, **torch},
     }
@@ -291,12 +294,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("names", nargs="*", help="ops, or " + ", ".join(sections.SECTIONS))
+    named = ", ".join((*sections.SECTIONS, *sections.GROUPS))
+    parser.add_argument("names", nargs="*", help=f"ops, or {named}")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--budget-s", type=float, default=360, help="begin nothing after this")
     parser.add_argument("--task-s", type=float, default=120, help="end what takes longer")
     parser.add_argument("--threads", type=int, default=8, help="that compile ahead")
     parser.add_argument("--quick", action="store_true", help="two cases an op, no torch.compile")
+    parser.add_argument("--layers", type=int, default=32, help="of the model of `prefill`")
     parser.add_argument("--no-torch", action="store_true", help="leave out torch and Liger")
     parser.add_argument("--host-clock", action="store_true", help="without CUPTI, unchecked")
     parser.add_argument("--revision", help="the commit measured, where there is no git")

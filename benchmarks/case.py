@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 KINDS = ("memory", "memory-reduce", "matmul")
+CEILINGS = ("copy", "read", "matmul")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +26,16 @@ class Case:
     kind: "memory" (must show 16-byte accesses or TMA), "memory-reduce" (shuffles too), "matmul".
     bytes: the fewest that can move: every input read once, every output written once.
     operations: arithmetic by model, where that is what counts (2 M N K).
+    ceiling: what percent is percent of, "copy", "read" or "matmul"; None: "matmul" for that kind if
+        operations are counted, else "copy".
+    keywords: what the call is told beside arrays ({"window": 4096}): rivals read it.
     truth: NumPy arrays -> float64 NumPy of the structure of run's result. None: plain in float64.
+    sample: (arguments, result) -> a part of both that `truth` can do again, where a host would take
+        too long for the whole; it runs on the device, and is asked for large calls only.
     rivals: further JAX callables by name ("cudnn", "jax.nn", "triton"); those of torch are in
         torch_rivals.py, by op.
     make: key -> arguments, where normal random numbers will not do (ids, masks, angles).
+    constants: arguments by place that are the same for all keys, for torch too (lengths).
     compile_only: a tested or tuned shape that the benchmark leaves out.
     largest_term: for tests/numerics.py, where sums pass through numbers larger than their results.
     """
@@ -40,17 +48,29 @@ class Case:
     kind: str
     bytes: int
     operations: int = 0
+    ceiling: str | None = None
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     truth: Callable[..., Any] | None = None
+    sample: Callable[[tuple, Any], tuple[tuple, Any]] | None = None
     rivals: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     make: Callable[[jax.Array], tuple[jax.Array, ...]] | None = None
+    constants: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     compile_only: bool = False
     largest_term: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"case: kind {self.kind!r} is not one of {', '.join(KINDS)}")
+        if self.ceiling not in (None, *CEILINGS):
+            raise ValueError(f"case: ceiling {self.ceiling!r} is not one of {', '.join(CEILINGS)}")
         if self.bytes <= 0:
             raise ValueError(f"case: {self.op} {self.label} moves {self.bytes} bytes")
+
+    @property
+    def measured_by(self) -> str:
+        """Which ceiling: see `ceiling`."""
+        counts = self.kind == "matmul" and self.operations
+        return self.ceiling or ("matmul" if counts else "copy")
 
     @property
     def name(self) -> str:
@@ -61,7 +81,10 @@ class Case:
         if self.make is not None:
             return tuple(self.make(key))
         keys = jax.random.split(key, len(self.arguments))
-        return tuple(_random(k, a) for k, a in zip(keys, self.arguments, strict=True))
+        return tuple(
+            jnp.asarray(self.constants[i]) if i in self.constants else _random(k, a)
+            for i, (k, a) in enumerate(zip(keys, self.arguments, strict=True))
+        )
 
 
 def _random(key: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array:

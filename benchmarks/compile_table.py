@@ -6,8 +6,9 @@
 shared memory, instructions) and fails on what is wrong without a doubt: spilled registers, wgmma
 that the assembler serialised, a product without tensor cores, a kernel that lives by its memory
 accesses and does not make them 16 bytes wide, a reduction of rows through shared memory alone.
-NAMEs choose cases by op, and `programs` the whole ones; all if none. A program may cost no more
-than program_limits.json says: a change that makes one dearer on purpose writes it anew.
+NAMEs choose cases by op (`attention` all of its ops), and `programs` the whole ones; all if none. A
+program may cost no more than program_limits.json says: a change that makes one dearer on purpose
+writes it anew.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.table import Table
 from benchmarks import programs
 from benchmarks.cases import all_cases
 from benchmarks.models import kernels
+from benchmarks.sections import SECTIONS, expand
 from jaxllm import aot
 
 # C7504: setmaxnreg is ignored; C7511 and C7512: wgmma is serialised, for want of registers or for
@@ -185,8 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(arguments)
-    names = tuple(name for name in options.names if name != "programs")
-    keys = programs.KEYS if len(names) == 0 or len(names) < len(options.names) else ()
+    names = expand(options.names)
+    names = tuple(name for name in names if name not in ("programs", *SECTIONS))
+    keys = programs.KEYS if not options.names or "programs" in options.names else ()
     if (reason := aot.why_not()) is not None:
         print(f"compile_table: {reason}", file=sys.stderr)
         return 2

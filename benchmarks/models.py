@@ -39,6 +39,23 @@ LLAMA = ModelConfig(
     tie_word_embeddings=True,
 )
 
+# meta-llama/Llama-3.1-8B's config.json, but for its RoPE, which here scales nothing
+LLAMA_8B = ModelConfig(
+    model_type="llama",
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+    rope=Rope(5e5),
+    tie_word_embeddings=False,
+)
+
 
 def kernels() -> dict[str, str]:
     """What `Runtime(implementation=)` takes to run our kernel for each op that has one."""

@@ -33,12 +33,14 @@ def time_us(timing: dict[str, Any]) -> float | None:
 
 
 def percent(row: dict[str, Any], us: float, ceilings: dict[str, Any] | None) -> float | None:
-    """Of the copy rate of the run, or of its matmul rate where that is what counts."""
+    """Of the copy rate of the run, or of its matmul or read rate where that is what counts."""
     if not ceilings or "copy" not in ceilings:
         return None
-    if row["kind"] == "matmul" and row["operations"]:
-        return 1e8 * row["operations"] / us / ceilings["matmul"]
-    return 1e8 * row["bytes"] / us / ceilings["copy"]
+    ceiling = row.get("ceiling")  # older files have none
+    if ceiling is None:
+        ceiling = "matmul" if row["kind"] == "matmul" and row["operations"] else "copy"
+    counted = row["operations" if ceiling == "matmul" else "bytes"]
+    return 1e8 * counted / us / ceilings[ceiling]
 
 
 def figures(row: dict[str, Any], ceilings: dict[str, Any] | None) -> dict[str, Any]:
@@ -78,6 +80,8 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     yield from _attention(results)
     yield from _layer(results)
     yield from _decode(results, ceilings)
+    yield from _prefill(results)
+    yield from _long_context(results)
     yield from _failures(results)
     absent = {k: v["absent"] for k, v in results["libraries"].items() if "absent" in v}
     if absent:
@@ -88,8 +92,11 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
 def _cases(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
     if not results["rows"]:
         return
-    yield "| case | right | MB | GFLOP | ours, us | of ceiling | XLA, us | best rival | ratio |"
-    yield "|---|---|--:|--:|--:|--:|--:|---|--:|"
+    yield (
+        "| case | right | MB | GFLOP | ours, us | GB/s | TFLOP/s | of ceiling | XLA, us | "
+        "best rival | ratio |"
+    )
+    yield "|---|---|--:|--:|--:|--:|--:|--:|--:|---|--:|"
     for row in results["rows"]:
         f = figures(row, ceilings)
         rival = "" if f["best"] is None else f"{f['best']} {f['best_us']:.1f}"
@@ -100,6 +107,8 @@ def _cases(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
             f"{row['bytes'] / 1e6:.3g}",
             f"{row['operations'] / 1e9:.4g}" if row["operations"] else "",
             ours,
+            _rate(row["bytes"], f["us"], 1e3, "{:.0f}"),
+            _rate(row["operations"], f["us"], 1e6, "{:.3g}"),
             _number(f["percent"], "{:.0f} %"),
             _number(f["xla_us"], "{:.1f}"),
             rival,
@@ -107,6 +116,10 @@ def _cases(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
         ]
         yield "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
     yield ""
+
+
+def _rate(counted: int, us: float | None, unit: float, form: str) -> str:
+    return "" if us is None or not counted else form.format(counted / us / unit)
 
 
 def _failures(results: dict[str, Any]) -> Iterator[str]:
@@ -197,6 +210,58 @@ def _decode(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
         speed = result["tokens_per_s"]
         part = 100 * speed * result["bytes_a_token"] / ceilings["copy"] if ceilings else None
         yield f"| {name} | {speed:.0f} | {_number(part, '{:.0f} %')} |"
+    yield ""
+
+
+def _prefill(results: dict[str, Any]) -> Iterator[str]:
+    found = _section(results, "prefill")
+    if not found:
+        return
+    yield "Prefill of one prompt, Llama-3.1-8B's shape, random bfloat16 weights, all else auto:"
+    yield ""
+    yield "| attention | layers | tokens | ms | of it attention | tokens a second |"
+    yield "|---|--:|--:|--:|--:|--:|"
+    for name, result in found.items():
+        if "tokens_per_s" not in result:
+            yield f"| {name} | {_why(result)} | | | | |"
+            continue
+        share = result.get("share")
+        part = (
+            "" if share is None else f"{result['attention_us'] / 1e3:.2f} ms, {100 * share:.1f} %"
+        )
+        yield (
+            f"| {name} | {result['layers']} | {result['tokens']} | {result['wall_us'] / 1e3:.1f} | "
+            f"{part} | {result['tokens_per_s']:.0f} |"
+        )
+    yield ""
+
+
+def _long_context(results: dict[str, Any]) -> Iterator[str]:
+    found = _section(results, "long-context")
+    if not found:
+        return
+    yield "Causal attention of one long row, and the memory that its program takes:"
+    yield ""
+    yield (
+        "| attention | B x T, N / K x H | pass | ms | TFLOP/s | "
+        "arguments, results, temporaries, MB | all finite |"
+    )
+    yield "|---|---|---|--:|--:|--:|---|"
+    for name, result in found.items():
+        if "forward" not in result:
+            yield f"| {name} | {_why(result)} | | | | | |"
+            continue
+        b, t, n, k, h = result["shape"]
+        for how in ("forward", "forward and backward"):
+            timing = result[how]
+            us = time_us(timing) or 0.0
+            sizes = (timing[f"{part}_bytes"] for part in ("argument", "output", "temporary"))
+            yield (
+                f"| {name} | {b} x {t}, {n} / {k} x {h} | {how} | {us / 1e3:.2f} | "
+                f"{timing['operations'] / us / 1e6:.0f} | "
+                f"{', '.join(f'{size / 1e6:.0f}' for size in sizes)} | "
+                f"{'yes' if timing['finite'] else 'no'} |"
+            )
     yield ""
 
 

@@ -1,7 +1,8 @@
 """Rivals that JAX can call, by op: XLA's own cuDNN norm, tokamax, jax-linear-attention.
 
-A case's `plain` and its own rivals come on top; torch and Liger are in torch_rivals.py. Each is
-asked for by importing it: what is absent is named with its reason, in the results too.
+A case's `plain` and its own rivals come on top; those of attention are in attention_rivals.py,
+torch and Liger in torch_rivals.py. Each is asked for by importing it: what is absent is named with
+its reason, in the results too.
 """
 
 from __future__ import annotations
@@ -57,8 +58,11 @@ def available() -> dict[str, dict[str, str]]:
 
 def of(case: Case) -> dict[str, Rival]:
     """The JAX rivals of a case whose libraries are here."""
+    from benchmarks import attention_rivals  # it imports this file
+
     rivals = {"xla": Rival(case.plain)}
     rivals |= {name: Rival(run) for name, run in case.rivals.items()}
+    rivals |= attention_rivals.of(case)
     backward = is_backward(case)
     if case.op in ("rms_norm", "layer_norm"):
         rivals["xla cudnn norm"] = Rival(
@@ -72,7 +76,7 @@ def of(case: Case) -> dict[str, Rival]:
         try:
             forward = table(case)
         except Exception as error:  # what the library says is its row's result
-            forward = Rival(functools.partial(_fail, f"{type(error).__name__}: {error}"))
+            forward = Rival(functools.partial(fail, f"{type(error).__name__}: {error}"))
         if isinstance(forward, Rival):
             rivals[name] = forward
         elif forward is not None:
@@ -80,7 +84,8 @@ def of(case: Case) -> dict[str, Rival]:
     return rivals
 
 
-def _fail(message: str, *arguments: Any) -> Any:
+def fail(message: str, *arguments: Any) -> Any:
+    """A rival that says why it is none."""
     del arguments
     raise RuntimeError(message)
 
@@ -100,16 +105,16 @@ def num_forward(case: Case) -> int:
         "rope": 4,
         "embedding": 2,
         "matmul": 2,
+        "flash_attention": 4 if case.keywords.get("documents") else 3,
     }.get(case.op, 1 if "fused" in label else 2)
 
 
 def _backward(forward: Callable[..., Any], case: Case) -> Rival:
     """The backward pass alone: the forward's residuals are arguments of the program."""
     n = num_forward(case)
-    jitted = jax.jit(lambda *x: jax.vjp(forward, *x))
 
     def prepare(*arguments):
-        out, vjp = jitted(*arguments[:n])
+        out, vjp = jax.vjp(forward, *arguments[:n])
         count = len(jax.tree.leaves(out))
         cotangents = jax.tree.unflatten(jax.tree.structure(out), arguments[-count:])
         return vjp, cotangents

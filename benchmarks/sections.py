@@ -1,4 +1,4 @@
-"""What is no single kernel against its rivals: fusion side by side, a layer, decoding."""
+"""What is no single kernel against its rivals: fusion side by side, a layer, whole models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,21 +15,34 @@ import numpy as np
 from flax import nnx
 
 import jaxllm
-from benchmarks.models import QWEN, kernels
+from benchmarks.models import LLAMA_8B, QWEN, kernels
 from jaxllm import ops
 from jaxllm.config import ModelConfig, Runtime
 from jaxllm.layers import Block
 from pallas_kernels.measure import Stopwatch, Timing, num_sets, size_bytes
 
-SECTIONS = ("softmax-fusion", "unfused-attention", "layer", "decode")
+SECTIONS = ("softmax-fusion", "unfused-attention", "layer", "decode", "prefill", "long-context")
+# Names that stand for several
+GROUPS = {"attention": ("flash_attention", "decode_attention", "prefill", "long-context")}
+LATE = ("decode", "prefill")  # whose programs take long to compile
 
 Work = Callable[[Stopwatch], dict[str, Any]]
 
 ATTENTION_SHAPE = (1, 2048, 32, 128)  # B T N H: Llama-3.1-8B's query heads
+LONG_SHAPE = (1, 65536, 32, 8, 128)  # B T N K H: Llama-3.1-8B's heads
+PREFILL_TOKENS = 8192
+ATTENTIONS = ("pallas", "cudnn")
+# Of the kernels that are attention, ours and others', parts of their names
+ATTENTION_KERNELS = ("flash_attention", "decode_attention", "sdpa", "fmha")
 SOFTMAX_SHAPES = ((32, 512), (2, 8, 128, 128), (8, 32, 2048, 2048), (64, 131072))
 
 
-def tasks(names: list[str], quick: bool, on_gpu: bool) -> list[tuple[str, Work]]:
+def expand(names: Sequence[str]) -> list[str]:
+    """The names with what GROUPS says that they stand for."""
+    return list(dict.fromkeys(one for name in names for one in GROUPS.get(name, (name,))))
+
+
+def tasks(names: list[str], quick: bool, on_gpu: bool, layers: int = 32) -> list[tuple[str, Work]]:
     """The sections named (all if no name is given); none without a GPU."""
     if not on_gpu:
         return []
@@ -47,6 +60,16 @@ def tasks(names: list[str], quick: bool, on_gpu: bool) -> list[tuple[str, Work]]
     if wanted("decode", names) and not (quick and "decode" not in names):
         for name in implementations():
             work.append((f"decode/{name}", functools.partial(decode, QWEN, name)))
+    if wanted("long-context", names):
+        for name in ATTENTIONS:
+            run = functools.partial(long_context, LONG_SHAPE, name)
+            work.append((f"long-context/{name}", run))
+    if wanted("prefill", names) and not (quick and "prefill" not in names):
+        config = dataclasses.replace(LLAMA_8B, num_hidden_layers=layers, layer_types=())
+        for cached in (True, False):
+            for name in ATTENTIONS:
+                run = functools.partial(prefill, config, name, PREFILL_TOKENS, cached)
+                work.append((f"prefill/{name}{'' if cached else ', no cache'}", run))
     return work
 
 
@@ -239,6 +262,105 @@ def decode(
         "tokens": best.tokens[0][:8],
         "implementation": choice if isinstance(choice, str) else dict(choice),
     }
+
+
+def long_context(
+    shape: tuple[int, int, int, int, int], implementation: str, watch: Stopwatch
+) -> dict[str, Any]:
+    """Causal attention of one long row, forward, and forward with backward: time and memory.
+
+    scores_bytes: what the scores would take in bfloat16, if they were ever stored.
+    """
+    b, t, n, k, h = shape
+    attend = functools.partial(ops.attention, implementation=implementation)
+    q, kv = (jax.ShapeDtypeStruct((b, t, heads, h), jnp.bfloat16) for heads in (n, k))
+
+    def both(q, k, v, d_out):
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, vjp(d_out)
+
+    arguments = tuple(
+        jax.random.normal(key, x.shape, x.dtype)
+        for key, x in zip(jax.random.split(jax.random.key(0), 4), (q, kv, kv, q), strict=True)
+    )
+    found: dict[str, Any] = {"shape": list(shape), "scores_bytes": 2 * b * n * t * t}
+    operations = 2 * b * n * h * t * t
+    for name, f, used, factor in (
+        ("forward", attend, arguments[:3], 1.0),
+        ("forward and backward", both, arguments, 3.5),
+    ):
+        program = _compile(f, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in used))
+        memory = program.memory_analysis()
+        finite = [bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(program(*used))]
+        timing = dataclasses.asdict(watch.time(program, [used], calls=4))
+        found[name] = {
+            **timing,
+            "operations": int(factor * operations),
+            "finite": all(finite),
+            "temporary_bytes": memory.temp_size_in_bytes,
+            "argument_bytes": memory.argument_size_in_bytes,
+            "output_bytes": memory.output_size_in_bytes,
+        }
+    return found
+
+
+def prefill(
+    config: ModelConfig, attention: str, tokens: int, cached: bool, watch: Stopwatch
+) -> dict[str, Any]:
+    """One prompt through a model with random bfloat16 weights, all ops "auto" but attention.
+
+    cached: into a fresh cache, as `generate` does it; else as training does. attention_us: of the
+    kernels that are attention by their names; masks made for them are not among them.
+    """
+    choice = {"attention": attention}
+    runtime = Runtime(dtype="bfloat16", param_dtype="bfloat16", implementation=choice)
+    model = jaxllm.Transformer(config, runtime, rngs=_rngs())
+    graph, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+    flat = jaxllm.flatten(model)
+    del model, state
+    ids = jax.random.randint(jax.random.key(1), (1, tokens), 0, config.vocab_size, jnp.int32)
+
+    def with_cache(weights, ids):
+        cache = jaxllm.KVCache.create(config, batch=1, capacity=tokens, dtype=jnp.bfloat16)
+        return jaxllm.prefill(weights, ids, jnp.full((1,), tokens, jnp.int32), cache)
+
+    def without(leaves, ids):
+        model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        return model.head(model.hidden(ids)[0][:, -1])
+
+    start = time.perf_counter()
+    weights = flat if cached else leaves
+    program = jax.jit(with_cache if cached else without).lower(weights, ids).compile()
+    compile_s = time.perf_counter() - start
+    sets = [(weights, ids)]
+    timing = watch.time(program, sets, calls=5)
+    found = {
+        **dataclasses.asdict(timing),
+        "layers": config.num_hidden_layers,
+        "tokens": tokens,
+        "tokens_per_s": 1e6 * tokens / timing.wall_us,
+        "compile_s": compile_s,
+    }
+    if watch.reason is None:
+        kernels_us = watch.kernels(program, sets)
+        attention_us = [
+            us for name, us in kernels_us if any(part in name for part in ATTENTION_KERNELS)
+        ]
+        found["attention_us"] = sum(attention_us)
+        found["attention_kernels"] = len(attention_us)
+        found["share"] = sum(attention_us) / sum(us for _, us in kernels_us)
+        found["kernels"] = len(kernels_us)
+        found["longest"] = _longest(kernels_us)
+    return found
+
+
+def _longest(kernels_us: list[tuple[str, float]], count: int = 10) -> dict[str, float]:
+    """The kernels that take most, by name, microseconds in all."""
+    totals: dict[str, float] = {}
+    for name, us in kernels_us:
+        totals[name[:80]] = totals.get(name[:80], 0.0) + us
+    return dict(sorted(totals.items(), key=lambda item: -item[1])[:count])
 
 
 def _rngs() -> nnx.Rngs:

@@ -6,6 +6,7 @@ usual ones.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -15,7 +16,11 @@ from benchmarks.case import Case
 from benchmarks.rivals import is_backward, num_forward
 
 EPS, SCALE = 1e-6, 0.125
-GRADIENTS = {"rope": 2, "embedding": 1}  # of how many of the forward's arguments; else of all
+GRADIENTS = {
+    "rope": 2,
+    "embedding": 1,
+    "flash_attention": 3,
+}  # of how many of the forward's arguments; else of all
 
 
 def of(case: Case) -> dict[str, Callable[..., Any]]:
@@ -39,9 +44,11 @@ def arguments(case: Case, seed: int, device: str) -> list[Any]:
     torch, _ = _torch()
     generator = torch.Generator(device).manual_seed(seed)
     made = []
-    for spec in case.arguments:
+    for i, spec in enumerate(case.arguments):
         name = str(spec.dtype)
-        if name == "bool":
+        if i in case.constants:
+            x = torch.from_numpy(case.constants[i]).to(device)
+        elif name == "bool":
             x = torch.rand(spec.shape, generator=generator, device=device) > 0.25
         elif name.startswith(("int", "uint")):
             rows = case.arguments[0].shape[0]
@@ -205,13 +212,35 @@ def _matmul(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
 def _attention(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def attend(backends, q, k, v):
+    words = case.keywords
+    decoding = case.op == "decode_attention"
+    if words.get("softcap") is not None or words.get("pages") or words.get("uneven"):
+        return {}  # it has no soft cap, and reads one cache of full rows
+    if decoding and len(case.arguments) > 4:
+        return {}  # nor int8
+
+    @functools.cache
+    def mask(t, device):
+        """Where the call is more than causal; made once, before the clock starts."""
+        if words.get("window") is None and not words.get("documents"):
+            return None
+        at = torch.arange(t, device=device)
+        seen = at[:, None] >= at if words["causal"] else torch.ones(t, t, device=device) > 0
+        if words.get("window") is not None:
+            seen = seen & (at > at[:, None] - words["window"])
+        if words.get("documents"):
+            ids = torch.from_numpy(case.constants[3][0]).to(device)
+            seen = seen & (ids[:, None] == ids)
+        return seen[None, None]
+
+    def attend(backends, q, k, v, *_):
+        kept = None if decoding else mask(q.shape[1], q.device)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        kwargs = {"is_causal": "causal" in options, "enable_gqa": q.shape[1] != k.shape[1]}
-        if backends is None:
-            return nn.scaled_dot_product_attention(q, k, v, **kwargs)
-        with sdpa_kernel(backends):
-            return nn.scaled_dot_product_attention(q, k, v, **kwargs)
+        kwargs = {"enable_gqa": q.shape[1] != k.shape[1]}
+        if not decoding:
+            kwargs |= {"attn_mask": kept, "is_causal": words["causal"] and kept is None}
+        with contextlib.nullcontext() if backends is None else sdpa_kernel(backends):
+            return nn.scaled_dot_product_attention(q, k, v, **kwargs).transpose(1, 2)
 
     return {
         "torch sdpa": functools.partial(attend, None),
@@ -228,6 +257,6 @@ OPS: dict[str, Callable[..., dict[str, Callable[..., Any]]]] = {
     "geglu": _glu,
     "embedding": _embedding,
     "matmul": _matmul,
-    "attention": _attention,
-    "unfused_attention": _attention,
+    "flash_attention": _attention,
+    "decode_attention": _attention,
 }

@@ -21,7 +21,7 @@ import jax
 from benchmarks import torch_rivals
 from benchmarks.case import Case
 from benchmarks.correct import sentence
-from benchmarks.worker import FATAL_EXIT, Log, Plan, chosen, in_turn
+from benchmarks.worker import ALONE_BYTES, FATAL_EXIT, Log, Plan, chosen, in_turn
 from pallas_kernels.measure import COLD_BYTES, Timing, num_sets
 
 FATAL = ("illegal memory access", "unspecified launch failure", "misaligned address")
@@ -158,7 +158,7 @@ def _task(plan: Plan, log: Log, watch: TorchWatch, case: Case, name: str, forwar
         return
     log.write("begin", key)
     try:
-        count = num_sets(case.bytes)
+        count = 1 if case.bytes > ALONE_BYTES else num_sets(case.bytes)
         runs = [
             torch_rivals.call(case, forward, torch_rivals.arguments(case, i, "cuda"))
             for i in range(count)

@@ -30,7 +30,9 @@ from pallas_kernels.measure import Stopwatch, num_sets
 FATAL = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_MISALIGNED", "unspecified launch")
 FATAL_EXIT, CLOCKS_EXIT = 70, 71
 ROUNDS, ROUND_S = 2, 3.0
-DECODE_S = 150.0  # of the time kept for decoding, whose programs take long to compile
+FEW_CALLS, TIMED_S = 4, 0.3  # a call so long that 20 of them take longer is repeated less often
+ALONE_BYTES = 2**32  # what no cache holds a tenth of needs no second set of inputs
+LATE_S = 150.0  # of the time kept for whole models, whose programs take long to compile
 HOST_BYTES = 24 * 2**30  # float64 arrays of checks that may lie on the host at a time
 # What a host checks in float64 within a second or two
 CHECK_BYTES, CHECK_OPERATIONS = 300_000_000, 100_000_000_000
@@ -48,6 +50,7 @@ class Plan:
     threads: int = 8
     quick: bool = False
     host_clock: bool = False
+    layers: int = 32
 
 
 class Log:
@@ -94,6 +97,16 @@ def in_turn(cases: Sequence[Case]) -> list[Case]:
     return [c for c in itertools.chain(*itertools.zip_longest(*piles)) if c is not None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """run is timed; prepare makes its arguments of the case's, which run takes as they are if
+    it is None.
+    """
+
+    run: Callable[..., Any]
+    prepare: Callable[..., tuple] | None = None
+
+
 class Programs:
     """Every case's programs, compiled ahead in threads."""
 
@@ -101,7 +114,9 @@ class Programs:
         self.pool = ThreadPoolExecutor(threads)
         self.rivals = {case.name: rivals.of(case) for case in cases}
         self.futures: dict[tuple[str, str], Future] = {}
+        self.makers: dict[str, Future] = {}
         for case in cases:
+            self.makers[case.name] = self.pool.submit(_compile_inputs, case)
             if on_gpu:
                 self._submit(case, "ours", rivals.Rival(case.run))
             for name, rival in self.rivals[case.name].items():
@@ -109,28 +124,39 @@ class Programs:
                     self._submit(case, name, rival)
 
     def _submit(self, case: Case, name: str, rival: rivals.Rival) -> None:
-        if rival.prepare is None:
-            self.futures[case.name, name] = self.pool.submit(_compile, case.arguments, rival)
+        self.futures[case.name, name] = self.pool.submit(_compile, case.arguments, rival)
 
-    def get(self, case: Case, name: str, arguments: tuple) -> Callable[..., Any]:
-        """The compiled program; `arguments` are what it will be called with."""
-        future = self.futures.get((case.name, name))
-        if future is None:
-            rival = self.rivals[case.name][name]
-            future = self.futures[case.name, name] = self.pool.submit(_compile, arguments, rival)
-        return future.result()
+    def inputs(self, case: Case, seed: int) -> tuple[jax.Array, ...]:
+        """The case's arguments, on the device."""
+        return self.makers[case.name].result()(jax.random.key(seed))
+
+    def get(self, case: Case, name: str) -> Program:
+        """The compiled programs of "ours" or a rival."""
+        return self.futures[case.name, name].result()
 
     def close(self) -> None:
         """Compile nothing more."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compile(arguments: tuple, rival: rivals.Rival) -> Callable[..., Any]:
+def _compile(arguments: tuple, rival: rivals.Rival) -> Program:
+    prepare = None
+    if rival.prepare is not None:
+        before = jax.jit(rival.prepare).lower(*arguments)
+        prepare = before.compile()
+        # Of this very trace: the functions in a saved forward pass are equal to no other trace's
+        arguments = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(before.out_info)
+        )
     program = jax.jit(rival.run).lower(*arguments)
     compiled = program.compile(compiler_options=dict(rival.options) or None)
     if rival.must_have and rival.must_have not in (compiled.as_text() or ""):
         raise NotImplementedError(f"XLA put no {rival.must_have} into the program")
-    return compiled
+    return Program(compiled, prepare)
+
+
+def _compile_inputs(case: Case) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+    return jax.jit(case.inputs).lower(jax.random.key(0)).compile()
 
 
 def main(argv: list[str]) -> int:
@@ -162,6 +188,10 @@ def main(argv: list[str]) -> int:
         run.programs.close()
     log.write("end", "all", result={})
     return 0
+
+
+def _is_large(case: Case) -> bool:
+    return case.bytes > CHECK_BYTES or case.operations > CHECK_OPERATIONS
 
 
 class _Run:
@@ -205,10 +235,12 @@ class _Run:
                 self.log.write("end", key, result=future.result())
 
         def begin(case: Case, key: str) -> None:
-            arguments = case.inputs(jax.random.key(0))
-            jax.block_until_ready(arguments)
-            plain = self.programs.get(case, "xla", arguments)(*arguments)
-            ours = self.programs.get(case, "ours", arguments)(*arguments) if self.on_gpu else plain
+            arguments = whole = self.programs.inputs(case, 0)
+            plain = self.programs.get(case, "xla").run(*arguments)
+            ours = self.programs.get(case, "ours").run(*arguments) if self.on_gpu else plain
+            if _is_large(case) and case.sample is not None:
+                arguments, ours = case.sample(whole, ours)
+                _, plain = case.sample(whole, plain)
             arguments, ours, plain = jax.device_get((arguments, ours, plain))
             size = 8 * 6 * sum(x.size for x in jax.tree.leaves((arguments, ours)))
             finish(max(0, HOST_BYTES - size))
@@ -216,7 +248,7 @@ class _Run:
 
         for case in self.cases:
             key = f"correct/{case.name}"
-            if case.bytes > CHECK_BYTES or case.operations > CHECK_OPERATIONS:
+            if _is_large(case) and case.sample is None:
                 if key not in self.plan.done:
                     self.log.write("end", key, result=TOO_LARGE)
                 continue
@@ -231,15 +263,16 @@ class _Run:
             self.task("ceilings", lambda: ceilings.measure(self.watch, believe=believe))
 
     def rest(self) -> None:
-        """Sections (see sections.py) and times; decoding last, with time kept for it."""
-        work = sections.tasks(self.plan.names, self.plan.quick, self.on_gpu)
-        late = {key: run for key, run in work if key.startswith("decode/")}
+        """Sections (see sections.py) and times; whole models last, with time kept for them."""
+        plan = self.plan
+        work = sections.tasks(plan.names, plan.quick, self.on_gpu, plan.layers)
+        late = {key: run for key, run in work if key.split("/")[0] in sections.LATE}
         for key, run in work:
             if key not in late:
                 self.task(f"section/{key}", lambda run=run: run(self.watch))
         end = self.plan.deadline
         if late and self.cases:
-            self.plan.deadline -= DECODE_S
+            self.plan.deadline -= LATE_S
         for case in in_turn(self.cases):
             self.task(f"time/{case.name}", lambda case=case: self.time(case))
         self.plan.deadline = end
@@ -249,36 +282,40 @@ class _Run:
     def time(self, case: Case) -> dict[str, Any]:
         """{rival: its timing, or why there is none}."""
         count = num_sets(case.bytes) if self.on_gpu else 2
-        sets = [case.inputs(jax.random.key(i)) for i in range(count)]
+        if case.bytes > ALONE_BYTES:
+            count = 1
+        sets = [self.programs.inputs(case, i) for i in range(count)]
         jax.block_until_ready(sets)
         names = (["ours"] if self.on_gpu else []) + list(self.programs.rivals[case.name])
         times: dict[str, dict[str, Any]] = {}
         ready: dict[str, tuple] = {}
+        most = 10 if self.plan.quick or not self.on_gpu else 20
         plain = None
         for name in ["xla", *names] if self.on_gpu else ["xla"]:
             if name in ready:
                 continue
             try:
-                rival = self.programs.rivals[case.name].get(name)
+                program = self.programs.get(case, name)
                 used = sets
-                if rival is not None and rival.prepare is not None:
-                    used = jax.block_until_ready([rival.prepare(*x) for x in sets])
-                program = self.programs.get(case, name, used[0])
-                result = program(*used[0])
+                if program.prepare is not None:
+                    used = jax.block_until_ready([program.prepare(*x) for x in sets])
+                result = jax.block_until_ready(program.run(*used[0]))
                 plain = result if name == "xla" else plain
                 apart = 0.0 if plain is None else _apart(result, plain)
                 if not apart < DIFFERS:
                     times[name] = {"failed": f"its result is {apart:.2g} away from xla's"}
                 else:
-                    ready[name] = program, used
+                    start = time.time()
+                    jax.block_until_ready(program.run(*used[0]))
+                    calls = max(FEW_CALLS, min(most, int(TIMED_S / (time.time() - start + 1e-9))))
+                    ready[name] = program.run, used, calls
             except Exception as error:
                 self._survive(error)
                 times[name] = {"failed": sentence(error)}
         del plain
-        calls = 10 if self.plan.quick or not self.on_gpu else 20
         start = time.time()
         for _ in range(ROUNDS):  # in turns, since clocks drift; the better one counts
-            for name, (program, used) in list(ready.items()):
+            for name, (program, used, calls) in list(ready.items()):
                 try:
                     timing = dataclasses.asdict(self.watch.time(program, used, calls=calls))
                 except Exception as error:

@@ -110,6 +110,23 @@ class Stopwatch:
                 return Timing(us, _spread(times), wall_us, "cupti", calls, names)
         return Timing(wall_us, _spread(walls), wall_us, f"host ({reason})", calls)
 
+    def kernels(
+        self, f: Callable[..., Any], sets: Sequence[tuple], *, calls: int = 3
+    ) -> list[tuple[str, float]]:
+        """(name, microseconds) of each kernel of one call, in order: medians of `calls`.
+
+        Raises: ValueError where there is no CUPTI; RuntimeError if the calls differ.
+        """
+        if self.reason is not None:
+            raise ValueError(f"stopwatch: kernels are seen by CUPTI alone: {self.reason}")
+        events = self._cupti(f, sets, calls, clear=False)
+        if len({tuple(name for name, _ in call) for call in events}) != 1:
+            raise RuntimeError("the calls differ in their kernels")
+        return [
+            (same[0][0], 1e3 * statistics.median(ms for _, ms in same))
+            for same in zip(*events, strict=True)
+        ]
+
     def _wall(self, f: Callable[..., Any], sets: Sequence[tuple], calls: int) -> float:
         """Microseconds a call, of `calls` in a row."""
         kept: list[Any] = [None] * len(sets)

@@ -218,7 +218,7 @@ def test_rows_join_both_workers(monkeypatch):
 def test_a_name_that_nothing_has(tmp_path, capsys):
     assert main.main(["sundial", "--out", str(tmp_path / "x.json")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("benchmarks: nothing is named sundial; there are decode, ")
+    assert error.startswith("benchmarks: nothing is named sundial; there are attention, ")
 
 
 @pytest.mark.slow
@@ -267,6 +267,23 @@ def test_the_sections_run(monkeypatch):
     parameters = 64 * 32 + 3 * 32 + 32 * (32 + 16 + 16) + 64 + 32 * 32 + 3 * 32 * 64
     cached = 2 * 2 * 1 * 16 * (4 + 4)
     assert found["bytes_a_token"] == 2 * parameters + cached
+    for cached in (True, False):
+        found = sections.prefill(TINY, "xla", 16, cached, watch)
+        assert found["layers"] == 1
+        assert found["tokens_per_s"] > 0
+    found = sections.long_context((1, 32, 4, 2, 16), "xla", watch)
+    assert found["forward"]["finite"]
+    assert found["forward and backward"]["operations"] == 3.5 * 2 * 4 * 16 * 32 * 32
+
+
+def test_kernels_are_seen_by_cupti_alone():
+    with pytest.raises(ValueError, match="stopwatch: kernels are seen by CUPTI alone: asked for"):
+        measure.Stopwatch("host").kernels(jnp.sin, [(jnp.ones(3),)])
+
+
+def test_the_longest_kernels():
+    kernels = [("a", 1.0), ("b", 5.0), ("a", 2.0), ("c", 0.5)]
+    assert sections._longest(kernels, 2) == {"b": 5.0, "a": 3.0}
 
 
 @pytest.mark.slow
@@ -291,6 +308,11 @@ def test_sections_are_chosen_by_name():
     assert "decode" not in keys([], quick=True)
     assert "decode" in keys(["decode"], quick=True)
     assert keys([], on_gpu=False) == []
+    assert sections.expand(["rope", "attention", "prefill"]) == [
+        *("rope", "flash_attention", "decode_attention", "prefill", "long-context")
+    ]
+    [two] = [run for key, run in sections.tasks(["prefill"], False, True, 2)][:1]
+    assert two.args[0].num_hidden_layers == 2
 
 
 def test_ceilings_need_a_gpu(tmp_path):

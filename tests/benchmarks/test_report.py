@@ -52,6 +52,23 @@ def results(**changes):
                 "op by op, attention on the host": {"us": 9000.0},
                 "jitted": {"us": 90.0},
             },
+            "prefill/pallas": {
+                **{"layers": 32, "tokens": 8192, "wall_us": 2e5, "attention_us": 3e4},
+                **{"share": 0.15, "tokens_per_s": 40960.0},
+            },
+            "prefill/cudnn": {"failed": "ValueError: p"},
+            "long-context/pallas": {
+                "shape": [1, 65536, 32, 8, 128],
+                **dict.fromkeys(
+                    ("forward", "forward and backward"),
+                    timing(
+                        *(5e4,),
+                        **{"operations": 35 * 10**12, "finite": True, "argument_bytes": 10**9},
+                        **{"output_bytes": 2 * 10**9, "temporary_bytes": 3 * 10**9},
+                    ),
+                ),
+            },
+            "long-context/cudnn": {"failed": "ValueError: q"},
             "decode/xla": {"tokens_per_s": 2000.0, "bytes_a_token": 10**9},
             "decode/pallas": {"failed": "NotImplementedError: z"},
         },
@@ -67,6 +84,8 @@ def test_figures():
     matmul = report.figures(results()["rows"][1], CEILINGS)
     assert matmul["percent"] == pytest.approx(100 * 2 * 4096**3 / 200e-6 / 8e14)
     assert matmul["ratio"] == pytest.approx(0.95)
+    decode = {**results()["rows"][1], "ceiling": "read"}
+    assert report.figures(decode, CEILINGS)["percent"] == pytest.approx(100 * 5e11 / 4.5e12)
 
 
 def test_no_figure_without_its_parts():
@@ -95,9 +114,10 @@ def test_the_tables():
     assert "### NVIDIA H200, 2026-11-20T15:00:00+00:00" in text
     assert "Driver 580.1, jax 0.11.2." in text
     assert "copy 4.00 TB/s, read 4.50 TB/s, bf16 matmul 800 TFLOP/s" in text
-    first = "| rms_norm: 8192 x 8192 bfloat16 | right | 268 |  | 70.0 | 96 % | 90.0 | liger 84.0 |"
-    assert f"{first} 1.20 |" in text
-    assert "| rms_norm: a/b | right | 268 |  | failed: RuntimeError: x |  | 80.0 |" in text
+    first = "| rms_norm: 8192 x 8192 bfloat16 | right | 268 |  | 70.0 | 3835 |  |"
+    assert f"{first} 96 % | 90.0 | liger 84.0 | 1.20 |" in text
+    assert "| matmul: 4096^3 | right | 100 | 137.4 | 200.0 | 500 | 687 | 86 % | 190.0 |" in text
+    assert "| rms_norm: a/b | right | 268 |  | failed: RuntimeError: x |  |  |  | 80.0 |" in text
     assert "| rms_norm: late | not run: late | 268 |  | not run: late |" in text
     assert "| 32 x 512 | separate | 1 | 1 | 9.0 | 0 % |" in text
     assert "| 64 x 131072 | failed: ValueError: y |" in text
@@ -106,11 +126,16 @@ def test_the_tables():
     assert "| float32 | failed: ValueError: w | | |" in text
     assert "| xla | 2000 | 50 % |" in text
     assert "| pallas | failed: NotImplementedError: z | |" in text
+    assert "| pallas | 32 | 8192 | 200.0 | 30.00 ms, 15.0 % | 40960 |" in text
+    assert "| cudnn | failed: ValueError: p | | | | |" in text
+    long = "| pallas | 1 x 65536, 32 / 8 x 128 | forward | 50.00 | 700 | 1000, 2000, 3000 | yes |"
+    assert long in text
+    assert "| cudnn | failed: ValueError: q | | | | | |" in text
     assert "Rivals without a time:\n\n* tokamax, 1 case: failed: ValueError: no\n" in text
     assert "Absent: torch (not installed)." in text
     for line in text.splitlines():
         if line.startswith("| rms_norm") or line.startswith("| case"):
-            assert line.count("|") == 10, line
+            assert line.count("|") == 12, line
 
 
 def test_the_command_writes_readme_and_plot(tmp_path, capsys):
