@@ -101,7 +101,7 @@ def compile_program(model: str, program: str, implementation: str) -> Row:
         return Row(name, faults=(_sentence(error),))
     found = []
     if implementation == "pallas":
-        found += programs.missing_kernels(facts.mosaic, kernels(), program == "training")
+        found += programs.missing_kernels(facts.mosaic, kernels(), program)
     return Row(name, facts=facts, faults=tuple(found))
 
 

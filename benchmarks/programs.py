@@ -211,10 +211,27 @@ KERNEL_OF = {
     "glu": ("swiglu", LAYERS),
 }
 
+# Attention's kernel by program, and how often a layer launches it: decoding may combine its parts
+ATTENTION_OF = {
+    "prefill": ("flash_attention", 1, 1),
+    "decode": ("decode_attention", 1, 2),
+    "training": ("flash_attention", 1, 1),
+}
 
-def missing_kernels(launched: Sequence[str], chosen: Iterable[str], training: bool) -> list[str]:
-    """Which kernels of the ops `chosen` a program ought to launch and does not, a phrase each."""
-    found = []
+
+def missing_kernels(launched: Sequence[str], chosen: Iterable[str], program: str) -> list[str]:
+    """Which kernels of the ops `chosen` a program ought to launch and does not, or launches more
+    often than it ought, a phrase each.
+    """
+    found, training = [], program == "training"
+    if "attention" in chosen:
+        name, least, most = ATTENTION_OF[program]
+        number = sum(k.startswith(name) and "backward" not in k for k in launched)
+        if not least * LAYERS <= number <= most * LAYERS:
+            wanted = " to ".join(str(n * LAYERS) for n in dict.fromkeys((least, most)))
+            found.append(f"{number} launches of {name}, not {wanted}")
+        if training and not any(k.startswith(f"{name}_backward") for k in launched):
+            found.append(f"no backward kernel of {name}")
     for name, times in (KERNEL_OF[op] for op in chosen if op in KERNEL_OF):
         forward = [k for k in launched if k.startswith(name) and "backward" not in k]
         if len(forward) < times:

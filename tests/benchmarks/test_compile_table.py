@@ -179,14 +179,31 @@ def test_every_limit_of_a_program_can_be_broken(changes, said):
 
 
 def test_missing_kernels_are_named():
-    assert programs.missing_kernels(FACTS.mosaic, ["rms_norm"], training=True) == []
-    assert programs.missing_kernels(FACTS.mosaic, ["rms_norm", "glu"], training=False) == [
+    assert programs.missing_kernels(FACTS.mosaic, ["rms_norm"], "training") == []
+    assert programs.missing_kernels(FACTS.mosaic, ["rms_norm", "glu"], "prefill") == [
         "0 launches of swiglu, not 4"
     ]
-    assert programs.missing_kernels(FACTS.mosaic[:8], ["rms_norm"], training=True) == [
+    assert programs.missing_kernels(FACTS.mosaic[:8], ["rms_norm"], "training") == [
         "8 launches of rms_norm, not 9",
         "no backward kernel of rms_norm",
     ]
+
+
+@pytest.mark.parametrize(
+    ("program", "launched", "said"),
+    [
+        ("prefill", ["flash_attention"] * 4, []),
+        ("prefill", ["flash_attention"] * 8, ["8 launches of flash_attention, not 4"]),
+        ("decode", ["decode_attention"] * 4, []),
+        ("decode", ["decode_attention", "decode_attention_combine"] * 4, []),
+        ("decode", ["decode_attention"] * 3, ["3 launches of decode_attention, not 4 to 8"]),
+        ("decode", ["flash_attention"] * 4, ["0 launches of decode_attention, not 4 to 8"]),
+        ("training", ["flash_attention", "flash_attention_backward"] * 4, []),
+        ("training", ["flash_attention"] * 4, ["no backward kernel of flash_attention"]),
+    ],
+)
+def test_attention_is_launched_once_a_layer(program, launched, said):
+    assert programs.missing_kernels(launched, ["attention"], program) == said
 
 
 @needs_plugin
