@@ -5,6 +5,7 @@ and how it is tiled (`Config`): `from pallas_kernels.rms_norm import why_not`.
 """
 
 from pallas_kernels.embedding import embedding
+from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.matmul import matmul
 from pallas_kernels.rms_norm import rms_norm
@@ -14,6 +15,7 @@ from pallas_kernels.swiglu import geglu, swiglu
 
 __all__ = [
     "embedding",
+    "flash_attention",
     "geglu",
     "layer_norm",
     "matmul",

@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import nvvm
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _wgmma
 
 # The interpreter of Mosaic is public from 0.11 on, and its state still is not.
 from jax._src.pallas.mosaic_gpu.interpret import (  # isort: skip
@@ -111,6 +113,7 @@ def wgmma(
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
+    ready: bool = False,
     interpret: bool,
 ) -> jax.Array:
     """acc + a @ b, not done yet: nothing may touch the result before `wgmma_wait` has handed it on.
@@ -118,8 +121,9 @@ def wgmma(
     acc: float32 [M, N] in Layout.WGMMA, None for zeros. a: registers [M, K] in Layout.WGMMA, or
     shared memory as b is. b: shared memory [K, N], tiled and swizzled for wgmma; in several parts
     one beside the other, it is [parts, K, N / parts]. Transposed: [N, K], or [parts, N, K / parts].
-    One call is one group for `wgmma_wait`. The interpreter, which has neither an `a` in registers
-    nor a sum to begin with, multiplies at once.
+    One call is one group for `wgmma_wait`. ready: acc and a have come through `wgmma_ready` since
+    anything else wrote them; without it, no group may be in flight (the assembler would wait).
+    The interpreter has neither an `a` in registers nor a sum to begin with, and multiplies at once.
     """
 
     def width(x):
@@ -137,18 +141,23 @@ def wgmma(
             return x.T if transpose else x
 
         left, right = whole(a, transpose_a), whole(b, transpose_b)
+        plgpu.commit_smem()  # tensor cores read as copies write: there is nothing to tell them
         summed = jnp.dot(left, right, preferred_element_type=jnp.float32)
         return summed if acc is None else acc + summed
+    if not ready:
+        registers = [x for x in (acc, a) if isinstance(x, jax.Array)]
+        registers = list(wgmma_ready(*registers, interpret=interpret))
+        acc = None if acc is None else registers.pop(0)
+        a = registers.pop() if in_registers else a
 
-    def swizzle(x):
-        return x.shape[-1] * jnp.dtype(x.dtype).itemsize
+    def swizzle_of(x):
+        return next(s for s in (128, 64, 32) if x.shape[-1] * jnp.dtype(x.dtype).itemsize % s == 0)
 
     def type_of(x):
-        columns = x.shape[-1]
-        found = next(s for s in (128, 64, 32) if swizzle(x) % s == 0)
-        tile = (8, found // jnp.dtype(x.dtype).itemsize)
-        assert len(x.shape) == 2 or columns == tile[1], x.shape
-        return plgpu.RefType((plgpu.TilingTransform(tile), plgpu.SwizzleTransform(found)))
+        swizzle = swizzle_of(x)
+        tile = (8, swizzle // jnp.dtype(x.dtype).itemsize)
+        assert len(x.shape) == 2 or x.shape[-1] == tile[1], x.shape
+        return plgpu.RefType((plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
 
     def tiles(x, transpose):
         """[rows / 8, columns / line, 8, line], or the other way round."""
@@ -157,8 +166,7 @@ def wgmma(
             x = mgpu.memref_transpose(x, (1, 0, 2, 3))
         return mgpu.memref_transpose(x, (1, 0, 3, 2)) if transpose else x
 
-    line = min(swizzle(b), 128)
-    layout = plgpu.Layout.WGMMA
+    layout, swizzle = plgpu.Layout.WGMMA, swizzle_of(b)
     types = [layout] if acc is not None else []
     types += [layout if in_registers else type_of(a), type_of(b)]
 
@@ -168,16 +176,24 @@ def wgmma(
     )
     def product(_: Any, *operands: Any) -> Any:
         *first, a, b = operands
-        if first:
-            total = mgpu.WGMMAAccumulator.from_registers(first[0])
-        else:
-            total = mgpu.WGMMAAccumulator.zero(m, n)
         a = a if in_registers else tiles(a, transpose_a)
-        total = mgpu.wgmma(total, a, tiles(b, transpose_b), swizzle=line)
-        nvvm.wgmma_commit_group_sync_aligned()
-        return total.value
+        return _wgmma.issue(first[0] if first else None, a, tiles(b, transpose_b), swizzle)
 
     return product(*([] if acc is None else [acc]), a, b)
+
+
+def wgmma_ready(*values: jax.Array, interpret: bool) -> tuple[jax.Array, ...]:
+    """`values`, of which `wgmma` may read the registers from here on."""
+    if interpret:
+        return values
+    done = lax.optimization_barrier(values) if values else ()
+
+    @plgpu.inline_mgpu()
+    def fence(*_: Any) -> Any:
+        nvvm.wgmma_fence_aligned()
+
+    fence()
+    return tuple(done)
 
 
 def wgmma_wait(count: int, *values: Any) -> Any:

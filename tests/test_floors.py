@@ -20,7 +20,8 @@ LAYERS = "jaxllm.ops jaxllm.ops.[!_]* jaxllm.cache jaxllm.config"
 MAY_IMPORT = {
     "pallas_kernels": "pallas_kernels.*",
     "pallas_kernels.device": "",
-    "pallas_kernels._compat": "",
+    "pallas_kernels._wgmma": "",
+    "pallas_kernels._compat": "pallas_kernels._wgmma",
     "pallas_kernels.rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
     "pallas_kernels.over_rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows",
     "pallas_kernels.rms_norm": (
@@ -56,6 +57,13 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.attention_reference": "",
     "pallas_kernels.flash_attention_blocks": "",
+    "pallas_kernels.flash_attention_forward": (
+        "pallas_kernels._compat pallas_kernels.flash_attention_blocks"
+    ),
+    "pallas_kernels.flash_attention": (
+        "pallas_kernels.attention_reference pallas_kernels.device "
+        "pallas_kernels.flash_attention_forward pallas_kernels.tuned"
+    ),
     "pallas_kernels.rope": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
     "pallas_kernels.softmax_tiles": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows"

@@ -1,0 +1,263 @@
+"""Flash attention: softmax(scale q k^T) v with nothing of size T x S in memory, and its gradient.
+
+q [B, T, N, H], k and v [B, S, K, H]; query head n reads key head n // (N // K). What is computed,
+and which keys a query sees, `attention_reference` says; what a block does,
+`flash_attention_forward` and `flash_attention_backward`.
+Sources: Dao 2023, arXiv:2307.08691; Shah et al. 2024 (FlashAttention-3), arXiv:2407.08608.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import device as device_lib
+from pallas_kernels import tuned
+from pallas_kernels.attention_reference import attention_reference, check
+from pallas_kernels.device import Device
+from pallas_kernels.flash_attention_forward import (
+    REGISTERS,
+    SHARED_BYTES,
+    Config,
+    Static,
+    forward,
+    padded_width,
+    shared_bytes,
+)
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+WIDEST = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a call is compiled for, forward and backward."""
+
+    forward: Static
+    device: Device
+    return_lse: bool
+
+
+def flash_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    q_segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    kv_lengths: Int[Array, " B"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Any:
+    """Softmax attention with grouped heads; with `return_lse` also the float32 [B, T, N] logarithm
+    of each query's denominator, -inf where nothing was summed.
+
+    Row b has kv_lengths[b] keys (all S if None), and its query t sits at key kv_lengths[b] - T + t:
+    aligned to the end. With causal a query sees no later key; `window=w` leaves the last w keys,
+    its own included (without causal: the keys nearer than w). Segment ids, given for both sides,
+    must agree. `scale` is 1 / sqrt(H) if None; `softcap=c` turns a score s into c tanh(s / c);
+    sinks are a score a head that has no value. A query that sees no key gives zeros.
+    Dtypes: bfloat16 or float16; scores, sums and statistics are float32, and the weights are
+    rounded to v's dtype for their product with v; the result has q's dtype.
+    Gradients: of q, k, v and sinks, also through the logarithm.
+    Raises: ValueError if shapes or dtypes disagree, or a known length is not in [0, S] (a traced
+    one means what `attention_reference.visible` says). NotImplementedError without a Hopper GPU
+    (unless `interpret`), or for what `why_not` says.
+    """
+    masks = {
+        "q_segment_ids": q_segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "kv_lengths": kv_lengths,
+    }
+    check("flash_attention", q, k, v, window=window, softcap=softcap, sinks=sinks, **masks)
+    if config is not None and (problem := _config_problem(config, q)):
+        raise ValueError(f"flash_attention: {config}: {problem}")
+    keywords: dict[str, Any] = {"causal": causal, "scale": scale, "window": window}
+    keywords |= {"softcap": softcap, **masks, "sinks": sinks, "return_lse": return_lse}
+    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    reason = why_not(q, k, v, **keywords, device=device)
+    if reason is not None:
+        raise NotImplementedError(f"flash_attention: cannot run this call: {reason}")
+    config = (
+        config
+        or tuned.lookup("flash_attention", bucket(q, k, v, **keywords), device, Config)
+        or default_config(q, k, v, **keywords, device=device)
+    )
+    static = Static(
+        config,
+        device.num_sms,
+        interpret,
+        causal=causal,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=window,
+        softcap=softcap,
+        save_lse=return_lse,
+    )
+    call = _Call(static, device, return_lse)
+    results: Any = _attention(call, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks)
+    return (results[0], jnp.swapaxes(results[1], 1, 2)) if return_lse else results[0]
+
+
+def flash_attention_reference(q, k, v, **keywords):
+    """The mathematics in plain JAX."""
+    return attention_reference(q, k, v, **keywords)
+
+
+def why_not(
+    q,
+    k,
+    v,
+    *,
+    causal=True,
+    scale=None,
+    window=None,
+    softcap=None,
+    q_segment_ids=None,
+    kv_segment_ids=None,
+    kv_lengths=None,
+    sinks=None,
+    return_lse=False,
+    device: Device | None = None,
+) -> str | None:
+    """What keeps the kernel from this call; shapes suffice."""
+    del causal, window, softcap, q_segment_ids, kv_segment_ids, kv_lengths, sinks, return_lse
+    if reason := device_lib.why_not_hopper(device or device_lib.current()):
+        return reason
+    if q.dtype == jnp.float32:
+        return "the tensor cores would round float32 to 10 bits (tf32)"
+    if q.dtype not in DTYPES:
+        return f"takes bfloat16 or float16, got {q.dtype}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > WIDEST:
+        return f"head width {q.shape[-1]} is not a multiple of 8 up to {WIDEST}"
+    if 0 in (*q.shape, *k.shape):
+        return f"nothing to attend to: q is {list(q.shape)}, k is {list(k.shape)}"
+    if isinstance(scale, Tracer):
+        return "the scale is part of the kernel, and here it is traced"
+    return None
+
+
+def default_config(q, k, v, *, device: Device, **keywords) -> Config:
+    """Two consumers of 64 queries, and as many keys at a time as the registers hold."""
+    del k, v, device, keywords
+    width = padded_width(q.shape[-1])
+    if width > 192:  # sums alone take 128 registers
+        return Config(kv_block=64, q_stages=1)
+    if width > 128:
+        return Config(kv_block=96, q_stages=1)
+    return Config()
+
+
+def bucket(q, k, v, *, causal=True, window=None, **keywords) -> str:
+    """The key of a tuned row: tokens up to a power of two, heads and width as they are."""
+    del v
+    names = [q.dtype.name, f"t{_power(q.shape[1])}", f"s{_power(k.shape[1])}"]
+    names += [f"n{q.shape[2]}", f"k{k.shape[2]}", f"h{q.shape[3]}"]
+    names += ["causal"] * bool(causal) + ["window"] * (window is not None)
+    names += [name for name in ("softcap", "q_segment_ids") if keywords.get(name) is not None]
+    return "-".join(names)
+
+
+def candidates(q, k, v, *, device: Device, **keywords) -> list[Config]:
+    """What is worth a measurement: the default's neighbours."""
+    default = default_config(q, k, v, device=device, **keywords)
+    found = [
+        Config(kv_block, consumers, stages, q_stages, turns)
+        for consumers in (2, 3)
+        for kv_block in (64, 80, 96, 128, 160, 192)
+        for q_stages in (2, 1)
+        for stages in (2, 3, 4)
+        for turns in (True, False)
+    ]
+    return [c for c in found if c != default and _config_problem(c, q) is None]
+
+
+def tuning_calls() -> list[tuned.Call]:
+    """Prefill and training sizes of real models."""
+    calls = []
+    for n, kv_heads, h in ((32, 8, 128), (14, 2, 64), (32, 32, 96)):
+        for t in (1024, 4096, 16384):
+            shapes = [(16384 // t, t, heads, h) for heads in (n, kv_heads, kv_heads)]
+            arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+            calls.append(tuned.Call(arguments, flash_attention))
+    return calls
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _config_problem(config: Config, q) -> str | None:
+    """What the hardware has against a tile."""
+    c, width = config, padded_width(q.shape[-1])
+    size_bytes = shared_bytes(config, q.shape[-1])
+    # of a consumer's thread: sums, scores and the weights of the block before
+    registers = width // 2 + c.kv_block // 2 + c.kv_block // 4
+    room = {1: 200, 2: 210, 3: 136}.get(c.consumers, 0)
+    problems = {
+        f"consumers must be one of {list(REGISTERS)}": c.consumers not in REGISTERS,
+        "kv_block must be a multiple of 16, from 16 to 256": (
+            c.kv_block % 16 or not 16 <= c.kv_block <= 256
+        ),
+        "stages must be 2 at least, q_stages 1": c.stages < 2 or c.q_stages < 1,
+        f"sums, scores and weights take {registers} of {room} registers": registers > room,
+        f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
+    }
+    return next((problem for problem, found in problems.items() if found), None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call: _Call, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks):
+    """(out, lse [B, N, T], or None if nobody asked for it)."""
+    return forward(call.forward, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks)
+
+
+def _attention_forward(call, *arrays):
+    static = dataclasses.replace(call.forward, save_lse=True)
+    out, lse = forward(static, *arrays)
+    return (out, lse if call.return_lse else None), (*arrays, out, lse)
+
+
+def _attention_backward(call, saved, cotangents):
+    q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks, _, _ = saved
+    d_out, d_lse = cotangents
+    static = call.forward
+
+    def reference(q, k, v, sinks):
+        out, lse = attention_reference(
+            q,
+            k,
+            v,
+            causal=static.causal,
+            scale=static.scale,
+            window=static.window,
+            softcap=static.softcap,
+            q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            kv_lengths=kv_lengths,
+            sinks=sinks,
+            return_lse=True,
+        )
+        return out, jnp.swapaxes(lse, 1, 2)
+
+    (_, lse), pull = jax.vjp(reference, q, k, v, sinks)
+    d_q, d_k, d_v, d_sinks = pull((d_out, jnp.zeros_like(lse) if d_lse is None else d_lse))
+    return d_q, d_k, d_v, None, None, None, d_sinks
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+# Calls alike share one compiled kernel
+_attention = jax.jit(_attention, static_argnums=0)  # pyright: ignore[reportAssignmentType]
