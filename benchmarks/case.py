@@ -36,6 +36,7 @@ class Case:
         torch_rivals.py, by op.
     make: key -> arguments, where normal random numbers will not do (ids, masks, angles).
     constants: arguments by place that are the same for all keys, for torch too (lengths).
+    time_plain: whether "xla" is timed; else it is what others are compared with, and no rival.
     compile_only: a tested or tuned shape that the benchmark leaves out.
     largest_term: for tests/numerics.py, where sums pass through numbers larger than their results.
     """
@@ -55,6 +56,7 @@ class Case:
     rivals: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     make: Callable[[jax.Array], tuple[jax.Array, ...]] | None = None
     constants: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    time_plain: bool = True
     compile_only: bool = False
     largest_term: float | None = None
 

@@ -92,7 +92,7 @@ def fail(message: str, *arguments: Any) -> Any:
 
 def is_backward(case: Case) -> bool:
     """Whether the case is a backward pass: its last arguments are cotangents."""
-    return "backward" in case.label
+    return "backward" in case.name
 
 
 def num_forward(case: Case) -> int:
@@ -105,7 +105,7 @@ def num_forward(case: Case) -> int:
         "rope": 4,
         "embedding": 2,
         "matmul": 2,
-        "flash_attention": 4 if case.keywords.get("documents") else 3,
+        "flash_attention_backward": 4 if case.keywords.get("documents") else 3,
     }.get(case.op, 1 if "fused" in label else 2)
 
 

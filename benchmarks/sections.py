@@ -23,7 +23,12 @@ from pallas_kernels.measure import Stopwatch, Timing, num_sets, size_bytes
 
 SECTIONS = ("softmax-fusion", "unfused-attention", "layer", "decode", "prefill", "long-context")
 # Names that stand for several
-GROUPS = {"attention": ("flash_attention", "decode_attention", "prefill", "long-context")}
+GROUPS = {
+    "attention": (
+        *("flash_attention", "flash_attention_backward", "decode_attention"),
+        *("prefill", "long-context"),
+    )
+}
 LATE = ("decode", "prefill")  # whose programs take long to compile
 
 Work = Callable[[Stopwatch], dict[str, Any]]

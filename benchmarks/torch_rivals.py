@@ -16,11 +16,8 @@ from benchmarks.case import Case
 from benchmarks.rivals import is_backward, num_forward
 
 EPS, SCALE = 1e-6, 0.125
-GRADIENTS = {
-    "rope": 2,
-    "embedding": 1,
-    "flash_attention": 3,
-}  # of how many of the forward's arguments; else of all
+# Of how many of the forward's arguments; else of all
+GRADIENTS = {"rope": 2, "embedding": 1, "flash_attention_backward": 3}
 
 
 def of(case: Case) -> dict[str, Callable[..., Any]]:
@@ -258,5 +255,6 @@ OPS: dict[str, Callable[..., dict[str, Callable[..., Any]]]] = {
     "embedding": _embedding,
     "matmul": _matmul,
     "flash_attention": _attention,
+    "flash_attention_backward": _attention,
     "decode_attention": _attention,
 }
