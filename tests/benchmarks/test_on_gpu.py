@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from benchmarks.cases import all_cases
+from benchmarks.cases import all_cases, flash_attention
 from benchmarks.correct import check
 from benchmarks.worker import is_large
 from pallas_kernels.measure import Stopwatch, num_sets
@@ -33,3 +33,15 @@ def test_cupti_sees_the_kernel_of_a_case():
     timing = Stopwatch().time(jax.jit(case.run), sets)
     assert timing.clock == "cupti"
     assert any(case.op in name for name in timing.kernels or ()), timing.kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_causal_attention_is_about_half_the_work(backward):
+    """By time: of 32 tiles of keys a query sees half, and half a tile on the diagonal."""
+    watch, times = Stopwatch(), []
+    for causal in (True, False):
+        case = flash_attention._case(4, 4096, (32, 8, 128), causal=causal, backward=backward)
+        sets = [case.inputs(jax.random.key(i)) for i in range(2)]
+        times.append(watch.time(jax.jit(case.run), sets).us)
+    assert times[0] < 0.65 * times[1], times
