@@ -64,6 +64,11 @@ MAY_IMPORT = {
         "pallas_kernels.attention_reference pallas_kernels.device "
         "pallas_kernels.flash_attention_forward pallas_kernels.tuned"
     ),
+    "pallas_kernels.decode_attention_kernel": "pallas_kernels._compat",
+    "pallas_kernels.decode_attention": (
+        "pallas_kernels.attention_reference pallas_kernels.decode_attention_kernel "
+        "pallas_kernels.device pallas_kernels.tuned"
+    ),
     "pallas_kernels.rope": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
     "pallas_kernels.softmax_tiles": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows"
@@ -103,8 +108,8 @@ MAY_IMPORT = {
     "jaxllm.prompts": "jaxllm.detokenizer jaxllm.tokenizer",
     "jaxllm.results": "jaxllm.programs jaxllm.prompts",
     "jaxllm.run": (
-        "jaxllm.cache jaxllm.memory jaxllm.model jaxllm.programs jaxllm.prompts jaxllm.results "
-        "jaxllm.sampling jaxllm.tokenizer"
+        "jaxllm.cache jaxllm.memory jaxllm.model jaxllm.ops jaxllm.programs jaxllm.prompts "
+        "jaxllm.results jaxllm.sampling jaxllm.tokenizer"
     ),
     "jaxllm.generate": ("jaxllm.model jaxllm.prompts jaxllm.results jaxllm.run jaxllm.tokenizer"),
     "jaxllm.train": "jaxllm.config jaxllm.model jaxllm.ops",
