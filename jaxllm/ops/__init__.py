@@ -1,11 +1,14 @@
-"""The operations of a model; `explain` tells which implementations of one can run a call."""
+"""The operations of a model; `explain` tells which implementations of one can run a call,
+`chosen` which one does.
+"""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-from jaxllm.ops.attention import ATTENTION, attention
+from jaxllm.ops._select import Table, choose
+from jaxllm.ops.attention import ATTENTION, HOLDS_SCORES, attention
 from jaxllm.ops.glu import GLU, glu
 from jaxllm.ops.linear import EMBEDDING, LINEAR, embedding, linear
 from jaxllm.ops.loss import cross_entropy
@@ -32,22 +35,40 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dict[str, str | None]:
     The arguments are those of the op itself; shapes suffice (`jax.ShapeDtypeStruct`), for nothing
     is run.
     """
-    if op not in OPS:
-        raise ValueError(f"explain: no op is named {op!r}; there are {', '.join(OPS)}")
-    function, table = OPS[op]
-    call = inspect.signature(function).bind(*args, **kwargs)
-    call.apply_defaults()
-    named = {name: value for name, value in call.kwargs.items() if name != "implementation"}
+    table, operands, named = _call("explain", op, args, kwargs)
+    del named["implementation"]
     device = device_lib.current()
     return {
-        name: entry.why_not_auto(*call.args, device=device, **named)
-        for name, entry in table.items()
+        name: entry.why_not_auto(*operands, device=device, **named) for name, entry in table.items()
     }
 
 
+def chosen(op: str, *args: Any, **kwargs: Any) -> str:
+    """The name of the implementation that runs a call of the op, whose arguments are as in
+    `explain`.
+
+    Raises: as the op would, for an implementation that is unknown or cannot run the call.
+    """
+    table, operands, named = _call("chosen", op, args, kwargs)
+    implementation = named.pop("implementation")
+    return choose(op, table, implementation, *operands, **named)
+
+
+def _call(name: str, op: str, args: Any, kwargs: Any) -> tuple[Table, Any, dict[str, Any]]:
+    """The table of the op, and what it is called with, defaults included."""
+    if op not in OPS:
+        raise ValueError(f"{name}: no op is named {op!r}; there are {', '.join(OPS)}")
+    function, table = OPS[op]
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return table, call.args, call.kwargs
+
+
 __all__ = [
+    "HOLDS_SCORES",
     "OPS",
     "attention",
+    "chosen",
     "cross_entropy",
     "embedding",
     "explain",

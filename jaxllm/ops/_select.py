@@ -83,7 +83,14 @@ def slower_for_few(tokens: int) -> str | None:
 def select(
     op: str, table: Table, implementation: str | Mapping[str, str], *args: Any, **kwargs: Any
 ) -> Callable[..., Any]:
-    """The `run` of the entry that `implementation` names for this call.
+    """The `run` of the entry that `implementation` names for this call; raises as `choose`."""
+    return table[choose(op, table, implementation, *args, **kwargs)].run
+
+
+def choose(
+    op: str, table: Table, implementation: str | Mapping[str, str], *args: Any, **kwargs: Any
+) -> str:
+    """Which entry `implementation` means for this call: its name.
 
     Raises: ValueError if no entry has the name, or a mapping names what is no op;
     NotImplementedError if the named entry cannot run the call.
@@ -103,7 +110,7 @@ def select(
         reason = table[name].why_not(*args, device=device_lib.current(), **kwargs)
         if reason is not None:
             raise NotImplementedError(f"{op}: {name!r} cannot run this call: {reason}")
-        return table[name].run
+        return name
     device = device_lib.current()
     passed_over = []
     for name, entry in table.items():
@@ -111,7 +118,7 @@ def select(
         if reason is None:
             if passed_over and device.platform == "gpu":
                 _log_once(op, name, tuple(passed_over))
-            return entry.run
+            return name
         passed_over.append(f"{name}: {reason}")
     raise AssertionError(f"{op}: no implementation is without conditions")
 

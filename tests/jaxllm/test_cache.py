@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from kernels import interpreted
 from numerics import assert_as_accurate
 from tiny_models import SLIDING, TINY
 
@@ -27,18 +28,18 @@ def entry(kind: type, size: int) -> Any:
     return kind(junk, junk)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def step(window, entry, q, k, v, lengths, counts):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="implementation")
+def step(window, entry, q, k, v, lengths, counts, implementation="xla"):
     entry, keys = entry.append(k, v, lengths, counts)
-    return entry, attention(q, **keys, window=window, implementation="xla")
+    return entry, attention(q, **keys, window=window, implementation=implementation)
 
 
 class Texts:
     """Rows of tokens that grow by chunks, and what attention over each whole row gives."""
 
-    def __init__(self, seed: int):
-        self.rng = np.random.default_rng(seed)
-        self.rows = [[np.zeros((0, n, H), np.float32) for n in (N, K, K)] for _ in range(B)]
+    def __init__(self, seed: int, dtype: Any = np.float32):
+        self.rng, self.dtype = np.random.default_rng(seed), np.dtype(dtype)
+        self.rows = [[np.zeros((0, n, H), self.dtype) for n in (N, K, K)] for _ in range(B)]
 
     @property
     def lengths(self) -> jax.Array:
@@ -46,7 +47,7 @@ class Texts:
 
     def chunk(self, size: int, counts: tuple[int, ...]) -> list[jax.Array]:
         """q, k and v of `size` tokens a row, of which the first counts[b] are real."""
-        new = [self.rng.standard_normal((B, size, n, H)).astype(np.float32) for n in (N, K, K)]
+        new = [self.rng.standard_normal((B, size, n, H)).astype(self.dtype) for n in (N, K, K)]
         for b, count in enumerate(counts):
             self.rows[b] = [
                 np.concatenate([row, x[b, :count]])
@@ -61,7 +62,7 @@ class Texts:
                 q, k, v = (x[None] for x in self.rows[b])
                 plain, truth = (
                     oracles.attention(q[:, -count:], k, v, window=window, dtype=dtype)[0]
-                    for dtype in (np.float32, np.float64)
+                    for dtype in (self.dtype, np.float64)
                 )
                 assert_as_accurate(out[b, :count], plain, truth)
 
@@ -196,3 +197,20 @@ def test_the_bytes_of_a_ring_do_not_grow():
         return cache.layers[0].k.size
 
     assert size(10) == size(1000) == 3 * 2 * 8
+
+
+@pytest.mark.parametrize("kind", [FullKV, RingKV])
+def test_our_kernels_see_what_the_cache_says(kind):
+    """A chunk, padded and past the end of the cache, and a token, through the interpreter."""
+    window = WINDOW if kind is RingKV else None
+    cache = jax.tree.map(lambda x: x.astype(jnp.bfloat16), entry(kind, window or 11))
+    texts = Texts(1, jnp.bfloat16)
+    for chunk, counts in ((6, (6, 1, 3)), (6, (4, 2, 0)), (1, (1, 1, 0))):
+        lengths, real = texts.lengths, jnp.asarray(counts, jnp.int32)
+        arrays = (cache, *texts.chunk(chunk, counts), lengths, real)
+        if not np.any(lengths):
+            cache, _ = step(window, *arrays)
+            continue
+        call = functools.partial(step, window, implementation="pallas-interpret")
+        cache, out = interpreted(call, *arrays)
+        texts.check(out, counts, window)

@@ -102,6 +102,7 @@ def test_every_op_ends_with_xla_which_takes_all(op):
     _, table = ops.OPS[op]
     assert list(table)[-1] == "xla"
     assert table["xla"].why_not() is None
+    assert {"pallas", "pallas-interpret"} < set(table)  # one name for a whole model
 
 
 def heads(T: int, N: int, dtype: Any = jnp.bfloat16, H: int = 64) -> jax.ShapeDtypeStruct:
@@ -111,22 +112,47 @@ def heads(T: int, N: int, dtype: Any = jnp.bfloat16, H: int = 64) -> jax.ShapeDt
 def test_explain_asks_shapes_only():
     q, k = heads(8, 4), heads(8, 2)
     here = ops.explain("attention", q, k, k)
-    assert list(here) == ["cudnn", "unfused", "unfused-interpret", "xla"]
+    by_name = "runs only by name: it is a test, and slow"
+    names = ["pallas", "pallas-interpret", "cudnn", "unfused", "unfused-interpret", "xla"]
+    assert list(here) == names
     assert here["xla"] is None
     if jax.default_backend() == "cpu":
-        assert here["cudnn"] == "needs an NVIDIA GPU, found cpu"
+        assert here["pallas"] == here["cudnn"] == "needs an NVIDIA GPU, found cpu"
     with absent("NVIDIA H200"):
         rest = {
+            "pallas-interpret": by_name,
             "unfused": "no call as small (T=8, S=8) was measured faster than xla",
-            "unfused-interpret": "runs only by name: it is a test, and slow",
+            "unfused-interpret": by_name,
             "xla": None,
         }
-        assert ops.explain("attention", q, k, k) == {"cudnn": None, **rest}
+        reasons = ops.explain("attention", q, k, k)
+        assert reasons == {"pallas": reasons["pallas"], "cudnn": None, **rest}
         reasons = ops.explain("attention", q, k, k, softcap=5.0, implementation="xla")
-        assert reasons == {"cudnn": "has no soft cap", **rest}
+        assert reasons == {"pallas": reasons["pallas"], "cudnn": "has no soft cap", **rest}
+        token, cache = heads(1, 32, H=128), heads(8192, 8, H=128)
+        lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+        assert ops.explain("attention", token, cache, cache, kv_lengths=lengths)["pallas"] is None
     with absent("Tesla T4"):
-        reason = ops.explain("attention", q, k, k)["cudnn"]
-        assert reason == "needs compute capability 8.0 or newer, found 7.5 (Tesla T4)"
+        reasons = ops.explain("attention", q, k, k)
+        assert reasons["cudnn"] == "needs compute capability 8.0 or newer, found 7.5 (Tesla T4)"
+        assert reasons["pallas"] == (
+            "needs a Hopper GPU (compute capability 9.0), found 7.5 (Tesla T4)"
+        )
+
+
+def test_chosen_is_what_runs():
+    q, k = heads(8, 4), heads(8, 2)
+    assert ops.chosen("attention", q, k, k, implementation="xla") == "xla"
+    with absent("NVIDIA H200"):
+        assert ops.chosen("attention", q, k, k, implementation={"attention": "pallas"}) == "pallas"
+        reasons = ops.explain("attention", q, k, k)
+        first = next(name for name, reason in reasons.items() if reason is None)
+        assert ops.chosen("attention", q, k, k) == first
+    with pytest.raises(ValueError, match="chosen: no op is named 'attend'; there are attention"):
+        ops.chosen("attend")
+    arrays = [heads(8, 4, jnp.float32)] * 3
+    with absent("NVIDIA H200"), pytest.raises(NotImplementedError, match="this call: takes bfloat"):
+        ops.chosen("attention", *arrays, implementation="cudnn")
 
 
 def test_explain_takes_the_arguments_of_every_op():
