@@ -141,6 +141,27 @@ class KVCache:
         empty = jnp.zeros((batch,), jnp.int32)  # copied, for one buffer cannot be donated twice
         return cls(tuple(entry(i) for i in range(config.num_hidden_layers)), empty, jnp.copy(empty))
 
+    @classmethod
+    def calls(
+        cls, config: ModelConfig, batch: int, capacity: int, queries: int, dtype: Any
+    ) -> dict[str, tuple[Any, dict[str, Any]]]:
+        """For each kind of layer, q and the keywords of its attention call over such a cache: of
+        `queries` new tokens, all as shapes.
+        """
+        cache = jax.eval_shape(lambda: cls.create(config, batch, capacity, dtype))
+        shape = (batch, queries, config.num_attention_heads, config.head_dim)
+        q = jax.ShapeDtypeStruct(shape, dtype)
+        new = jax.ShapeDtypeStruct((*shape[:2], config.num_key_value_heads, shape[3]), dtype)
+        found = {}
+        for kind in sorted(set(config.layer_types)):
+            i = config.layer_types.index(kind)
+            # The cache itself says which keys the layer sees: its ring, or all
+            layer = cache.layer(i, cache.lengths)
+            keys = jax.eval_shape(lambda layer, k, v: layer.append(k, v)[1], layer, new, new)
+            window, softcap = config.window(i), config.attn_logit_softcapping
+            found[kind] = q, {**keys, "window": window, "softcap": softcap}
+        return found
+
     def layer(self, index: int, counts: Int[Array, " B"]) -> LayerCache:
         """What layer `index` is handed."""
         return LayerCache(self.layers[index], self.lengths, counts)

@@ -447,23 +447,11 @@ def _explained(config: ModelConfig, dtype: str) -> Iterator[tuple[str, str, dict
         config.head_dim,
     )
     positions = config.max_position_embeddings
-    t, lengths = min(512, positions), array(1, dtype="int32")
-    cache = jax.eval_shape(lambda: KVCache.create(config, 1, positions, jnp.dtype(dtype)))
+    t = min(512, positions)
     for call, queries in (("prefill", t), ("decode", 1)):
-        for kind in sorted(set(config.layer_types)):
-            i = config.layer_types.index(kind)
-            new = array(1, queries, k, h)
-            # The cache itself says which keys the layer sees: its ring, or all.
-            keys = jax.eval_shape(
-                lambda layer, k, v: layer.append(k, v)[1], cache.layer(i, lengths), new, new
-            )
-            reasons = ops.explain(
-                "attention",
-                array(1, queries, n, h),
-                **keys,
-                window=config.window(i),
-                softcap=config.attn_logit_softcapping,
-            )
+        calls = KVCache.calls(config, 1, positions, queries, jnp.dtype(dtype))
+        for kind, (q, keywords) in calls.items():
+            reasons = ops.explain("attention", q, **keywords)
             yield "attention", f"{call}, {kind.removesuffix('_attention')}", reasons
     x = array(1, t, d)
     rotary = array(1, t, config.rotary_dim(config.layer_types[0]) // 2, dtype="float32")

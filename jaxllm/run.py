@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
-from jaxllm import memory
+from jaxllm import memory, ops
 from jaxllm.cache import KVCache
 from jaxllm.model import Transformer
 from jaxllm.programs import (
@@ -94,7 +94,7 @@ class Run:
         self.stop_ids[: len(wanted)] = wanted
 
         self.weights = flatten(model)
-        self.dtype = model.runtime.compute_dtype
+        self.dtype, self.implementation = model.runtime.compute_dtype, model.runtime.implementation
         self.sharding = _sharding(self.weights)
         capacity = max(len(row.prompt) + row.budget for row in self.rows)
         self.capacity = min(bucket(capacity, SMALLEST_CACHE), max(limit, SMALLEST_CACHE))
@@ -122,8 +122,9 @@ class Run:
     def size_bytes(self) -> int:
         """What the call needs beside the model: the state, and the largest temporaries at once.
 
-        Those are one layer's scores and MLP in a prefill, and the weights once more where they are
-        not computed with as they are stored (a CPU computes in float32 whatever is asked).
+        Those are one layer's MLP in a prefill, its scores where attention has them in memory, and
+        the weights once more where they are not computed with as they are stored (a CPU computes
+        in float32 whatever is asked).
         """
         config, batch = self.config, self.batch
         cache = jax.eval_shape(
@@ -133,11 +134,20 @@ class Run:
         chunk = max(size for _, size in self.chunks(max(len(row.prompt) for row in self.rows)))
         cpu = next(iter(self.sharding.device_set)).platform == "cpu"
         dtype = jnp.dtype(jnp.float32 if cpu else self.dtype)
-        scores = 2 * 4 * batch * config.num_attention_heads * chunk * self.capacity
+        calls = KVCache.calls(config, batch, self.capacity, chunk, jnp.dtype(self.dtype))
+        held = [
+            keywords["k"].shape[1]
+            for q, keywords in calls.values()
+            if self._attention(q, keywords) in ops.HOLDS_SCORES
+        ]
+        scores = 2 * 4 * batch * config.num_attention_heads * chunk * max(held, default=0)
         mlp = 3 * dtype.itemsize * batch * chunk * config.intermediate_size
         vocabulary = batch * config.vocab_size * (4 * 3 + (5 if self.penalties else 0))
         cast = sum(x.size * dtype.itemsize for x in self.weights.arrays if x.dtype != dtype)
         return kept + scores + mlp + vocabulary + cast
+
+    def _attention(self, q: Any, keywords: Mapping[str, Any]) -> str:
+        return ops.chosen("attention", q, **keywords, implementation=self.implementation)
 
     def chunks(self, length: int) -> list[tuple[int, int]]:
         """Where the chunks of a text of this many tokens begin, and their padded sizes."""

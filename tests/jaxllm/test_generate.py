@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_device import absent
 from flax import nnx
 from tiny_models import LONGROPE, SLIDING, TINY, build
 
@@ -601,6 +602,24 @@ def test_what_a_batch_needs_is_what_the_compiled_programs_take(dtype, rows, leng
     taken = sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
     copies = 0 if dtype == "float32" else 4 * sum(x.size for x in run.weights.arrays)
     assert taken <= run.size_bytes() <= 3 * taken + copies
+
+
+def test_scores_are_counted_where_attention_has_them_in_memory():
+    config = dataclasses.replace(TINY, max_position_embeddings=1024, head_dim=32)
+    implementations = ("xla", "unfused", "cudnn", "pallas")
+    with absent("NVIDIA H200"):
+        runs = {
+            name: make_run(
+                build(config, Runtime(dtype="bfloat16", implementation={"attention": name})),
+                [[1] * 500],
+            )
+            for name in implementations
+        }
+        wanted = {name: run.size_bytes() for name, run in runs.items()}
+    run = runs["xla"]
+    scores = 2 * 4 * config.num_attention_heads * 512 * run.capacity
+    assert wanted["xla"] == wanted["unfused"] == wanted["cudnn"] + scores
+    assert wanted["pallas"] == wanted["cudnn"]
 
 
 def test_buckets():
