@@ -284,16 +284,29 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
             def wide(x, columns):
                 return lax.broadcast_in_dim(x, (WGMMA_ROWS, columns), (0,))
 
-            def of_rows(x):
-                return wide(x, c.kv_block) if x.ndim else x
-
-            def rows_iota():
-                return plgpu.broadcasted_iota(i32, (WGMMA_ROWS,), 0, layout=row_layout)
-
-            def indices(dimension):
-                return plgpu.broadcasted_iota(
-                    i32, scores_shape, dimension, layout=plgpu.Layout.WGMMA
+            def masked_out(tile, scores, at, j):
+                """-inf for what a query does not see; by columns of eight, of which a thread has
+                two: so their places are numbers in the program and take no registers.
+                """
+                rows = plgpu.broadcasted_iota(i32, (WGMMA_ROWS,), 0, layout=row_layout)
+                columns = plgpu.broadcasted_iota(i32, (WGMMA_ROWS, 8), 1, layout=plgpu.Layout.WGMMA)
+                low, high = (
+                    (wide(x, 8) if x.ndim else x) - columns
+                    for x in (y - j * c.kv_block for y in limits(tile, tile["row"] + rows))
                 )
+                parts = []
+                for column in range(0, c.kv_block, 8):
+                    seen = high >= column
+                    if static.window is not None:
+                        seen = seen & (low <= column)
+                    part = scores[:, column : column + 8]
+                    parts.append(jnp.where(seen, part, -jnp.inf))
+                scores = jnp.concatenate(parts, axis=1)
+                if segmented:
+                    mine = ids("q_ids", tile["q_ids"], WGMMA_ROWS, 0)
+                    theirs = ids("kv_ids", slot_of(at) * c.kv_block, c.kv_block, 1)
+                    scores = jnp.where(mine == theirs, scores, -jnp.inf)
+                return scores
 
             def ids(name, start, size, dimension):
                 layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
@@ -309,17 +322,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 elif bend != 1.0:
                     scores = scores * jnp.float32(bend)
                 if is_masked:
-                    low, high = limits(tile, tile["row"] + rows_iota())
-                    key, before = indices(1), j * c.kv_block
-                    seen = key <= of_rows(high - before)
-                    if static.window is not None:
-                        seen = seen & (key >= of_rows(low - before))
-                    if segmented:
-                        mine = ids("q_ids", tile["q_ids"], WGMMA_ROWS, 0)
-                        seen = seen & (
-                            mine == ids("kv_ids", slot_of(at) * c.kv_block, c.kv_block, 1)
-                        )
-                    scores = jnp.where(seen, scores, -jnp.inf)
+                    scores = masked_out(tile, scores, at, j)
                 new_top = jnp.maximum(top, scores.max(axis=1) * jnp.float32(factor))
                 anchor = new_top
                 if is_masked:  # a row that has seen nothing yet
