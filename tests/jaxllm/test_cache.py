@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from absent_device import absent
 from kernels import interpreted
 from numerics import assert_as_accurate
 from tiny_models import SLIDING, TINY
@@ -214,3 +215,30 @@ def test_our_kernels_see_what_the_cache_says(kind):
         call = functools.partial(step, window, implementation="pallas-interpret")
         cache, out = interpreted(call, *arrays)
         texts.check(out, counts, window)
+
+
+def primitives(jaxpr: Any, shape: tuple[int, ...]) -> list[str]:
+    """Which primitives make an array of the shape, those that call others left out."""
+    found = []
+    for eqn in jaxpr.eqns:
+        inner = [x.jaxpr for x in eqn.params.values() if hasattr(x, "jaxpr")]
+        if inner and eqn.primitive.name in ("jit", "pjit", "closed_call", "custom_vjp_call"):
+            found += [name for each in inner for name in primitives(each, shape)]
+        elif any(getattr(x.aval, "shape", None) == shape for x in eqn.outvars):
+            found.append(eqn.primitive.name)
+    return found
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+@pytest.mark.parametrize("kind", [FullKV, RingKV])
+def test_a_token_is_written_once_and_the_cache_is_not_copied(kind, implementation):
+    window = WINDOW if kind is RingKV else None
+    cache = jax.tree.map(lambda x: x.astype(jnp.bfloat16), entry(kind, window or CAPACITY))
+    lengths = jnp.full(B, 3, jnp.int32)
+    arrays = (*Texts(0, jnp.bfloat16).chunk(1, (1, 1, 1)), lengths, jnp.ones(B, jnp.int32))
+    with absent("NVIDIA H200"):
+        call = functools.partial(step, window, implementation=implementation)
+        traced = jax.make_jaxpr(call)(cache, *arrays)
+    assert primitives(traced.jaxpr, cache.k.shape) == ["scatter", "scatter"]
+    copied = jax.make_jaxpr(jax.jit(lambda x: x * x))(cache.k)  # the check can fail
+    assert primitives(copied.jaxpr, cache.k.shape) == ["mul"]
