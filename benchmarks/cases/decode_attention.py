@@ -6,7 +6,6 @@ A label is batch x keys in the cache, query / key heads of a width, and how the 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 
 from benchmarks.case import Case
 from pallas_kernels import attention_reference as plain
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.measure import size_bytes
 
 LLAMA, QWEN = (32, 8, 128), (14, 2, 64)  # Llama-3.1-8B, Qwen2.5-0.5B
@@ -25,8 +25,6 @@ STEP = 1 / 73  # of an int8 number: all of them, equally often, then have a devi
 
 def cases() -> list[Case]:
     """Further layouts and odd sizes are compiled only."""
-    if importlib.util.find_spec("pallas_kernels.decode_attention") is None:
-        return []
     found = [_case(b, s, heads) for heads in (LLAMA, QWEN) for b in BATCHES for s in KEYS]
     found += [_case(b, 32768, LLAMA, cache="int8") for b in BATCHES]
     found.append(_case(8, 32768, QWEN, cache="int8"))
@@ -102,8 +100,6 @@ def _call(names: tuple[str, ...], f: Any, softcap: float | None, q, k, v, length
 
 
 def _ours(q, k, v, lengths, **keywords: Any) -> jax.Array:
-    from pallas_kernels.decode_attention import decode_attention
-
     return decode_attention(q, k, v, lengths, **keywords)
 
 

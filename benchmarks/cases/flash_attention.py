@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.case import Case
 from pallas_kernels import attention_reference as plain
+from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.measure import size_bytes
 
 LLAMA, LLAMA_1B, PHI = (32, 8, 128), (32, 8, 64), (32, 32, 96)  # Llama-3.1-8B, -3.2-1B, Phi-3-mini
@@ -29,8 +30,6 @@ EXACT_TOKENS = 8192  # rows of a backward pass that a host does again within sec
 
 def cases() -> list[Case]:
     """Odd sizes and further arguments are compiled only."""
-    if importlib.util.find_spec("pallas_kernels.flash_attention") is None:
-        return []
     directions = [False]
     if importlib.util.find_spec("pallas_kernels.flash_attention_backward") is not None:
         directions.append(True)
@@ -126,8 +125,6 @@ def _pairs(causal: bool, window: int | None, t: int) -> int:
 
 
 def _ours(keywords: dict[str, Any], q, k, v, ids=None) -> jax.Array:
-    from pallas_kernels.flash_attention import flash_attention
-
     return flash_attention(q, k, v, **keywords, q_segment_ids=ids, kv_segment_ids=ids)
 
 

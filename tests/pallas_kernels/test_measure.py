@@ -157,4 +157,7 @@ def test_the_clocks_agree_on_a_gpu():
     timing = watch.time(jax.jit(lambda x: -x), x)
     assert timing.clock == "cupti"
     assert len(timing.kernels) == 1
+    [(name, us)] = watch.kernels(jax.jit(lambda x: -x), x)
+    assert name == timing.kernels[0]
+    assert us == pytest.approx(timing.us, rel=0.05)
     assert timing.us == pytest.approx(timing.wall_us, rel=0.05)
