@@ -116,12 +116,14 @@ class Programs:
         self.rivals = {case.name: rivals.of(case) for case in cases}
         self.futures: dict[tuple[str, str], Future] = {}
         self.makers: dict[str, Future] = {}
-        for case in cases:
+        for case in cases:  # first what the checks need
             self.makers[case.name] = self.pool.submit(_compile_inputs, case)
+            self._submit(case, "xla", self.rivals[case.name]["xla"])
             if on_gpu:
                 self._submit(case, "ours", rivals.Rival(case.run))
+        for case in cases if on_gpu else ():
             for name, rival in self.rivals[case.name].items():
-                if on_gpu or name == "xla":
+                if name != "xla":
                     self._submit(case, name, rival)
 
     def _submit(self, case: Case, name: str, rival: rivals.Rival) -> None:
@@ -238,7 +240,7 @@ class _Run:
         waiting: list[tuple[str, Future, int]] = []
 
         def finish(limit: int) -> None:
-            while waiting and sum(size for _, _, size in waiting) > limit:
+            while waiting and (waiting[0][1].done() or sum(size for _, _, size in waiting) > limit):
                 key, future, _ = waiting.pop(0)
                 self.log.write("end", key, result=future.result())
 
