@@ -79,7 +79,7 @@ def scores(
 
 def softmax(
     scores: Float[Array, "B N T S"],
-    mask: Bool[Array, "#B T S"] | None,
+    mask: Bool[Array, "#B #T S"] | None,
     sinks: Float[Array, " N"] | None,
 ) -> tuple[Float[Array, "B N T S"], Float[Array, "B T N"]]:
     """The weights, and the logarithm of what they were divided by."""
@@ -132,7 +132,7 @@ def visible(
     q_segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     kv_lengths: Int[Array, " B"] | None = None,
-) -> Bool[Array, "#B T S"] | None:
+) -> Bool[Array, "#B #T S"] | None:
     """Which keys each query sees; None if it sees all.
 
     Row b has kv_lengths[b] keys (all S if None), of which those past S are not there, and its query

@@ -336,15 +336,9 @@ def is_refused(implementation: str, name: str, arrays: list[jax.Array]) -> bool:
         return False
     sentence = f"attention: '{implementation}' cannot run this call: {phrase}"
     with absent("NVIDIA H200"), pytest.raises(NotImplementedError) as error:
-        attention(*arrays[:3], **traced(ARGUMENTS[name][1]), implementation=implementation)
+        attention(*arrays[:3], **ARGUMENTS[name][1], implementation=implementation)
     assert str(error.value) == sentence
     return True
-
-
-def traced(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """With shapes alone for arrays: lengths that may be out of range are only legal when traced."""
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-    return {k: shape(x) if isinstance(x, jax.Array) else x for k, x in kwargs.items()}
 
 
 def with_argument(implementation: str, name: str, *, gradient: bool = True) -> None:
