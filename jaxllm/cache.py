@@ -91,8 +91,14 @@ def _write(buffers, values, slots: Int[Array, "B T"], counts: Int[Array, " B"]):
     t = jnp.arange(chunk, dtype=jnp.int32)[None, :]
     slots = jnp.where(t < counts[:, None], slots, size + t)
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+    where = (rows, slots)
+    if slots.size == 1:
+        # XLA makes one kernel of many updates, and two of one: a head is an update of its own.
+        # H200, decoding with Qwen2.5-0.5B's shape: 948 us a token, 970 with the token as one.
+        heads = jnp.arange(buffers[0].shape[2], dtype=jnp.int32)[None, None, :]
+        where = (rows[:, :, None], slots[:, :, None], heads)
     return [
-        buffer.at[rows, slots].set(value.astype(buffer.dtype), mode="drop", unique_indices=True)
+        buffer.at[where].set(value.astype(buffer.dtype), mode="drop", unique_indices=True)
         for buffer, value in zip(buffers, values, strict=True)
     ]
 

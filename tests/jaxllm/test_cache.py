@@ -217,6 +217,20 @@ def test_our_kernels_see_what_the_cache_says(kind):
         texts.check(out, counts, window)
 
 
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 0, 1)])
+@pytest.mark.parametrize("kind", [FullKV, RingKV])
+def test_a_row_alone_is_written_as_among_others(kind, counts):
+    """One update is written another way than several; past the end, or of no token, it is none."""
+    cache, lengths = entry(kind, WINDOW), jnp.asarray([2, 1, WINDOW], jnp.int32)
+    q, k, v = Texts(0).chunk(1, (1, 1, 1))
+    arrays = (cache, q, k, v, lengths, jnp.asarray(counts, jnp.int32))
+    together = step(None, *arrays)[0]
+    for b in range(B):
+        alone = step(None, *jax.tree.map(lambda x, b=b: x[b : b + 1], arrays))[0]
+        for name in ("k", "v"):
+            np.testing.assert_array_equal(getattr(alone, name)[0], getattr(together, name)[b])
+
+
 def primitives(jaxpr: Any, shape: tuple[int, ...]) -> list[str]:
     """Which primitives make an array of the shape, those that call others left out."""
     found = []
