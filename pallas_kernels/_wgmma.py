@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import llvm, nvvm, vector
 from jax.experimental.mosaic import gpu as mgpu
@@ -75,7 +74,8 @@ def issue(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
                 values, left, right, n, step, dtype, reads, a_transposed, b_transposed
             )
             reads = True
-        registers[row : row + 1] = np.array(values).reshape(rows.shape)
+        for i, value in enumerate(values):
+            rows.flat[i] = value
     nvvm.wgmma_commit_group_sync_aligned()
     done = mgpu.FragmentedArray(_registers=registers, _layout=wide, _is_signed=None)
     return done.to_layout(layout)

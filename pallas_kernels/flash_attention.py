@@ -150,15 +150,21 @@ def why_not(
     return None
 
 
-def default_config(q, k, v, *, device: Device, **keywords) -> Config:
-    """Two consumers of 64 queries, and as many keys at a time as the registers hold."""
+def default_config(
+    q, k, v, *, device: Device, q_segment_ids=None, softcap=None, **keywords
+) -> Config:
+    """As many keys at a time as the registers hold; three consumers where the sums are few."""
     del k, v, device, keywords
     width = padded_width(q.shape[-1])
-    if width > 192:  # sums alone take 128 registers
-        return Config(kv_block=64, q_stages=1)
-    if width > 128:
-        return Config(kv_block=96, q_stages=1)
-    return Config()
+    some = q_segment_ids is not None or softcap is not None  # they need registers in the loop
+    full = q_segment_ids is not None and softcap is not None
+    if width <= 64:
+        return Config(96 if full else 128, consumers=3 if q.shape[1] > 128 else 2)
+    if width <= 128:
+        return Config(96 if full else 128)
+    if width <= 192:
+        return Config(64 if some else 96, q_stages=1)
+    return Config(32 if some else 64, q_stages=1, turns=False)  # the sums take 128 registers
 
 
 def bucket(q, k, v, *, causal=True, window=None, **keywords) -> str:

@@ -33,7 +33,7 @@ def block_ranges(
     kv_low, kv_high = (x[:, None, :] for x in ends(kv_segment_ids, kv_block))
     meets = (q_low <= kv_high) & (kv_low <= q_high)
     agrees = (q_low == q_high) & (kv_low == q_low) & (kv_high == q_low)
-    index = jnp.arange(meets.shape[-1], dtype=jnp.int32)
+    index = jnp.arange(meets.shape[-1], dtype=jnp.int32)[None, None, :]
 
     def first(where: jax.Array) -> jax.Array:
         return jnp.min(jnp.where(where, index, index.size), axis=-1)

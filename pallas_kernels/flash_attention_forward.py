@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import math
 from typing import Any
 
@@ -32,6 +33,7 @@ LOG2E = math.log2(math.e)
 WGMMA_ROWS = 64
 SHARED_BYTES = 227 * 1024  # of one block, on Hopper
 REGISTERS = {1: (None, None), 2: (24, 240), 3: (32, 160)}  # of the producer and each consumer
+TILE_STEPS = 2  # what a tile takes beside its blocks of keys, in blocks
 L2_BYTES = 24 * 2**20  # of keys and values that the tiles of one section share
 
 
@@ -111,9 +113,14 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
     tile_rows = c.consumers * WGMMA_ROWS
     q_tiles, kv_blocks = pl.cdiv(t, tile_rows), pl.cdiv(s, c.kv_block)
     rows = b * n
-    section = _section(rows, n // kv_heads, 2 * s * h * dtype.itemsize)
-    total = rows * q_tiles
-    blocks = min(static.num_sms, total)
+    blocks = min(static.num_sms, rows * q_tiles)
+    order = _schedule(
+        blocks,
+        rows,
+        _section(rows, n // kv_heads, 2 * s * h * dtype.itemsize),
+        tuple(_steps(static, t, s, down) for down in range(q_tiles)),
+    )
+    most = len(order) // blocks - 1
     segmented = q_segment_ids is not None
     has_lengths = kv_lengths is not None
     masked = static.causal or static.window is not None or segmented or has_lengths
@@ -133,6 +140,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
             for ids, size in ((q_segment_ids, tile_rows), (kv_segment_ids, c.kv_block))
         )
     optional = {
+        "order": jnp.asarray(order, jnp.int32),
         "ranges": ranges,
         "q_ids": q_segment_ids,
         "kv_ids": kv_segment_ids,
@@ -144,17 +152,15 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
         group = lax.axis_index("group")
         block = lax.axis_index("block")
         i32 = jnp.int32
-        # every other round of tiles goes backwards, so that no block always has the longer ones
-        rounds, left = divmod(total, blocks)
-        backwards = blocks - 1 - block
-        my_tiles = i32(rounds) + ((backwards if rounds % 2 else block) < left).astype(i32)
+        my_tiles = rest["order"][block]
 
-        def tile_of(i) -> dict[str, Any]:
-            """The i-th tile of this block: its batch, head, first query, and blocks of keys."""
-            index = i * blocks + jnp.where(lax.rem(i, i32(2)) == 1, backwards, block)
-            heads = lax.rem(index, i32(section * q_tiles))
-            row = index // i32(section * q_tiles) * section + lax.rem(heads, i32(section))
-            down = q_tiles - 1 - heads // i32(section)
+        def tile_at(i):
+            """What the i-th tile of this block is; behind the last, something."""
+            return rest["order"][blocks + block * most + i]
+
+        def tile_of(index) -> dict[str, Any]:
+            """Batch, head and first query of a tile, and its blocks of keys."""
+            row, down = index // i32(q_tiles), lax.rem(index, i32(q_tiles))
             batch, head = row // i32(n), lax.rem(row, i32(n))
             start = down * tile_rows
             keys = rest["lengths"][batch] if has_lengths else i32(s)
@@ -202,8 +208,10 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
             if (registers := REGISTERS[c.consumers][0]) is not None:
                 plgpu.set_max_registers(registers, action="decrease")
 
-            def tile(i, at):
-                where = tile_of(i)
+            def tile(i, carry):
+                at, index = carry
+                following = tile_at(i + 1)  # it arrives while this one is loaded
+                where = tile_of(index)
                 batch, head, q_slot = where["batch"], where["head"], q_slot_of(i)
 
                 @pl.when(i >= c.q_stages)
@@ -248,9 +256,10 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                             plgpu.copy_gmem_to_smem(rest["kv_ids"].at[ids], target, full)
                     return at + 1
 
-                return lax.fori_loop(i32(0), where["end"] - where["first"], load, at)
+                at = lax.fori_loop(i32(0), where["end"] - where["first"], load, at)
+                return at, following
 
-            steps = lax.fori_loop(i32(0), my_tiles, tile, i32(0))
+            steps, _ = lax.fori_loop(i32(0), my_tiles, tile, (i32(0), tile_at(0)))
             # every phase of a barrier must be seen
             for name, size, done in (
                 ("q_empty", c.q_stages, my_tiles),
@@ -337,8 +346,10 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(scratch["q_empty"].at[q_slot_of(i)])
 
-            def tile(i, at):
-                where = tile_of(i)
+            def tile(i, carry):
+                at, index = carry
+                following = tile_at(i + 1)
+                where = tile_of(index)
                 q_slot = q_slot_of(i)
                 row = where["start"] + group * WGMMA_ROWS
                 where |= {"row": row, "q_ids": q_slot * tile_rows + group * WGMMA_ROWS}
@@ -473,7 +484,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     )
                 if c.q_stages == 1:
                     give_back_queries(i)
-                return at
+                return at, following
 
             if c.turns and c.consumers > 1:
 
@@ -481,7 +492,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 def _():
                     plgpu.barrier_arrive(scratch["turn"].at[i32(0)])
 
-            lax.fori_loop(i32(0), my_tiles, tile, i32(0))
+            lax.fori_loop(i32(0), my_tiles, tile, (i32(0), tile_at(0)))
 
             if c.q_stages > 1:  # no block is without a tile
                 give_back_queries(my_tiles - 1)
@@ -548,3 +559,36 @@ def _section(rows: int, group: int, kv_bytes: int) -> int:
         if rows % count == 0 and count % group == 0 and count // group * kv_bytes <= L2_BYTES:
             return count
     return group
+
+
+def _steps(static: Static, t: int, s: int, down: int) -> int:
+    """Blocks of keys of a tile of queries, as far as the shapes tell."""
+    c = static.config
+    rows = c.consumers * WGMMA_ROWS
+    at, last = s - t + down * rows, s - t + min(down * rows + rows, t) - 1
+    low = 0 if static.window is None else at - static.window + 1
+    high = s - 1 if static.window is None else last + static.window - 1
+    high = min(last if static.causal else high, s - 1)
+    return max(high // c.kv_block + 1 - max(low, 0) // c.kv_block, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule(blocks: int, rows: int, section: int, steps: tuple[int, ...]) -> list[int]:
+    """How many tiles each block has, then which, as many for each as the most has.
+
+    Tiles come by sections of heads, the longest first, heads of one tile side by side; each goes to
+    the block that is free first.
+    """
+    lists: list[list[int]] = [[] for _ in range(blocks)]
+    free = [(0, block) for block in range(blocks)]  # a heap as it stands
+    longest = sorted(range(len(steps)), key=lambda down: (-steps[down], -down))
+    for start in range(0, rows, section):
+        for down in longest:
+            for row in range(start, min(start + section, rows)):
+                time, block = free[0]
+                lists[block].append(row * len(steps) + down)
+                heapq.heapreplace(free, (time + steps[down] + TILE_STEPS, block))
+    most = max(map(len, lists)) + 1  # one more: the index of the next tile is read ahead
+    counts = [len(tiles) for tiles in lists]
+    padded = [tiles + [0] * (most - len(tiles)) for tiles in lists]
+    return [*counts, *(tile for tiles in padded for tile in tiles)]
