@@ -1,8 +1,8 @@
 """Matmul: a @ b with fp32 sums, and what follows it in a model before anything is written.
 
 a [.., M, K], b [K, N] or, as a weight lies in a checkpoint, [N, K] with `transpose_b`.
-`matmul_kernel` says what a block does. The gradient is two more products by the same kernel, one of
-which reads a the other way round.
+`matmul_kernel` says what a block does, `matmul_few_rows` what it does where a has few rows, as in
+decoding. The gradient is two more products, one of which reads a the other way round.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
+from pallas_kernels import matmul_few_rows as few_rows
 from pallas_kernels import tuned
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.matmul_kernel import (
+    FORMS,
     LINE_BYTES,
     WGMMA_ROWS,
     Config,
@@ -64,7 +66,7 @@ def matmul(
     rest = {"bias": bias, "residual": residual, "a_scale": a_scale, "b_scale": b_scale}
     keywords = {"transpose_b": transpose_b, "out_dtype": out_dtype, "epilogue": epilogue, **rest}
     _check(a, b, **keywords)
-    if config is not None and (problem := _config_problem(config, a, **keywords)):
+    if config is not None and (problem := _config_problem(config, a, b, **keywords)):
         raise ValueError(f"matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(a, b, **keywords, device=device)
@@ -169,7 +171,7 @@ def why_not(
         ("K", a.shape[-1] * a.dtype.itemsize),
         ("N", (n if epilogue is None else n // 2) * 2),
     ):
-        if reason := device_lib.why_not_copied(f"rows of {name}", size_bytes):
+        if reason := device_lib.why_not_copied(f"rows along {name}", size_bytes):
             return reason
     return None
 
@@ -189,8 +191,12 @@ def default_config(
 ) -> Config:
     """The tile with the least work in the last wave; as many stages as the shared memory holds."""
     del residual, out_dtype
-    m, n, _ = _sizes(a, b, transpose_b)
-    return _default_config(
+    m, n, k = _sizes(a, b, transpose_b)
+    if m <= WGMMA_ROWS and _reads_weight(a, b, transpose_b, a_scale, b_scale):
+        few = few_rows.default_config(m, n, k, gated=epilogue == "swiglu", num_sms=device.num_sms)
+        if few is not None:
+            return few
+    return _tile_config(
         m,
         n,
         a.dtype,
@@ -201,7 +207,7 @@ def default_config(
     )
 
 
-def _default_config(m, n, dtype, *, b_rows, gated, num_sms, vectors) -> Config:
+def _tile_config(m, n, dtype, *, b_rows, gated, num_sms, vectors) -> Config:
     tile_k = LINE_BYTES // dtype.itemsize
     if m <= WGMMA_ROWS:
         # Few rows: the weight's bytes are the time. The widest tile that still gives three in four
@@ -251,16 +257,20 @@ def bucket(
         names.append(epilogue)
     if (vectors := _vectors(bias, a_scale, b_scale)) > 1:  # they take room on chip
         names.append(f"{vectors} vectors")
+    if a_scale is not None or b_scale is not None:  # not every form takes them, nor several b
+        names.append("scaled")
+    if b.ndim > 2:
+        names.append("batched")
     return "-".join(names)
 
 
 def candidates(a, b, *, transpose_b=False, device: Device, **keywords) -> list[Config]:
     """What is worth a measurement: the default's neighbours."""
     default = default_config(a, b, transpose_b=transpose_b, device=device, **keywords)
-    m, _, _ = _sizes(a, b, transpose_b)
+    m, n, k = _sizes(a, b, transpose_b)
     step = LINE_BYTES // a.dtype.itemsize
     if m <= WGMMA_ROWS:
-        tiles = [(64, n, 1, k) for n in (16, 32, 64, 128) for k in (step, 2 * step, 4 * step)]
+        tiles = [(64, x, 1, y) for x in (16, 32, 64, 128) for y in (step, 2 * step, 4 * step)]
     else:
         tiles = [(128, 256, 2, step), (256, 128, 2, step), (128, 192, 2, step)]
         tiles += [(128, 128, 2, step), (128, 64, 2, step)]
@@ -274,9 +284,14 @@ def candidates(a, b, *, transpose_b=False, device: Device, **keywords) -> list[C
                 config
                 for stages in range(12, 1, -1)
                 for config in [Config(tile_m, tile_n, tile_k, consumers, stages, snake)]
-                if _config_problem(config, a, transpose_b=transpose_b, **keywords) is None
+                if _config_problem(config, a, b, transpose_b=transpose_b, **keywords) is None
             ]
             found += deep[:1]
+    found += [
+        config
+        for config in few_rows.candidates(m, n, k, gated=keywords.get("epilogue") == "swiglu")
+        if _config_problem(config, a, b, transpose_b=transpose_b, **keywords) is None
+    ]
     return [config for config in dict.fromkeys(found) if config != default]
 
 
@@ -342,6 +357,7 @@ def _check(a, b, *, transpose_b, out_dtype, bias, epilogue, residual, a_scale, b
 def _config_problem(
     config: Config,
     a,
+    b,
     *,
     transpose_b=False,
     epilogue=None,
@@ -350,8 +366,15 @@ def _config_problem(
     b_scale=None,
     **_,
 ) -> str | None:
-    """What the hardware has against a tile."""
+    """What the hardware has against a tile, or a form against the call."""
     c, step = config, LINE_BYTES // a.dtype.itemsize
+    if c.form not in FORMS:
+        return f"form must be one of {', '.join(FORMS)}"
+    if c.form != "tiles":
+        if not _reads_weight(a, b, transpose_b, a_scale, b_scale):
+            return f"{c.form!r} takes one weight [N, K] of 16 bits, with transpose_b, and no scales"
+        m, n, k = _sizes(a, b, transpose_b)
+        return few_rows.problem(c, m, n, k, gated=epilogue == "swiglu")
     least = 128 if epilogue == "swiglu" else 64
     small = transpose_b and epilogue is None and c.tile_n in (16, 32)
     size_bytes = shared_bytes(config, a.dtype, _vectors(bias, a_scale, b_scale))
@@ -371,6 +394,12 @@ def _config_problem(
     return next((problem for problem, found in problems.items() if found), None)
 
 
+def _reads_weight(a, b, transpose_b, a_scale, b_scale) -> bool:
+    """Whether the forms for few rows could take the call, if its rows are few."""
+    scaled = not (a_scale is None and b_scale is None)
+    return bool(transpose_b) and b.ndim == 2 and a.dtype.itemsize == 2 and not scaled
+
+
 def _vectors(bias, a_scale, b_scale) -> int:
     """How many of them have a number for each row or column."""
     return sum(x is not None and x.size > 1 for x in (bias, a_scale, b_scale))
@@ -378,6 +407,19 @@ def _vectors(bias, a_scale, b_scale) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(static: Static, a, b, bias, residual, a_scale, b_scale):
+    if static.config.form == "vectors":
+        return few_rows.vector_products(static, a, b, bias, residual)
+    if static.config.form == "split":
+        return few_rows.split_products(
+            static,
+            a,
+            b,
+            bias,
+            residual,
+            finish=lambda total: _finish(
+                total, bias, residual, None, None, static.gated, static.out_dtype
+            ),
+        )
     return product(static, a, b, bias, residual, a_scale, b_scale)
 
 
@@ -390,8 +432,13 @@ def _matmul_backward(static, arrays, dy):
     dtype = jnp.dtype(jnp.bfloat16 if a.dtype == FP8 else a.dtype)
     shape = (dy.shape[0], b.shape[0] if static.transpose_b else b.shape[1])
     if static.gated or a_scale is not None or b_scale is not None:
+        config = static.config
+        if config.form != "tiles":
+            config = _tile_config(
+                *shape, a.dtype, b_rows=False, gated=False, num_sms=static.num_sms, vectors=0
+            )
         again = dataclasses.replace(
-            static, name="matmul_recomputed", gated=False, out_dtype="float32"
+            static, name="matmul_recomputed", gated=False, out_dtype="float32", config=config
         )
         total = product(again, a, b)
     else:  # what follows is linear: the sums do not matter
@@ -415,7 +462,7 @@ def _matmul_backward(static, arrays, dy):
 def _gradient(static: Static, of: str, a, b, *, transpose_a=False, transpose_b=False):
     m = a.shape[1] if transpose_a else a.shape[0]
     n = b.shape[0] if transpose_b else b.shape[1]
-    config = _default_config(
+    config = _tile_config(
         m, n, a.dtype, b_rows=not transpose_b, gated=False, num_sms=static.num_sms, vectors=0
     )
     return product(

@@ -28,6 +28,7 @@ from pallas_kernels import _compat
 LINE_BYTES = 128  # of K a copy and a step of wgmma: the widest swizzle
 WGMMA_ROWS = 64
 VECTOR_BYTES = 1024  # a bias or scales of a tile, as aligned on chip
+FORMS = ("tiles", "vectors", "split")
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 40 + 2 * 232 of the 512 that three share
 
 
@@ -37,7 +38,8 @@ class Config:
 
     consumers: warpgroups that split the rows of a tile. stages: how many are loaded ahead.
     snake: tiles of rows that are neighbours in the order of tiles. cluster: blocks, one above the
-    other, that load each tile of b once for all of them.
+    other, that load each tile of b once for all of them. form: the kernel, one of FORMS; the two of
+    `matmul_few_rows` say there what of all this means something to them.
     """
 
     tile_m: int = 128
@@ -47,6 +49,7 @@ class Config:
     stages: int = 4
     snake: int = 8
     cluster: int = 1
+    form: str = "tiles"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +75,14 @@ def shared_bytes(config: Config, dtype, vectors: int) -> int:
     return c.stages * stage + slices + max(vectors, 1) * VECTOR_BYTES + barriers
 
 
-def _transforms(width: int, dtype) -> tuple[Any, ...]:
+def wgmma_transforms(width: int, dtype) -> tuple[Any, ...]:
     """As wgmma reads shared memory, `width` numbers a row."""
     size_bytes = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(width * size_bytes * 8)
     return plgpu.TilingTransform((8, swizzle // size_bytes)), plgpu.SwizzleTransform(swizzle)
 
 
-def _rows(ref, index, start, size, interpret):
+def rows_as_copied(ref, index, start, size, interpret):
     """Some rows of a tile of 128 bytes a row, as the copy engine may write or read them.
 
     wgmma reads [rows / 8, 1, 8, columns], which is [rows, columns] in memory; but a copy that is
@@ -150,14 +153,14 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
                 # Fewer rows than a tile: what lies behind them in shared memory is multiplied too,
                 # and ends in rows that are not written.
                 few = min(c.tile_m, -(-m // 8) * 8)
-                target = _rows(a_stages, to, 0, few, static.interpret)
+                target = rows_as_copied(a_stages, to, 0, few, static.interpret)
                 plgpu.copy_gmem_to_smem(a_ref.at[pl.ds(row, few), inner], target, barrier)
             for half in range(halves):
                 outer = pl.ds(column + half * width, tile_width)
                 start = half * tile_width
                 if static.transpose_b:
                     source = b_ref.at[outer, inner]
-                    target = _rows(b_stages, to, start, tile_width, static.interpret)
+                    target = rows_as_copied(b_stages, to, start, tile_width, static.interpret)
                 else:
                     source, target = b_ref.at[inner, outer], b_stages.at[to]
                 plgpu.copy_gmem_to_smem(
@@ -271,7 +274,7 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
                     ]
 
                 def slot_rows(i):
-                    return _rows(slots, (group, i % 2), 0, WGMMA_ROWS, static.interpret)
+                    return rows_as_copied(slots, (group, i % 2), 0, WGMMA_ROWS, static.interpret)
 
                 def load_residual(i):
                     barrier = scratch["residual"].at[group, i % 2]
@@ -319,12 +322,16 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
     b_tile = (c.tile_n, step) if static.transpose_b else (step, c.tile_n)
     shared = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     scratch = {
-        "a": plgpu.SMEM((*stages, *a_tile), a.dtype, transforms=_transforms(a_tile[1], a.dtype)),
-        "b": plgpu.SMEM((*stages, *b_tile), b.dtype, transforms=_transforms(b_tile[1], b.dtype)),
+        "a": plgpu.SMEM(
+            (*stages, *a_tile), a.dtype, transforms=wgmma_transforms(a_tile[1], a.dtype)
+        ),
+        "b": plgpu.SMEM(
+            (*stages, *b_tile), b.dtype, transforms=wgmma_transforms(b_tile[1], b.dtype)
+        ),
         "out": plgpu.SMEM(
             (c.consumers, 2, WGMMA_ROWS, slice_width),
             out_dtype,
-            transforms=_transforms(slice_width, out_dtype),
+            transforms=wgmma_transforms(slice_width, out_dtype),
         ),
         "full": plgpu.Barrier(num_arrivals=chunks * (1 + halves), num_barriers=c.stages),
         "empty": (shared if c.cluster > 1 else plgpu.Barrier)(

@@ -84,6 +84,16 @@ def assert_right(arrays: dict[str, jax.Array], keywords: dict[str, Any], ours: j
 
 
 WEIGHT: Any = {"transpose_b": True}
+
+
+def vectors(tile_n: int, tile_k: int) -> Config:
+    return Config(tile_n=tile_n, tile_k=tile_k, form="vectors")
+
+
+def split(tile_n: int, tile_k: int, stages: int = 2, cluster: int = 1) -> Config:
+    return Config(tile_n=tile_n, tile_k=tile_k, stages=stages, cluster=cluster, form="split")
+
+
 FORWARD = {
     "one row": (NARROW, call(1, 96, 96, **WEIGHT)),
     "a prime of rows, bias": (SMALL, call(131, 96, 72, extra="bias", **WEIGHT)),
@@ -110,6 +120,37 @@ FORWARD = {
     "swiglu, a cluster of two": (
         dataclasses.replace(GATED, cluster=2),
         call(65, 72, 72, epilogue="swiglu", **WEIGHT),
+    ),
+    # forms for few rows; 32, 16 or 8 lanes share a row of the weight of 1024, 384 or 192 numbers
+    "vectors, one row": (vectors(4, 256), call(1, 40, 1024, **WEIGHT)),
+    "vectors, a rest of K, residual": (
+        vectors(16, 256),
+        call(3, 48, 384, F16, extra="residual", **WEIGHT),
+    ),
+    "vectors, bias, float32 result": (
+        vectors(16, 192),
+        call(2, 32, 192, extra="bias", out_dtype=F32, **WEIGHT),
+    ),
+    "vectors, swiglu, all": (
+        vectors(16, 1024),
+        call(2, 24, 384, extra="bias residual", epilogue="swiglu", **WEIGHT),
+    ),
+    "split, one row": (split(128, 64), call(1, 128, 200, **WEIGHT)),
+    "split, all, float32 result": (
+        split(64, 128),
+        call(17, 64, 264, F16, extra="bias residual", out_dtype=F32, **WEIGHT),
+    ),
+    "split, K among three": (
+        split(64, 64, cluster=3),
+        call(5, 128, 328, extra="bias residual", **WEIGHT),
+    ),
+    "split, swiglu, all": (
+        split(128, 64, stages=3),
+        call(9, 64, 200, F16, extra="bias residual", epilogue="swiglu", **WEIGHT),
+    ),
+    "split, swiglu, K among two": (
+        split(128, 64, cluster=2),
+        call(64, 64, 136, epilogue="swiglu", **WEIGHT),
     ),
     "fp8, one scale each": (BYTES, call(3, 72, 144, FP8, extra="one", **WEIGHT)),
     "fp8, all": (
@@ -147,6 +188,11 @@ BACKWARD = {
     "float32 result": (NARROW, call(3, 40, 72, out_dtype=F32, **WEIGHT)),
     "swiglu": (GATED, call(67, 72, 64, epilogue="swiglu", extra="bias residual", **WEIGHT)),
     "scales": (NARROW, call(5, 40, 64, extra="rows columns", **WEIGHT)),
+    "vectors, swiglu": (
+        vectors(16, 256),
+        call(2, 24, 384, extra="bias residual", epilogue="swiglu", **WEIGHT),
+    ),
+    "split": (split(64, 64, cluster=2), call(9, 64, 136, extra="bias residual", **WEIGHT)),
     "one scale": (NARROW, call(5, 40, 64, F16, extra="one bias", **WEIGHT)),
 }
 
@@ -295,12 +341,42 @@ def test_wrong_calls(a: Any, b: Any, keywords: dict[str, Any], sentence: str):
         (Config(snake=0), "snake 1"),
         (Config(cluster=4), "cluster must be 1 or 2"),
         (Config(stages=5), "takes [0-9]+ of 232448 bytes on chip"),
+        (Config(form="rows"), "form must be one of tiles, vectors, split"),
+        (vectors(8, 64), "tile_n must divide N and be a multiple of 16"),
+        (vectors(48, 64), "tile_n must divide N and be a multiple of 16"),
+        (vectors(16, 0), "tile_k must be 1 at least"),
+        (split(32, 64), "tile_n must divide N and be a multiple of 64, 256 at most"),
     ],
 )
 def test_wrong_configs(config: Config, sentence: str):
     run = lambda a, b: matmul(a, b, transpose_b=True, config=config, interpret=True)  # noqa: E731
     with pytest.raises(ValueError, match=sentence):
         jax.eval_shape(run, A, W)
+
+
+@pytest.mark.parametrize(
+    ("config", "a", "b", "keywords", "sentence"),
+    [
+        (vectors(16, 64), (5, 64), (32, 64), {}, "takes 4 rows of a at most"),
+        (vectors(16, 64), (1, 72), (32, 72), {}, "K must be a multiple of 64"),
+        (split(64, 64), (65, 64), (64, 64), {}, "takes 64 rows of a at most"),
+        (split(64, 96), (1, 64), (64, 64), {}, "tile_k must be a multiple of 64"),
+        (split(64, 64, 1), (1, 64), (64, 64), {}, "stages must be 2 at least"),
+        (split(64, 64, 2, 9), (1, 640), (64, 640), {}, "cluster must be 1 to 8"),
+        (split(64, 64, 2, 2), (1, 64), (64, 64), {}, "have no step of K each"),
+        (split(64, 64, 40), (1, 64), (64, 64), {}, "takes [0-9]+ of 232448 bytes on chip"),
+        (split(64, 64), (1, 64), (64, 64), {"epilogue": "swiglu"}, "a multiple of 128, 256 at"),
+        (split(64, 64), (1, 64), (64, 64), {"a_scale": jnp.float32(2)}, "'split' takes one weight"),
+        (split(64, 64), (2, 1, 64), (2, 64, 64), {}, "'split' takes one weight"),
+        (vectors(16, 64), (1, 64), (64, 64), {"transpose_b": False}, "'vectors' takes one weight"),
+    ],
+)
+def test_wrong_configs_for_few_rows(
+    config: Config, a: Any, b: Any, keywords: dict[str, Any], sentence: str
+):
+    run = lambda a, b: matmul(a, b, **{**WEIGHT, **keywords}, config=config, interpret=True)  # noqa: E731
+    with pytest.raises(ValueError, match=f"^matmul: .*{sentence}"):
+        jax.eval_shape(run, shape(*a), shape(*b))
 
 
 def test_wrong_configs_of_other_operands():
@@ -350,14 +426,20 @@ def test_wrong_configs_of_other_operands():
             "takes scales for one b only",
         ),
         (shape(0, 64), W, WEIGHT, H200, "nothing to multiply"),
-        (shape(3, 60), shape(32, 60), WEIGHT, H200, "rows of K = 120 bytes are no multiple of 16"),
-        (A, shape(36, 64), WEIGHT, H200, "rows of N = 72 bytes are no multiple of 16"),
+        (
+            shape(3, 60),
+            shape(32, 60),
+            WEIGHT,
+            H200,
+            "rows along K of 120 bytes are no multiple of 16",
+        ),
+        (A, shape(36, 64), WEIGHT, H200, "rows along N of 72 bytes are no multiple of 16"),
         (
             A,
             shape(24, 64),
             {**WEIGHT, "epilogue": "swiglu"},
             H200,
-            "rows of N = 24 bytes are no multiple of 16",
+            "rows along N of 24 bytes are no multiple of 16",
         ),
     ],
 )
@@ -408,7 +490,9 @@ def test_bucket():
     fp8 = shape(2, 3, 64, dtype=FP8), shape(32, 64, dtype=FP8)
     scales = {"a_scale": shape(2, 3, dtype=F32), "b_scale": shape(32, dtype=F32)}
     key = bucket(*fp8, transpose_b=True, out_dtype=F32, epilogue="swiglu", **scales)
-    assert key == "float8_e4m3fn-m8-n32-k64-nk-float32-swiglu-2 vectors"
+    assert key == "float8_e4m3fn-m8-n32-k64-nk-float32-swiglu-2 vectors-scaled"
+    many = shape(3, 2, 64), shape(3, 32, 64)
+    assert bucket(*many, transpose_b=True) == "bfloat16-m2-n32-k64-nk-bfloat16-batched"
     assert bucket(A, B) == "bfloat16-m4-n32-k64-kn-bfloat16"
 
 
@@ -420,7 +504,31 @@ ON_DEVICE = {
     "decode, vocabulary": call(2, 151936, 896, out_dtype=F32, **WEIGHT),
     "swiglu": call(2048, 4864, 896, epilogue="swiglu", extra="bias", **WEIGHT),
     "swiglu, one row": call(1, 14336, 4096, epilogue="swiglu", **WEIGHT),
+    "query, one row": call(1, 896, 896, extra="bias residual", **WEIGHT),
+    "down, two rows": call(2, 896, 4864, F16, extra="residual", **WEIGHT),
+    "down, five rows": call(5, 896, 4864, extra="bias residual", **WEIGHT),
+    "down, 64 rows": call(64, 4096, 14336, extra="residual", out_dtype=F32, **WEIGHT),
+    "swiglu, 16 rows": call(16, 4864, 896, F16, extra="bias", epilogue="swiglu", **WEIGHT),
+    "few rows, a weight of no whole tiles": call(7, 1000, 1000, extra="bias", **WEIGHT),
 }
+FEW_ROWS = {
+    **{f"vectors, {m} rows": (vectors(16, 1024), m) for m in (1, 3, 4)},
+    **{f"split, cluster {c}": (split(64, 128, 4, c), 13) for c in (1, 2, 3, 5, 7, 8)},
+    "split, 128 rows of the weight": (split(128, 64, 4, 4), 64),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_forms_for_few_rows_on_the_device(name: str):
+    """Blocks of a cluster read each other's sums here alone; the same call gives the same bits."""
+    config, m = FEW_ROWS[name]
+    arrays, keywords = call(m, 1024, 4992, extra="bias residual", **WEIGHT)
+    run = jax.jit(lambda x: matmul(**x, **keywords, config=config))
+    assert_right(arrays, keywords, run(arrays))
+    np.testing.assert_array_equal(
+        np.asarray(run(arrays)).view(np.uint16), np.asarray(run(arrays)).view(np.uint16)
+    )
 
 
 @pytest.mark.gpu
