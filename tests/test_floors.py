@@ -44,8 +44,12 @@ MAY_IMPORT = {
         "pallas_kernels.tuned"
     ),
     "pallas_kernels.matmul_kernel": "pallas_kernels._compat",
+    "pallas_kernels.matmul_few_rows": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.matmul_kernel"
+    ),
     "pallas_kernels.matmul": (
-        "pallas_kernels.device pallas_kernels.matmul_kernel pallas_kernels.tuned"
+        "pallas_kernels.device pallas_kernels.matmul_few_rows pallas_kernels.matmul_kernel "
+        "pallas_kernels.tuned"
     ),
     "pallas_kernels.row_parts": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.embedding_backward": (
