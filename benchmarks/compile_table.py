@@ -100,8 +100,8 @@ def compile_program(model: str, program: str, implementation: str) -> Row:
     except Exception as error:
         return Row(name, faults=(_sentence(error),))
     found = []
-    if implementation == "pallas":
-        found += programs.missing_kernels(facts.mosaic, kernels(), program)
+    ours = {"pallas": list(kernels()), "pallas attention": ["attention"]}.get(implementation, ())
+    found += programs.missing_kernels(facts.mosaic, ours, program)
     return Row(name, facts=facts, faults=tuple(found))
 
 

@@ -18,22 +18,25 @@ import optax
 from flax import nnx
 
 import jaxllm
-from benchmarks.models import LLAMA, QWEN, kernels
+from benchmarks.models import LLAMA, LLAMA_8B, QWEN, kernels
 from jaxllm import aot, ops, train
 from jaxllm.config import ModelConfig, Runtime
 from pallas_kernels.measure import size_bytes
 
 LAYERS = 4
 PROMPT, CAPACITY = 512, 1024  # tokens of the prefill, room in the cache
+LONG_PROMPT = 8192  # of the model of 8B, whose cache has room for no more
 BATCH = 4  # rows of PROMPT tokens in a training step
 
-_QWEN, _LLAMA = (
-    dataclasses.replace(model, num_hidden_layers=LAYERS, layer_types=()) for model in (QWEN, LLAMA)
+_QWEN, _LLAMA, _LLAMA_8B = (
+    dataclasses.replace(model, num_hidden_layers=LAYERS, layer_types=())
+    for model in (QWEN, LLAMA, LLAMA_8B)
 )
 MODELS = {
     "Qwen2.5-0.5B float32": (_QWEN, "float32"),
     "Qwen2.5-0.5B bfloat16": (_QWEN, "bfloat16"),
     "Llama-3.2-1B bfloat16": (_LLAMA, "bfloat16"),
+    "Llama-3.1-8B bfloat16": (_LLAMA_8B, "bfloat16"),
 }
 
 
@@ -68,6 +71,7 @@ KEYS = (
         for implementation in ("auto", "pallas")
     ),
     ("Qwen2.5-0.5B float32", "decode", "auto"),
+    *(("Llama-3.1-8B bfloat16", "long prefill", name) for name in ("cudnn", "pallas attention")),
 )
 _LIMITS_FILE = Path(__file__).parent / "program_limits.json"
 
@@ -101,10 +105,12 @@ def _structs(model: ModelConfig, dtype: str, implementation: Any) -> Any:
     return nnx.eval_shape(lambda: jaxllm.Transformer(model, runtime, rngs=nnx.Rngs(0)))
 
 
-def _serving(model: ModelConfig, dtype: str, implementation: Any) -> tuple[Any, Any]:
+def _serving(
+    model: ModelConfig, dtype: str, implementation: Any, capacity: int = CAPACITY
+) -> tuple[Any, Any]:
     weights = jaxllm.flatten(_structs(model, dtype, implementation))
     cache = jax.eval_shape(
-        lambda: jaxllm.KVCache.create(model, batch=1, capacity=CAPACITY, dtype=jnp.dtype(dtype))
+        lambda: jaxllm.KVCache.create(model, batch=1, capacity=capacity, dtype=jnp.dtype(dtype))
     )
     return weights, cache
 
@@ -119,6 +125,11 @@ def _ids(*shape: int) -> jax.ShapeDtypeStruct:
 def _prefill(*model: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
     weights, cache = _serving(*model)
     return jaxllm.prefill, (weights, _ids(1, PROMPT), _ids(1), cache), cache
+
+
+def _long_prefill(*model: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+    weights, cache = _serving(*model, capacity=LONG_PROMPT)
+    return jaxllm.prefill, (weights, _ids(1, LONG_PROMPT), _ids(1), cache), cache
 
 
 def _decode(*model: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
@@ -139,13 +150,18 @@ def _train(*model: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
     return train.make_train_step(module, optimizer), (state, batch), state
 
 
-PROGRAMS = {"prefill": _prefill, "decode": _decode, "training": _train}
+PROGRAMS = {
+    "prefill": _prefill,
+    "long prefill": _long_prefill,
+    "decode": _decode,
+    "training": _train,
+}
 
 
 def compile_program(model: str, program: str, implementation: str) -> Facts:
     """Compile one of PROGRAMS for one of MODELS, to be served with four layers and with two."""
     config, dtype = MODELS[model]
-    chosen = {"xla": XLA, "pallas": kernels()}.get(implementation, implementation)
+    chosen = CHOICES.get(implementation, implementation)
     function, arguments, kept = PROGRAMS[program](config, dtype, chosen)
     whole = aot.compile_for(function, *arguments)
     launches, layers = len(whole.launches), LAYERS
@@ -201,6 +217,13 @@ def faults(facts: Facts, limit: Limit) -> list[str]:
 
 
 XLA = {op: "xla" for op in ops.OPS if op != "attention"}
+# What `Runtime` takes for those implementations whose name it does not
+CHOICES: dict[str, Any] = {
+    "xla": XLA,
+    "pallas": kernels(),
+    "cudnn": {"attention": "cudnn"},
+    "pallas attention": {"attention": "pallas"},
+}
 
 # What the kernels of an op are called, and how often at least a Llama of LAYERS layers has them
 KERNEL_OF = {
@@ -214,6 +237,7 @@ KERNEL_OF = {
 # Attention's kernel by program, and how often a layer launches it: decoding may combine its parts
 ATTENTION_OF = {
     "prefill": ("flash_attention", 1, 1),
+    "long prefill": ("flash_attention", 1, 1),
     "decode": ("decode_attention", 1, 2),
     "training": ("flash_attention", 1, 1),
 }
