@@ -190,10 +190,17 @@ def default_config(
     device: Device,
 ) -> Config:
     """The tile with the least work in the last wave; as many stages as the shared memory holds."""
-    del residual, out_dtype
+    del residual
     m, n, k = _sizes(a, b, transpose_b)
     if m <= WGMMA_ROWS and _reads_weight(a, b, transpose_b, a_scale, b_scale):
-        few = few_rows.default_config(m, n, k, gated=epilogue == "swiglu", num_sms=device.num_sms)
+        few = few_rows.default_config(
+            m,
+            n,
+            k,
+            _out_dtype(a, out_dtype),
+            gated=epilogue == "swiglu",
+            num_sms=device.num_sms,
+        )
         if few is not None:
             return few
     return _tile_config(
@@ -360,6 +367,7 @@ def _config_problem(
     b,
     *,
     transpose_b=False,
+    out_dtype=None,
     epilogue=None,
     bias=None,
     a_scale=None,
@@ -374,7 +382,8 @@ def _config_problem(
         if not _reads_weight(a, b, transpose_b, a_scale, b_scale):
             return f"{c.form!r} takes one weight [N, K] of 16 bits, with transpose_b, and no scales"
         m, n, k = _sizes(a, b, transpose_b)
-        return few_rows.problem(c, m, n, k, gated=epilogue == "swiglu")
+        wide = _out_dtype(a, out_dtype)
+        return few_rows.problem(c, m, n, k, wide, gated=epilogue == "swiglu")
     least = 128 if epilogue == "swiglu" else 64
     small = transpose_b and epilogue is None and c.tile_n in (16, 32)
     size_bytes = shared_bytes(config, a.dtype, _vectors(bias, a_scale, b_scale))

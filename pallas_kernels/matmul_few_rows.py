@@ -40,7 +40,7 @@ GRAIN = 8  # rows of a that wgmma counts in
 MAX_CLUSTER = 8  # what every Hopper GPU grants
 
 
-def problem(config: Config, m: int, n: int, k: int, *, gated: bool) -> str | None:
+def problem(config: Config, m: int, n: int, k: int, out_dtype, *, gated: bool) -> str | None:
     """What speaks against the config for m rows of a and a weight [n, k], gate and up if gated."""
     c, halves = config, 1 + gated
     if c.form == "vectors":
@@ -57,6 +57,9 @@ def problem(config: Config, m: int, n: int, k: int, *, gated: bool) -> str | Non
         size_bytes = split_bytes(config, m, gated=gated)
         problems = {
             f"takes {WGMMA_ROWS} rows of a at most": m > WGMMA_ROWS,
+            "the result must have 16 bits, which alone are transposed on their way on chip": (
+                jnp.dtype(out_dtype).itemsize != ITEMSIZE
+            ),
             f"tile_n must divide N and be a multiple of {halves * WGMMA_ROWS}, 256 at most": (
                 not 0 < c.tile_n <= 256 or c.tile_n % (halves * WGMMA_ROWS) or n % c.tile_n
             ),
@@ -69,7 +72,9 @@ def problem(config: Config, m: int, n: int, k: int, *, gated: bool) -> str | Non
     return next((sentence for sentence, found in problems.items() if found), None)
 
 
-def default_config(m: int, n: int, k: int, *, gated: bool, num_sms: int) -> Config | None:
+def default_config(
+    m: int, n: int, k: int, out_dtype, *, gated: bool, num_sms: int
+) -> Config | None:
     """What was near the best on an H200 (benchmarks/README.md); None if no form takes the call."""
     halves = 1 + gated
     found = []
@@ -82,7 +87,7 @@ def default_config(m: int, n: int, k: int, *, gated: bool, num_sms: int) -> Conf
     tiles = max(1, n // (halves * WGMMA_ROWS))
     cluster = max(1, min(MAX_CLUSTER, num_sms // tiles, -(-k // 128)))
     found.append(Config(tile_n=halves * 64, tile_k=128, stages=4, cluster=cluster, form="split"))
-    return next((c for c in found if problem(c, m, n, k, gated=gated) is None), None)
+    return next((c for c in found if problem(c, m, n, k, out_dtype, gated=gated) is None), None)
 
 
 def candidates(m: int, n: int, k: int, *, gated: bool) -> list[Config]:
@@ -196,7 +201,7 @@ def split_bytes(config: Config, m: int, *, gated: bool) -> int:
     """On chip: the ring, the result, what a cluster's blocks show each other, barriers."""
     c, few = config, _grained(m)
     ring = c.stages * (c.tile_n + few) * c.tile_k * ITEMSIZE
-    result = few * c.tile_n // (1 + gated) * 4
+    result = few * c.tile_n // (1 + gated) * ITEMSIZE
     pieces = -(-few // _piece(m, c.cluster))
     parts = pieces * _piece(m, c.cluster) * c.tile_n * 4 if c.cluster > 1 else 0
     return ring + result + parts + 2048

@@ -136,9 +136,9 @@ FORWARD = {
         call(2, 24, 384, extra="bias residual", epilogue="swiglu", **WEIGHT),
     ),
     "split, one row": (split(128, 64), call(1, 128, 200, **WEIGHT)),
-    "split, all, float32 result": (
+    "split, all": (
         split(64, 128),
-        call(17, 64, 264, F16, extra="bias residual", out_dtype=F32, **WEIGHT),
+        call(17, 64, 264, F16, extra="bias residual", **WEIGHT),
     ),
     "split, K among three": (
         split(64, 64, cluster=3),
@@ -364,6 +364,7 @@ def test_wrong_configs(config: Config, sentence: str):
         (split(64, 64, 1), (1, 64), (64, 64), {}, "stages must be 2 at least"),
         (split(64, 64, 2, 9), (1, 640), (64, 640), {}, "cluster must be 1 to 8"),
         (split(64, 64, 2, 2), (1, 64), (64, 64), {}, "have no step of K each"),
+        (split(64, 64), (1, 64), (64, 64), {"out_dtype": F32}, "the result must have 16 bits"),
         (split(64, 64, 40), (1, 64), (64, 64), {}, "takes [0-9]+ of 232448 bytes on chip"),
         (split(64, 64), (1, 64), (64, 64), {"epilogue": "swiglu"}, "a multiple of 128, 256 at"),
         (split(64, 64), (1, 64), (64, 64), {"a_scale": jnp.float32(2)}, "'split' takes one weight"),
@@ -507,8 +508,9 @@ ON_DEVICE = {
     "query, one row": call(1, 896, 896, extra="bias residual", **WEIGHT),
     "down, two rows": call(2, 896, 4864, F16, extra="residual", **WEIGHT),
     "down, five rows": call(5, 896, 4864, extra="bias residual", **WEIGHT),
-    "down, 64 rows": call(64, 4096, 14336, extra="residual", out_dtype=F32, **WEIGHT),
+    "down, 64 rows": call(64, 4096, 14336, extra="residual", **WEIGHT),
     "swiglu, 16 rows": call(16, 4864, 896, F16, extra="bias", epilogue="swiglu", **WEIGHT),
+    "vocabulary, eight rows": call(8, 32064, 896, out_dtype=F32, **WEIGHT),
     "few rows, a weight of no whole tiles": call(7, 1000, 1000, extra="bias", **WEIGHT),
 }
 FEW_ROWS = {
