@@ -1,10 +1,10 @@
 """LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.
 
-x [*B, D], weight and bias [D]. One block owns every blocks-th tile of rows (`over_rows`): each
-row is read once and written once. The variance is the mean of (x - mean)^2, taken in a second pass
-over the row on chip: E[x^2] - mean^2 has no digit left where the mean is large. The backward pass
-reads x and dy and takes the statistics anew, which costs no byte; a block sums its shares of
-d_weight and d_bias in registers, and XLA adds the shares in a fixed order.
+x [*B, D], weight and bias [D]. One block owns every blocks-th tile of rows (`over_rows`): each row
+is read once and written once. The variance is the mean of (x - mean)^2, taken in a second pass over
+the row on chip: E[x^2] - mean^2 has no digit left where the mean is large. The backward pass reads
+x and dy and takes the statistics anew, which costs no byte; of wide rows all sums at once. A block
+sums its shares of d_weight and d_bias in registers, and XLA adds the shares in a fixed order.
 Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
 """
 
@@ -30,6 +30,7 @@ MAX_SHARE = (
     64  # numbers a thread has of a row: of more, the sums for d_weight spill (88: 900 bytes)
 )
 KEPT = 40  # such numbers of x, dy and dy * weight that stay in registers between the sums
+NEAR = 4  # numbers of a row whose mean is near the row's: at worst all are outliers, of D / 4 in D
 MAX_TWO_SHARES = 40  # likewise with those for d_bias (48: 84 bytes); then XLA sums dy once more
 
 
@@ -153,7 +154,7 @@ def _bytes(x, weight, bias) -> dict[str, int]:
 def _backward_config(x, weight, num_sms: int) -> Config:
     """What `rows` takes for x, dy and two sums."""
     sizes = {"array_bytes": 2 * x.dtype.itemsize, "held_bytes": weight.dtype.itemsize}
-    return rows.default_config(*_size(x), **sizes, num_sms=num_sms, sums=2, meetings=2)
+    return rows.default_config(*_size(x), **sizes, num_sms=num_sms, sums=2)
 
 
 def _share(x, config: Config) -> int:
@@ -190,7 +191,7 @@ def check(x, weight, bias, eps) -> None:
 
 
 def _centre(static: _Static, group, x, width: int, few: bool, g: Callable[..., Any] | None = None):
-    """part -> x - mean in float32, 0 outside the row; and 1 / deviation, one number a row.
+    """part -> x - mean in float32; and 1 / deviation, one number a row.
 
     With `g` (part -> [rows, columns]) also the sums of g and of g * (x - mean).
     """
@@ -201,19 +202,53 @@ def _centre(static: _Static, group, x, width: int, few: bool, g: Callable[..., A
     if few:  # else it is more than the registers hold, and read once more
         load = functools.cache(load)
     total, *more = group.sums(map(load, group), *([] if g is None else [map(g, group)]))
-    mean = total / width
 
     def centred(part):
-        centre = load(part) - part.across(mean)
-        if part.tile.padded == width:
-            return centre
-        return jnp.where(part.columns() < width, centre, 0.0)  # else each zero counts mean^2
+        return load(part) - part.across(total / width)
 
     squares, *products = group.sums(
-        (centred(part) ** 2 for part in group),
+        (_inside(part, centred(part), width) ** 2 for part in group),
         *([] if g is None else [(g(part) * centred(part) for part in group)]),
     )
     return centred, jax.lax.rsqrt(squares / width + static.eps), *more, *products
+
+
+def _centre_at_once(static: _Static, group, x, width: int, few: bool, g: Callable[..., Any]):
+    """The same for rows in lines, whose sums meet: all at once, so around a number near the mean.
+
+    That is the mean of a few numbers of the row, another one in each warpgroup. Where all of them
+    are outliers, the variance loses at most D / 4 float32 ulps.
+    """
+    chunks = min(group[0].chunks, width // group[0].tile.inner)
+    places = [chunks * i // NEAR for i in range(NEAR)]
+    near = sum(x.number(group[0], place).astype(jnp.float32) for place in places) / NEAR
+
+    def moved(part):
+        return x.load(part).astype(jnp.float32) - near
+
+    if few:
+        moved = functools.cache(moved)
+    *sums, nears = group.shares(
+        (_inside(part, moved(part), width) for part in group),
+        (_inside(part, moved(part), width) ** 2 for part in group),
+        map(g, group),
+        (g(part) * moved(part) for part in group),
+        numbers=[near],
+    )
+    shares, count = list(zip(*sums, nears, strict=True)), width / len(nears)
+    offsets = [other - near + total / count for total, _, _, _, other in shares]
+    mean = sum(offsets) / len(offsets)
+    squares, along = jnp.float32(0), jnp.float32(0)
+    for offset, (total, square, of_g, product, other) in zip(offsets, shares, strict=True):
+        squares += square - total * total / count + count * (offset - mean) ** 2
+        along += product - (mean + near - other) * of_g
+    scale = jax.lax.rsqrt(jnp.maximum(squares, 0.0) / width + static.eps)
+    return lambda part: moved(part) - mean, scale, sum(sums[2]), along
+
+
+def _inside(part, value, width: int):
+    """0 behind the end of the row, where zeros were read: else each counts as the mean's square."""
+    return value if part.tile.padded == width else jnp.where(part.columns() < width, value, 0.0)
 
 
 def _forward(static: _Static, x, weights):
@@ -262,7 +297,8 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
         few = len(group) == 1 and _share(x, config) <= KEPT
         if few:
             load = functools.cache(load)
-        centred, scale, total, products = _centre(
+        centre = _centre if group[0].tile.lines == 1 else _centre_at_once
+        centred, scale, total, products = centre(
             static, group, inputs[0], width, few, lambda part: load(part)[1]
         )
         mean, along = total / width, products * scale / width
@@ -283,16 +319,14 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
         weights=[weight],
         outputs=[x.dtype],
         sums=kernel_sums,
-        row_sums=4,
-        meetings=2,
+        row_sums=5,
         config=config,
         num_sms=static.num_sms,
         interpret=static.interpret,
     )
-    totals = [jnp.sum(shares, axis=0) for shares in sums]
     if has_bias and kernel_sums == 1:
-        totals.append(jnp.sum(dy, axis=0, dtype=jnp.float32))
-    return d_x, totals
+        sums = [*sums, jnp.sum(dy, axis=0, dtype=jnp.float32)]
+    return d_x, sums
 
 
 def _norm_fwd(static, x, weights):

@@ -266,7 +266,7 @@ def _backward(static: _Static, x, weight, dy, d_total=None):
         num_sms=static.num_sms,
         interpret=static.interpret,
     )
-    return outputs[0], jnp.sum(sums[0], axis=0).astype(weight.dtype)
+    return outputs[0], sums[0].astype(weight.dtype)
 
 
 def _norm_fwd(static, x, weight):

@@ -49,7 +49,9 @@ class RowTile:
     The numbers of a row belong to `warpgroups` from left to right, each of which has `chunks` of
     `inner`. warps and lanes: by how many of them, (down, across), the rows of one warpgroup are
     split; `vector` numbers of the narrowest dtype are one access. `interpret`: it is for the
-    interpreter, which knows no layouts and reshapes values, not references.
+    interpreter, which knows no layouts and reshapes values, not references. `lines`: into how many
+    the part of a row that has the warpgroup is cut, one under another; with 4 each warp has one,
+    and a sum along it needs no memory.
     """
 
     width: int
@@ -61,6 +63,7 @@ class RowTile:
     lanes: tuple[int, int]
     warpgroups: int = 1
     interpret: bool = False
+    lines: int = 1
 
     @property
     def padded(self) -> int:
@@ -81,6 +84,8 @@ class RowTile:
     def layout(self) -> Any:
         """Of rows in registers."""
         (warps_down, warps_across), (lanes_down, lanes_across) = self.warps, self.lanes
+        if self.lines > 1:
+            warps_down, warps_across = self.lines, 1
         warp = (lanes_down, lanes_across * self.vector)
         return _compat.tiled_layout(
             ((warps_down * warp[0], warps_across * warp[1]), warp, (self.vector,)),
@@ -151,8 +156,10 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[rows, columns]."""
-        return self.rows, self.chunks * self.tile.inner
+        """[rows, columns], or [lines, columns] of a row's part that lies so."""
+        numbers = self.chunks * self.tile.inner
+        lines = self.tile.lines
+        return (self.rows, numbers) if lines == 1 else (lines, numbers // lines)
 
     def across(self, column: jax.Array) -> jax.Array:
         """One number a row ([rows], or a scalar for one row) along the rows: [rows, columns]."""
@@ -172,6 +179,8 @@ class Part:
             index = jax.lax.broadcasted_iota(jnp.int32, self.shape, 1)
         else:
             index = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.tile.layout)
+        if self.tile.lines > 1:
+            index = index + self.lines() * self.shape[1]
         return index + (self.tile.first_chunk + self.chunk) * self.tile.inner
 
     def lines(self) -> jax.Array:
@@ -190,13 +199,14 @@ def row_tile(
     *,
     repeat: int = 1,
     warpgroups: int = 1,
+    in_lines: bool = False,
     interpret: bool = False,
 ) -> RowTile:
     """The tile for rows of `width` numbers of `itemsize` bytes (the narrowest dtype of the call).
 
     Narrow rows share a warp, middle ones have a warp each, and a row of more than four accesses a
     lane has the whole warpgroup, or several: as many as `warpgroups` says, or fewer where the row
-    does not divide.
+    does not divide. `in_lines`: a row that has the warpgroup lies in lines, one a warp.
     """
     vector = ACCESS_BYTES // itemsize
     units = -(-width // vector)
@@ -216,7 +226,8 @@ def row_tile(
         warpgroups -= 1
     chunks = grains // warpgroups * grain
     rows = repeat * warps[0] * lanes[0]
-    return RowTile(width, rows, inner, chunks, vector, warps, lanes, warpgroups, interpret)
+    lines = WARPS if in_lines and warps[0] == 1 else 1
+    return RowTile(width, rows, inner, chunks, vector, warps, lanes, warpgroups, interpret, lines)
 
 
 def _inner(width: int, vector: int) -> int:
@@ -271,12 +282,16 @@ def default_config(
     accesses = -(-tile.padded // (tile.vector * THREADS))
     alone = tile.warps[0] > 1 or (meetings > 1 and not sums)
     warpgroups = 1 if alone else max(1, min(MAX_WARPGROUPS, accesses // 4))
-    if not sums and tile.padded == width:
-        repeat = 1
-        while tile.warps[0] > 1 and repeat < 4 and count % (2 * repeat * tile.rows) == 0:
+    if not sums and tile.padded == width and count % tile.rows == 0:
+        repeat, numbers = 1, tile.rows * width // THREADS  # that a thread has
+        while (
+            tile.warps[0] > 1
+            and 2 * repeat * numbers <= NUMBERS
+            and repeat < 4
+            and count % (2 * repeat * tile.rows) == 0
+        ):
             repeat *= 2
-        if count % (repeat * tile.rows) == 0:
-            return Config(repeat, 0, 1, warpgroups)
+        return Config(repeat, 0, 1, warpgroups)
     repeat = max(1, min(4096 // (tile.rows * tile.padded * itemsize), MAX_BOX // tile.rows))
     while repeat > 1 and tile.rows * repeat * num_sms * 4 > count:  # first rows for all blocks
         repeat //= 2
@@ -331,6 +346,10 @@ class Staged:
         if part.tile.interpret:
             return ref[...].reshape(part.shape)
         return _compat.load(ref.reshape(*part.shape), part.tile.layout)
+
+    def number(self, part: Part, chunk: int) -> jax.Array:
+        """The first number of one of the chunks of the part, which is of one row."""
+        return self.ref[part.row, part.chunk + chunk, 0]
 
     def store(self, part: Part, value: jax.Array) -> None:
         ref = self._of(part)

@@ -128,6 +128,16 @@ def test_a_mean_far_from_zero(width):
         )
 
 
+@pytest.mark.parametrize(("width", "mean"), [(1040, 1e4), (2048, 0.0)])
+def test_wide_rows_far_from_zero_and_with_outliers(width, mean):
+    """Sums around a few numbers of the row: far from zero, and where all of these are outliers."""
+    x, *others = case(3, width, mean=mean)
+    if not mean:
+        x = x.at[:, ::64].set(jnp.asarray([300.0, -300.0, 1e4])[:, None])
+    arrays = x, *others
+    assert_right(interpreted(run, *arrays), arrays, largest_term=1e4)
+
+
 def test_a_row_of_one_number_is_the_bias():
     x, weight, bias, _ = case(2, 96)
     f = functools.partial(layer_norm, eps=EPS, interpret=True)

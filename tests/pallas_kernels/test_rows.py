@@ -62,6 +62,11 @@ def test_how_rows_lie(width, itemsize):
         assert tile.padded - width < tile.warps[1] * tile.lanes[1] * tile.vector
         assert tile.inner * itemsize >= device.ACCESS_BYTES
         assert tile.inner <= device.MAX_BOX >= tile.chunks
+        lines = rows.row_tile(width, itemsize, warpgroups=warpgroups, in_lines=True)
+        assert lines.lines == tile.warps[1]  # a warp each
+        for part in (part for group in lines.groups(rows.NUMBERS) for part in group):
+            assert part.shape[0] == (part.rows if lines.lines == 1 else 4)
+            assert part.shape[0] * part.shape[1] == part.rows * part.chunks * lines.inner
         # All of a row is in exactly one part
         parts = [part for group in tile.groups(rows.NUMBERS) for part in group]
         held = np.zeros((tile.rows, tile.chunks), int)
