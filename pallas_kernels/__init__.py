@@ -4,6 +4,7 @@ Each is a function of the module of its name, which also tells what keeps it fro
 and how it is tiled (`Config`): `from pallas_kernels.rms_norm import why_not`.
 """
 
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.embedding import embedding
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.layer_norm import layer_norm
@@ -14,6 +15,7 @@ from pallas_kernels.softmax import scale_softmax
 from pallas_kernels.swiglu import geglu, swiglu
 
 __all__ = [
+    "decode_attention",
     "embedding",
     "flash_attention",
     "geglu",

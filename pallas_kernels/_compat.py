@@ -31,6 +31,8 @@ VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 # What the interpreter of jax 0.10 cannot do; ends with Python 3.11, whose newest jax that is.
 INTERPRETS_TRANSPOSED_WGMMA = VERSION >= (0, 11)
 INTERPRETS_CUT_COPIES = VERSION >= (0, 11)
+# A kernel that writes into `jax.new_ref(x)` writes into x's own memory; ends with jax 0.10.
+WRITES_REFERENCES = VERSION >= (0, 11)
 
 
 def kernel(

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import _compat, tuned
 from pallas_kernels import device as device_lib
-from pallas_kernels import tuned
 from pallas_kernels.attention_reference import attention_reference, check
 from pallas_kernels.decode_attention_kernel import (
     LINE,
@@ -39,6 +39,7 @@ WIDEST = 256
 MOST_HEADS = 64  # that share a key head
 MOST_IN_CLUSTER = 16  # blocks, on Hopper
 MOST_PARTS = 32  # that the second kernel adds: it holds them all
+MOST_KEYS = 8192  # of a block, unless there is one row
 
 
 def decode_attention(
@@ -70,8 +71,8 @@ def decode_attention(
     k_scale and v_scale, float32 [B, S, K] (or [P, page, K]), belong to a cache of int8 or
     float8_e4m3fn: a key is k_scale times what is stored.
     new_k and new_v are written at kv_lengths[b] - 1 before the query looks, and the call returns
-    (out, k_cache, v_cache); the kernel's launch follows the write, which is in place where the
-    caller donates the cache.
+    (out, k_cache, v_cache). The same launch writes them, in place where the caller donates the
+    cache (heads of another width than a multiple of 64, and jax 0.10: XLA writes them before).
     splits: how many blocks share a row and key head; None chooses from the shapes and the device.
     Dtypes: bfloat16 or float16, the cache alike; scores, softmax and sums in float32.
     Gradients: through `decode_attention_reference`.
@@ -94,13 +95,10 @@ def decode_attention(
     )
     if problem := _config_problem(config, q, k_cache):
         raise ValueError(f"{NAME}: {config}: {problem}")
-    if new_k is not None:
-        k_cache, v_cache = _written(k_cache, v_cache, new_k, new_v, kv_lengths, page_table)
     static = Static(
         config, interpret, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap
     )
-    out = _decode(static, q, k_cache, v_cache, kv_lengths, sinks, page_table, k_scale, v_scale)
-    return out if new_k is None else (out, k_cache, v_cache)
+    return _decode(static, *arrays, sinks, page_table, k_scale, v_scale, new_k, new_v)
 
 
 def decode_attention_reference(
@@ -193,24 +191,63 @@ def default_config(
     splits: int | None = None,
     device: Device,
 ) -> Config:
-    """As many blocks as multiprocessors, if the cache is long enough to give each a tile."""
+    """One launch, if a cluster of blocks for each row and key head can keep the memory busy."""
     del v_cache, kv_lengths, v_scale
     width, group, pairs = _sizes(q, k_cache)
     size = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    tile = 128 if width <= 128 else 64
-    if k_scale is not None:
+    packed, num_sms = k_scale is not None, device.num_sms
+    if splits is not None:
+        splits, cluster = _clusters(splits)
+    else:
+        if packed:  # widening bytes keeps a block busy: three to a multiprocessor take turns
+            splits, cluster = _clusters(max(1, min(3 * num_sms // pairs, -(-size // 128))), 2)
+        else:
+            splits, cluster = _shared_out(pairs, size, num_sms)
+        if q.shape[0] > 1:  # where other rows are short, a long one is not left to few blocks
+            parts = max(splits // cluster, -(-size // (MOST_KEYS * cluster)))
+            splits = min(parts, MOST_PARTS) * cluster
+    few = pairs * splits <= num_sms and not packed  # a block has a multiprocessor for itself
+    keys = -(-size // splits)
+    if width > 128 or (width > LINE and not few):
+        tile = 64
+    elif width <= LINE and few and keys >= 2048:
+        tile = 256
+    else:
+        tile = 128
+    if packed:
         tile = math.gcd(tile, k_cache.shape[1])
-    if splits is None:
-        splits = max(1, min(device.num_sms // pairs, -(-size // tile)))
-    splits, cluster = _clusters(splits)
-    config = Config(tile, 2, splits, cluster)
-    assert shared_bytes(config, width, group, k_scale is not None) <= device_lib.SHARED_BYTES
-    return config
+    scales = k_cache.shape[2] if packed else 0
+    tiles = -(-keys // tile)
+    for blocks in range(1 if few else 3 if packed else 2, 0, -1):  # of a multiprocessor
+        for stages in range(min(2 if packed else 3, tiles), min(2, tiles) - 1, -1):
+            config = Config(tile, stages, splits, cluster)
+            if blocks * shared_bytes(config, width, group, scales) <= device_lib.SHARED_BYTES:
+                return config
+    return Config(64, 1, splits, cluster)
 
 
-def _clusters(splits: int) -> tuple[int, int]:
-    """Blocks, and how many of them add up what they have: all, or as many as there may be."""
-    cluster = min(splits, MOST_IN_CLUSTER)
+def _shared_out(pairs: int, size: int, num_sms: int) -> tuple[int, int]:
+    """How many blocks share a row and key head, and how many of them a cluster has.
+
+    64 blocks with deep rings read as fast as 128 (H200: 8 heads of 128, 8k keys: 11.5 and 11.7 us).
+    Of clusters of 4 or more, not all multiprocessors can be filled: twice 8 x 8 blocks took 1.5
+    times as long as once. A block with less than 128 keys only waits.
+    """
+    for cluster, share in ((16, 0.5), (8, 0.85), (4, 0.85), (2, 1.0)):
+        if pairs * cluster <= share * num_sms and cluster * 128 <= size:
+            break
+    else:
+        return 1, 1
+    if size <= 1024 * cluster:
+        return cluster, cluster
+    cluster = min(cluster, 8)
+    parts = max(1, int(0.85 * num_sms) // (pairs * cluster))
+    return parts * cluster, cluster
+
+
+def _clusters(splits: int, most: int = MOST_IN_CLUSTER) -> tuple[int, int]:
+    """So many blocks, or a few less, and how many of them add up what they have: all, or `most`."""
+    cluster = min(splits, most)
     return min(splits // cluster, MOST_PARTS) * cluster, cluster
 
 
@@ -359,11 +396,14 @@ def _config_problem(config: Config, q, k_cache) -> str | None:
     c = config
     width, group, _ = _sizes(q, k_cache)
     packed = k_cache.dtype in PACKED
-    size_bytes = shared_bytes(config, width, group, packed)
+    size_bytes = shared_bytes(config, width, group, k_cache.shape[2] if packed else 0)
     problems = {
         f"tile must be one of {TILES}": c.tile not in TILES,
         f"tile must divide the {k_cache.shape[1]} keys that lie together, which have scales": (
             packed and c.tile in TILES and k_cache.shape[1] % c.tile != 0
+        ),
+        "so many heads with scales want a smaller tile": (
+            packed and c.tile * k_cache.shape[2] > device_lib.MAX_BOX * LINE
         ),
         "stages must be at least 1": c.stages < 1,
         "splits must be a multiple of cluster, and both at least 1": (
@@ -397,7 +437,19 @@ def _written(k_cache, v_cache, new_k, new_v, kv_lengths, page_table):
     )
 
 
-def _forward(static: Static, q, k_cache, v_cache, kv_lengths, sinks, page_table, k_scale, v_scale):
+def _forward(
+    static: Static,
+    q,
+    k_cache,
+    v_cache,
+    kv_lengths,
+    sinks,
+    page_table,
+    k_scale,
+    v_scale,
+    new_k,
+    new_v,
+):
     batch, _, n, width = q.shape
     kv_heads = k_cache.shape[2]
     group = n // kv_heads
@@ -408,45 +460,47 @@ def _forward(static: Static, q, k_cache, v_cache, kv_lengths, sinks, page_table,
     lengths = kv_lengths.astype(jnp.int32)
     flat = q.reshape(batch, n, width)
     rest = {"page_table": page_table, "k_scale": k_scale, "v_scale": v_scale}
-    out = attend(static, flat, k_cache, v_cache, lengths, sinks=sinks, **rest)
+    k, v = k_cache, v_cache
+    if new_k is not None:
+        if _writes(static, width):
+            k, v = jax.new_ref(k_cache), jax.new_ref(v_cache)
+            rest |= {"new_k": new_k[:, 0], "new_v": new_v[:, 0]}
+        else:
+            k, v = _written(k_cache, v_cache, new_k, new_v, kv_lengths, page_table)
+    out = attend(static, flat, k, v, lengths, sinks=sinks, **rest)
     if isinstance(out, (list, tuple)):
         out = combine(static, *out, flat, sinks=sinks)
-    return out.reshape(q.shape)
+    out = out.reshape(q.shape)
+    if new_k is None:
+        return out
+    return (out, jax.freeze(k), jax.freeze(v)) if _writes(static, width) else (out, k, v)
+
+
+def _writes(static: Static, width: int) -> bool:
+    """Whether the kernel itself writes the new token: it stores 64 numbers at a time."""
+    return _compat.WRITES_REFERENCES and not width % LINE
 
 
 def _forward_saved(static, *arrays):
     return _forward(static, *arrays), arrays
 
 
-def _backward(static: Static, saved, d_out):
-    q, k_cache, v_cache, kv_lengths, sinks, page_table, k_scale, v_scale = saved
-    floats = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks}
-    floats |= {"k_scale": k_scale, "v_scale": v_scale}
-    floats = {name: x for name, x in floats.items() if x is not None and x.dtype not in PACKED}
+def _backward(static: Static, saved, cotangent):
+    names = ("q", "k_cache", "v_cache", "kv_lengths", "sinks", "page_table", "k_scale", "v_scale")
+    call = dict(zip((*names, "new_k", "new_v"), saved, strict=True))
+    floats = {
+        name: x
+        for name, x in call.items()
+        if x is not None and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype not in PACKED
+    }
+    numbers: dict[str, Any] = {"scale": static.scale, "window": static.window}
 
     def plain(floats):
-        given = {"k_cache": k_cache, "v_cache": v_cache, **floats}
-        return decode_attention_reference(
-            **given,
-            kv_lengths=kv_lengths,
-            page_table=page_table,
-            scale=static.scale,
-            window=static.window,
-            softcap=static.softcap,
-        )
+        return decode_attention_reference(**{**call, **floats}, **numbers, softcap=static.softcap)
 
     _, pull = jax.vjp(plain, floats)
-    (grads,) = pull(d_out)
-    return (
-        grads["q"],
-        grads.get("k_cache"),
-        grads.get("v_cache"),
-        None,
-        grads.get("sinks"),
-        None,
-        grads.get("k_scale"),
-        grads.get("v_scale"),
-    )
+    (grads,) = pull(cotangent)
+    return tuple(grads.get(name) for name in call)
 
 
 _decode = jax.custom_vjp(lambda static, *arrays: _forward(static, *arrays), nondiff_argnums=(0,))

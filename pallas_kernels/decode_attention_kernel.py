@@ -52,12 +52,17 @@ class Static:
     softcap: float | None
 
 
-def shared_bytes(config: Config, width: int, heads: int, packed: bool) -> int:
-    """On chip: the ring of K and V, Q, P, parts that a cluster shares, the result, barriers."""
+def shared_bytes(config: Config, width: int, heads: int, scales: int) -> int:
+    """On chip: the ring of K and V, Q, P, parts that a cluster shares, the result, barriers.
+
+    heads: that share a key head; scales: of one key and all its heads, 0 if it has none.
+    """
     c, padded, heads = config, -(-width // LINE) * LINE, -(-heads // 8) * 8
     ring = 2 * c.stages * c.tile * padded * 2
-    if packed:  # bytes, and one tile of 16 bits
-        ring = (2 * c.stages * _line(1, width) // LINE + 2) * c.tile * padded
+    if scales:  # bytes, and one tile of 16 bits
+        line = _line(1, width)
+        ring = 2 * c.stages * c.tile * (-(-width // line) * line + 4 * scales)
+        ring += 2 * c.tile * padded
     parts = heads * (padded + 1) * 4 if c.cluster > 1 else 0
     return ring + heads * (padded + c.tile + LINE) * 2 + parts + 4096
 
@@ -136,12 +141,24 @@ def _put(out_ref, o_s, row, head, chunk, out):
 
 
 def attend(
-    static: Static, q, k, v, lengths, *, sinks=None, page_table=None, k_scale=None, v_scale=None
+    static: Static,
+    q,
+    k,
+    v,
+    lengths,
+    *,
+    sinks=None,
+    page_table=None,
+    k_scale=None,
+    v_scale=None,
+    new_k=None,
+    new_v=None,
 ) -> Any:
     """The result [B, K, N / K, H]; or with more splits than a cluster's, the clusters' parts.
 
     q [B, N, H], lengths [B], k and v [B, S, K, H] or, with a page table [B, pages], pages
     [P, page, K, H]; a cache of bytes has scales, shaped alike without H; sinks [K, heads].
+    With new_k and new_v [B, K, H], k and v are references, whose last key of each row they become.
     Parts: [B, K, clusters, H, heads] float32 and log2 of their sums [B, K, clusters, heads], with H
     in whole lines and the heads of a group up to a multiple of 8.
     """
@@ -154,7 +171,7 @@ def attend(
     together = c.tile if page_table is None else min(c.tile, page)  # keys that are neighbours
     group, dtype = n // kv_heads, q.dtype
     heads, chunks = -(-group // 8) * 8, -(-width // LINE)
-    packed = k_scale is not None
+    packed = k_scale is not None and v_scale is not None
     line = _line(k.dtype.itemsize, width)
     copies = -(-width // line)
     cluster = 1 if static.interpret else c.cluster  # it knows no other block's shared memory
@@ -169,6 +186,8 @@ def attend(
         sinks_ref,
         k_scale_ref,
         v_scale_ref,
+        new_k_ref,
+        new_v_ref,
         *outputs,
         **scratch,
     ):
@@ -176,130 +195,160 @@ def attend(
         part, head, row = (lax.axis_index(name) for name in ("part", "head", "row"))
         rank = lax.axis_index("rank") if cluster > 1 else 0
         split = part * cluster + rank
-        length = jnp.clip(lengths_ref[row], 0, size)
-        first = jnp.int32(0) if static.window is None else jnp.maximum(length - static.window, 0)
-        low = first // c.tile
-        count = pl.cdiv(length, c.tile) - low
-        begin = low + count * split // c.splits
-        end = low + count * (split + 1) // c.splits
 
         def columns(i, line):  # the last may pass the end of a row, which only traced starts may
             start = i * line
             return pl.ds(row * 0 + start if start + line > width else start, line)
 
-        def slot_of(at):
-            return lax.rem(at - begin, jnp.int32(c.stages))
-
-        def place(at, inner):
-            """Where keys of a tile lie: the first two indices."""
-            start = at * c.tile + inner
+        def place(start):
+            """Where a key lies, and its neighbours: the first two indices."""
             if page_table is None:
                 return row, start
             # what stands behind a row's pages is not read, whatever the table says
             index = jnp.minimum(start // page, page_table.shape[1] - 1)
             return jnp.clip(table_ref[row, index], 0, num_pages - 1), lax.rem(start, page)
 
-        def load(ref, to, at, barrier):
-            slot = slot_of(at)
+        def load(name, slot, at):
+            ref, barrier = (k_ref, v_ref)[name == "v"], scratch[f"{name}_full"].at[slot]
             for inner in range(0, c.tile, together):
-                number, start = place(at, inner)
+                number, start = place(at * c.tile + inner)
                 for i in range(copies):
                     plgpu.copy_gmem_to_smem(
                         ref.at[number, pl.ds(start, together), head, columns(i, line)],
-                        _rows(to, (slot, i), inner, together, static.interpret),
-                        barrier.at[slot],
+                        _rows(scratch[name], (slot, i), inner, together, static.interpret),
+                        barrier,
+                    )
+                if packed:  # of all heads: they lie together
+                    scales = (k_scale_ref, v_scale_ref)[name == "v"]
+                    lines = together * kv_heads // LINE
+                    first_line = start * kv_heads // LINE
+                    plgpu.copy_gmem_to_smem(
+                        scales.at[number, pl.ds(first_line, lines)],
+                        scratch[f"{name}_scale"].at[slot, pl.ds(inner * kv_heads // LINE, lines)],
+                        barrier,
                     )
 
-        def load_k(at):
-            load(k_ref, k_s, at, scratch["k_full"])
+        for chunk in range(chunks):
+            plgpu.copy_gmem_to_smem(
+                q_ref.at[row, pl.ds(head * group, heads), columns(chunk, LINE)],
+                _rows(q_s, (chunk,), 0, heads, static.interpret),
+                scratch["q_full"],
+            )
+        # Tiles are dealt in turn, so that the first does not hang on the length: it is on its way
+        # when the length arrives, at the price of a tile too much where a row is very short.
+        early = static.window is None and c.splits * c.tile <= size
+        if early:
+            load("k", 0, split)
+            load("v", 0, split)
+        length = jnp.clip(lengths_ref[row], 0, size)
+        held = length if new_k is None else jnp.maximum(length - 1, 0)  # in the cache already
+        first = jnp.int32(0) if static.window is None else jnp.maximum(length - static.window, 0)
+        low = first // c.tile
+        count = jnp.maximum(pl.cdiv(held, c.tile) - low - split + c.splits - 1, 0) // c.splits
+        has_new = (length > held) & (lax.rem(held // c.tile - low, c.splits) == split)
 
-        def load_v(at):
-            load(v_ref, v_s, at, scratch["v_full"])
+        def tile_of(i):
+            return low + split + i * c.splits
 
-        @pl.when(begin < end)
-        def _():
-            for chunk in range(chunks):
-                plgpu.copy_gmem_to_smem(
-                    q_ref.at[row, pl.ds(head * group, heads), columns(chunk, LINE)],
-                    _rows(q_s, (chunk,), 0, heads, static.interpret),
-                    scratch["q_full"],
-                )
-            for stage in range(c.stages):
+        def slot_of(i):
+            return lax.rem(i, jnp.int32(c.stages))
 
-                @pl.when(begin + stage < end)
-                def _(stage=stage):
-                    load_k(begin + stage)
-                    load_v(begin + stage)
+        for stage in range(c.stages):
+            for name in "kv":
+                if stage or not early:
+                    pl.when(stage < count)(
+                        lambda stage=stage, name=name: load(name, stage, tile_of(stage))
+                    )
+        plgpu.barrier_wait(scratch["q_full"])
+        if early:
 
-            plgpu.barrier_wait(scratch["q_full"])
+            @pl.when(count == 0)
+            def _():
+                plgpu.barrier_wait(scratch["k_full"].at[jnp.int32(0)])
+                plgpu.barrier_wait(scratch["v_full"].at[jnp.int32(0)])
 
-        def widened(ring, at):
+        def widened(ring):
             """What a tile of bytes holds, in 16 bits."""
+            # 8 numbers a thread, so that neither the load nor the store meets a bank twice
+            layout = _compat.tiled_layout(
+                ((32, 32), (8, 32), (8, 8)), warp_dims=(-6,), lane_dims=(-3, -2)
+            )
             for i in range(copies):
-                x = _load(ring.at[slot_of(at), i], plgpu.Layout.WGMMA_UPCAST_2X)
-                for chunk in range(i * line // LINE, min(chunks, (i + 1) * line // LINE)):
-                    start = chunk * LINE - i * line
-                    part = x[:, start : start + LINE]
-                    if k.dtype == jnp.float8_e4m3fn:  # the one step that the hardware knows
-                        part = part.astype(jnp.float16)
-                        part = part if dtype == jnp.float16 else part.astype(jnp.float32)
-                    scratch["wide"].at[chunk][...] = part.astype(dtype)
+                x = _compat.load(ring.at[i], layout)
+                x = x[:, : min(line, chunks * LINE - i * line)]
+                if k.dtype == jnp.float8_e4m3fn:  # the one step that the hardware knows
+                    x = x.astype(jnp.float16)
+                    x = x if dtype == jnp.float16 else x.astype(jnp.float32)
+                scratch["wide"].at[:, pl.ds(i * line, x.shape[1])][...] = x.astype(dtype)
             plgpu.commit_smem()
             return scratch["wide"]
 
-        def scales_of(ref, at):
-            number, start = place(at, 0)
-            layout = plgpu.Layout.WGMMA.reduce(1)
-            return _load(ref.at[number, pl.ds(start, c.tile), head], layout)
+        def scales_of(ref):
+            if static.interpret:  # it reshapes no reference
+                x = lax.dynamic_index_in_dim(ref[...].reshape(c.tile, kv_heads), head, 1, False)
+            else:
+                layout = plgpu.Layout.WGMMA.reduce(1)
+                x = _load(ref.reshape(c.tile, kv_heads).at[:, head], layout)
+            return _each_key(x, heads)
 
-        def scores(at, k_tile):
+        def line_of_tile(tile, chunk):
+            return tile.at[:, pl.ds(chunk * LINE, LINE)] if packed else tile.at[chunk]
+
+        def scores(k_tile):
             def product(acc):
                 for chunk in range(chunks):
-                    plgpu.wgmma(acc, k_tile.at[chunk], q_s.at[chunk].T)
+                    plgpu.wgmma(acc, line_of_tile(k_tile, chunk), q_s.at[chunk].T)
                 return acc[...]
 
             return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((c.tile, heads), jnp.float32))
 
-        def seen(s, at):
+        def scaled(s):
             if static.softcap is None:
-                s = s * (static.scale * LOG2E)
-            else:  # tanh(x) = 1 - 2 / (exp(2 x) + 1); the GPU's own tanh is right to 11 bits only
-                e = jnp.exp2(s * (static.scale * 2 * LOG2E / static.softcap))
-                s = static.softcap * LOG2E * (1.0 - 2.0 / (e + 1.0))
+                return s * (static.scale * LOG2E)
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1); the GPU's own tanh is right to 11 bits only
+            e = jnp.exp2(s * (static.scale * 2 * LOG2E / static.softcap))
+            return static.softcap * LOG2E * (1.0 - 2.0 / (e + 1.0))
+
+        def seen(s, at):
+            s = scaled(s)
             key = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
             key = key + at * c.tile
-            return jnp.where((key >= first) & (key < length), s, -jnp.inf)
+            return jnp.where((key >= first) & (key < held), s, -jnp.inf)
 
         def weighted(v_tile):
             def product(*accs):
                 for chunk, acc in enumerate(accs):
-                    plgpu.wgmma(acc, v_tile.at[chunk].T, p_s.T)
+                    plgpu.wgmma(acc, line_of_tile(v_tile, chunk).T, p_s.T)
                 plgpu.wgmma_wait(0)
                 return tuple(acc[...] for acc in accs)
 
             accs = [plgpu.WGMMAAccumulatorRef((LINE, heads), jnp.float32) for _ in range(chunks)]
             return pl.run_scoped(product, *accs)
 
-        def step(at, carry):
+        def step(i, carry):
             top, total, out = carry
-            slot = slot_of(at)
-            if packed:  # from memory while the tile is waited for
-                k_scales, v_scales = scales_of(k_scale_ref, at), scales_of(v_scale_ref, at)
+            slot, again = slot_of(i), i + c.stages < count
             plgpu.barrier_wait(scratch["k_full"].at[slot])
-            s = scores(at, widened(k_s, at) if packed else k_s.at[slot])
-            pl.when(at + c.stages < end)(lambda: load_k(at + c.stages))
-            s = seen(s * _each_key(k_scales, heads) if packed else s, at)
+            s = scores(widened(k_s.at[slot]) if packed else k_s.at[slot])
+            if packed:
+                s = s * scales_of(scratch["k_scale"].at[slot])
+            pl.when(again)(lambda: load("k", slot, tile_of(i + c.stages)))
+            s = seen(s, tile_of(i))
             new_top = jnp.maximum(top, jnp.max(s, axis=0))
             less = jnp.exp2(top - new_top)
             p = jnp.exp2(s - _each(new_top, c.tile))
             total = total * _each(less, c.tile) + p
-            if packed:
-                p = jnp.where(p > 0, p * _each_key(v_scales, heads), 0.0)
-            p_s.T[...] = p.astype(dtype)
-            plgpu.commit_smem()
             plgpu.barrier_wait(scratch["v_full"].at[slot])
-            more = weighted(widened(v_s, at) if packed else v_s.at[slot])
-            pl.when(at + c.stages < end)(lambda: load_v(at + c.stages))
+            if packed:
+                p = jnp.where(p > 0, p * scales_of(scratch["v_scale"].at[slot]), 0.0)
+            p_s.T[...] = p.astype(dtype)
+            if packed:
+                v_tile = widened(v_s.at[slot])
+            else:
+                v_tile = v_s.at[slot]
+                plgpu.commit_smem()
+            more = weighted(v_tile)
+            pl.when(again)(lambda: load("v", slot, tile_of(i + c.stages)))
             less = _each(less, LINE)
             return new_top, total, tuple(o * less + m for o, m in zip(out, more, strict=True))
 
@@ -311,7 +360,39 @@ def attend(
             filled(0, (c.tile, heads)),
             tuple(filled(0, (LINE, heads)) for _ in range(chunks)),
         )
-        top, total, outs = lax.fori_loop(begin, end, step, start)
+
+        def line_of(ref, chunk):
+            x = ref.at[row, head, pl.ds(chunk * LINE, LINE)]
+            return _load(x, plgpu.Layout.WGMMA.reduce(1))
+
+        def begin_with_new():
+            """The state after the new token alone: its score, one, and its value."""
+            products = 0.0
+            for chunk in range(chunks):
+                q_line = _load(q_s.at[chunk].T, plgpu.Layout.WGMMA).astype(jnp.float32)
+                k_line = line_of(new_k_ref, chunk).astype(jnp.float32)
+                products = products + q_line * _each_key(k_line, heads)
+            key = plgpu.broadcasted_iota(jnp.int32, (c.tile, heads), 0, layout=plgpu.Layout.WGMMA)
+            values = [line_of(new_v_ref, chunk).astype(jnp.float32) for chunk in range(chunks)]
+            return (
+                scaled(jnp.sum(products, axis=0)),
+                jnp.where(key == 0, 1.0, 0.0),
+                tuple(_each_key(x, heads) for x in values),
+            )
+
+        if new_k is not None:
+            start = lax.cond(has_new, begin_with_new, lambda: start)
+        top, total, outs = lax.fori_loop(0, count, step, start)
+        if new_k is not None:
+
+            @pl.when(has_new)  # after all of the row was read that this block reads
+            def _():
+                number, key = place(held)
+                for chunk in range(chunks):
+                    for cache, new in ((k_ref, new_k_ref), (v_ref, new_v_ref)):
+                        to = cache.at[number, key, head, pl.ds(chunk * LINE, LINE)]
+                        to[...] = line_of(new, chunk)
+
         total = jnp.sum(total, axis=0)
         some = total > 0
         lse = jnp.where(some, top + jnp.log2(total), LOWEST)
@@ -356,7 +437,7 @@ def attend(
     ring = plgpu.SMEM(
         (c.stages, copies, c.tile, line), k.dtype, transforms=_transforms(k.dtype, line)
     )
-    per_tile = copies * (c.tile // together)
+    per_tile = (copies + packed) * (c.tile // together)
     scratch = {
         "q": plgpu.SMEM((chunks, heads, LINE), dtype, transforms=_transforms()),
         "k": ring,
@@ -366,8 +447,11 @@ def attend(
         "k_full": plgpu.Barrier(num_arrivals=per_tile, num_barriers=c.stages),
         "v_full": plgpu.Barrier(num_arrivals=per_tile, num_barriers=c.stages),
     }
-    if packed:
-        scratch["wide"] = plgpu.SMEM((chunks, c.tile, LINE), dtype, transforms=_transforms())
+    if k_scale is not None and v_scale is not None:
+        k_scale, v_scale = (x.reshape(x.shape[0], -1, LINE) for x in (k_scale, v_scale))
+        scales = plgpu.SMEM((c.stages, c.tile * kv_heads // LINE, LINE), jnp.float32)
+        scratch["k_scale"] = scratch["v_scale"] = scales
+        scratch["wide"] = plgpu.SMEM((c.tile, chunks * LINE), dtype, transforms=_transforms())
     out_type: Any = jax.ShapeDtypeStruct((batch, kv_heads, group, width), dtype)
     if parts == 1:
         scratch["out"] = plgpu.SMEM((heads, LINE), dtype)
@@ -393,7 +477,7 @@ def attend(
         interpret=static.interpret,
         approx_math=True,
         **clusters,
-    )(lengths, page_table, q, k, v, sinks, k_scale, v_scale)
+    )(lengths, page_table, q, k, v, sinks, k_scale, v_scale, new_k, new_v)
 
 
 def combine(static: Static, outs, sums, like, *, sinks=None):
