@@ -80,18 +80,18 @@ def decode_attention(
     (unless `interpret`), or for what `why_not` says.
     """
     rest: dict[str, Any] = {"page_table": page_table, "k_scale": k_scale, "v_scale": v_scale}
-    numbers: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    shape: dict[str, Any] = {**rest, "window": window}
     news = {"new_k": new_k, "new_v": new_v}
     arrays = (q, k_cache, v_cache, kv_lengths)
-    _check(*arrays, **numbers, sinks=sinks, **rest, **news, splits=splits)
+    _check(*arrays, **shape, softcap=softcap, sinks=sinks, **news, splits=splits)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(*arrays, **rest, device=device)
     if reason is not None:
         raise NotImplementedError(f"{NAME}: cannot run this call: {reason}")
     config = (
         config
-        or (tuned.lookup(NAME, bucket(*arrays, **rest), device, Config) if not splits else None)
-        or default_config(*arrays, **rest, splits=splits, device=device)
+        or (tuned.lookup(NAME, bucket(*arrays, **shape), device, Config) if not splits else None)
+        or default_config(*arrays, **shape, splits=splits, device=device)
     )
     if problem := _config_problem(config, q, k_cache):
         raise ValueError(f"{NAME}: {config}: {problem}")
@@ -185,6 +185,7 @@ def default_config(
     v_cache,
     kv_lengths,
     *,
+    window: int | None = None,
     page_table=None,
     k_scale=None,
     v_scale=None,
@@ -194,7 +195,7 @@ def default_config(
     """One launch, if a cluster of blocks for each row and key head can keep the memory busy."""
     del v_cache, kv_lengths, v_scale
     width, group, pairs = _sizes(q, k_cache)
-    size = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    size = _most_seen(k_cache, page_table, window)
     packed, num_sms = k_scale is not None, device.num_sms
     if splits is not None:
         splits, cluster = _clusters(splits)
@@ -251,10 +252,20 @@ def _clusters(splits: int, most: int = MOST_IN_CLUSTER) -> tuple[int, int]:
     return min(splits // cluster, MOST_PARTS) * cluster, cluster
 
 
-def bucket(q, k_cache, v_cache, kv_lengths, *, page_table=None, k_scale=None, v_scale=None) -> str:
-    """The key of a tuned row: rows and room for keys up to powers of two, heads as they are."""
+def bucket(
+    q,
+    k_cache,
+    v_cache,
+    kv_lengths,
+    *,
+    window: int | None = None,
+    page_table=None,
+    k_scale=None,
+    v_scale=None,
+) -> str:
+    """The key of a tuned row: rows and keys that they may see up to powers of two, heads as are."""
     del v_cache, kv_lengths, v_scale
-    size = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    size = _most_seen(k_cache, page_table, window)
     names = [k_cache.dtype.name, f"b{_power(q.shape[0])}", f"s{_power(size)}"]
     names += [f"n{q.shape[2]}", f"k{k_cache.shape[2]}", f"h{q.shape[3]}"]
     if page_table is not None:
@@ -262,6 +273,12 @@ def bucket(q, k_cache, v_cache, kv_lengths, *, page_table=None, k_scale=None, v_
     if k_scale is not None:
         names.append(q.dtype.name)
     return "-".join(names)
+
+
+def _most_seen(k_cache, page_table, window: int | None) -> int:
+    """How many keys a row may see at most."""
+    size = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    return size if window is None else min(size, window)
 
 
 def _power(number: int) -> int:
@@ -314,7 +331,6 @@ def _check(
     v_cache,
     kv_lengths,
     *,
-    scale,
     window,
     softcap,
     sinks,
@@ -325,7 +341,6 @@ def _check(
     new_v,
     splits,
 ) -> None:
-    del scale
     if q.ndim != 4 or q.shape[1] != 1:
         raise ValueError(f"{NAME}: q {q.shape} is not [B, 1, N, H]: it takes one new token a row")
     if k_cache.ndim != 4 or k_cache.shape != v_cache.shape:

@@ -386,6 +386,7 @@ def test_configs():
     assert default_config(**few, splits=40, device=H200).splits == 32
     long = shapes(n=14, k=2, h=64, s=131072, batch=1)
     assert default_config(**long, device=H200) == Config(256, 3, 56, 8)
+    assert default_config(**long, window=512, device=H200).splits == 4
     many = shapes(n=32, k=8, h=128, s=131072, batch=64)
     assert default_config(**many, device=H200).splits == 16  # a row may be longer than others
     assert default_config(**shapes(**INT8), device=H200).tile in (64, 128)
