@@ -70,10 +70,11 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.decode_attention_kernel": "pallas_kernels._compat",
     "pallas_kernels.decode_attention": (
-        "pallas_kernels.attention_reference pallas_kernels.decode_attention_kernel "
-        "pallas_kernels.device pallas_kernels.tuned"
+        "pallas_kernels._compat pallas_kernels.attention_reference "
+        "pallas_kernels.decode_attention_kernel pallas_kernels.device pallas_kernels.tuned"
     ),
-    "pallas_kernels.rope": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
+    "pallas_kernels.rope_kernel": "pallas_kernels._compat pallas_kernels.device",
+    "pallas_kernels.rope": "pallas_kernels.device pallas_kernels.rope_kernel pallas_kernels.tuned",
     "pallas_kernels.softmax_tiles": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows"
     ),
