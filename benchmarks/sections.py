@@ -84,11 +84,16 @@ def wanted(section: str, names: list[str]) -> bool:
 
 
 def implementations() -> dict[str, Any]:
-    """By name, what `Runtime` takes: XLA alone, with cuDNN, with one or all our kernels; auto."""
+    """By name, what `Runtime` takes; first what a user would, then XLA with one kernel of ours."""
     ours = kernels()
     plain = dict.fromkeys(ours, "xla")
-    alone = {f"xla, cudnn, our {op}": {**plain, op: "pallas"} for op in ours}
-    return {"xla": "xla", "auto": "auto", "xla, cudnn": plain, **alone, "pallas": ours}
+    # A decoder of Llama's kind has no layer norm, and its softmax is inside attention
+    alone = [op for op in ours if op not in ("layer_norm", "scale_softmax")]
+    return {
+        **{name: name for name in ("xla", "auto", "pallas")},
+        "xla, cudnn's attention": {**plain, "attention": "cudnn"},
+        **{f"xla, our {op}": {**plain, op: "pallas"} for op in alone},
+    }
 
 
 def softmax_fusion(
