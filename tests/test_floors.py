@@ -64,6 +64,10 @@ MAY_IMPORT = {
     "pallas_kernels.flash_attention_forward": (
         "pallas_kernels._compat pallas_kernels.flash_attention_blocks"
     ),
+    "pallas_kernels.flash_attention_backward_kernel": "pallas_kernels._compat",
+    "pallas_kernels.flash_attention_backward": (
+        "pallas_kernels.flash_attention_backward_kernel pallas_kernels.flash_attention_blocks"
+    ),
     "pallas_kernels.flash_attention": (
         "pallas_kernels.attention_reference pallas_kernels.device "
         "pallas_kernels.flash_attention_forward pallas_kernels.tuned"

@@ -1,0 +1,168 @@
+"""The backward pass of attention: (dq, dk, dv), with nothing of size T x S in memory.
+
+    P = exp(score - lse)     dV = P^T dO     dS = P (dO V^T - delta)
+    dK = scale dS^T Q        dQ = scale dS K
+
+with delta = rowsum(out dout) - dlse. How it is computed is said in flash_attention_backward_kernel;
+here is what surrounds it: delta, which tiles meet, and dQ's way from float32 [B, N, T, H] to q's.
+Memory beyond the result: that array, and lse and delta.
+Sources: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
+Imported only by flash_attention.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.flash_attention_backward_kernel import LOG2E, ROWS, Config, Static, gradients
+from pallas_kernels.flash_attention_blocks import block_ranges
+
+
+def _ranges(static: Static, lengths, q_ids, kv_ids):
+    """For a tile of keys: first tile of queries that sees it and the end of them, and of those that
+    see all of it; for a tile of queries: first tile of keys, and if there is one. int32 [B, tiles].
+
+    Neither `first` nor `end` falls from one tile of keys to the next, so the tiles of keys that add
+    to one of queries are neighbours, and a block knows how many add before itself.
+    """
+    c, (b, t, s, *_) = static.config, static.shape
+    q_tiles, kv_tiles = static.tiles
+    if lengths is None:
+        lengths = jnp.full((b,), s, jnp.int32)
+    # keys count from where query 0 sits
+    start = jnp.arange(kv_tiles, dtype=jnp.int32)[None] * static.block_kv - (lengths - t)[:, None]
+    last = start + static.block_kv - 1
+    whole = last < t
+    present = jnp.minimum(last, t - 1)
+    first = inner_first = jnp.zeros((b, kv_tiles), jnp.int32)  # queries, here still
+    final = inner_final = jnp.full((b, kv_tiles), t - 1, jnp.int32)
+    if static.causal:
+        first, inner_first = jnp.maximum(first, start), jnp.maximum(inner_first, last)
+    if static.window is not None:
+        final = jnp.minimum(final, present + (static.window - 1))
+        inner_final = jnp.minimum(inner_final, start + (static.window - 1))
+        if not static.causal:
+            first = jnp.maximum(first, start - (static.window - 1))
+            inner_first = jnp.maximum(inner_first, last - (static.window - 1))
+    end = jnp.where((present >= start) & (final >= 0), final // c.block_q + 1, 0)
+    first = first // c.block_q
+    inner_first = -(-inner_first // c.block_q)
+    # queries past T see nothing in any case
+    inner_final = jnp.where(inner_final >= t - 1, q_tiles * c.block_q - 1, inner_final)
+    inner_end = jnp.where(whole, (inner_final + 1) // c.block_q, 0)
+    if static.segments:
+        same = block_ranges(kv_ids, q_ids, q_block=static.block_kv, kv_block=c.block_q)
+        first, end = jnp.maximum(first, same[..., 0]), jnp.minimum(end, same[..., 1])
+        inner_first = jnp.maximum(inner_first, same[..., 2])
+        inner_end = jnp.minimum(inner_end, same[..., 3])
+    empty = first >= end
+    # what never falls; a tile that nothing sees takes what its neighbours have
+    first = lax.cummin(jnp.where(empty, q_tiles, first), axis=1, reverse=True)
+    end = lax.cummax(jnp.where(empty, 0, end), axis=1)
+    first = jnp.minimum(first, end)
+    tile = jnp.arange(q_tiles, dtype=jnp.int32)[None, :, None]
+    before = jnp.sum(end[:, None, :] <= tile, axis=2, dtype=jnp.int32)
+    after = jnp.sum(first[:, None, :] <= tile, axis=2, dtype=jnp.int32)
+    return first, end, inner_first, inner_end, before, after > before
+
+
+def backward(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dout,
+    dlse=None,
+    *,
+    causal,
+    scale,
+    window,
+    softcap,
+    q_segment_ids=None,
+    kv_segment_ids=None,
+    kv_lengths=None,
+    config: Config | None = None,
+    interpret: bool = False,
+):
+    """(dq, dk, dv) in the dtypes of q, k and v. lse and dlse are float32 [B, N, T]."""
+    (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
+    config = config or default_config(q, k)
+    if kv_lengths is not None:  # keys past S are not there, but the queries sit where they say
+        kv_lengths = kv_lengths.astype(jnp.int32)
+    static = Static(
+        config,
+        (b, t, s, n, kv_heads, h),
+        causal,
+        h**-0.5 if scale is None else scale,
+        window,
+        softcap,
+        kv_lengths is not None,
+        q_segment_ids is not None,
+        interpret,
+    )
+    return _backward(
+        static, q, k, v, out, lse, dout, dlse, q_segment_ids, kv_segment_ids, kv_lengths
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(static: Static, q, k, v, out, lse, dout, dlse, q_ids, kv_ids, lengths):
+    c, (b, t, s, n, _, h) = static.config, static.shape
+    q_tiles, kv_tiles = static.tiles
+    rows = q_tiles * c.block_q
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = jnp.swapaxes(delta, 1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+
+    def by_tile(x, fill):
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, rows - t)), constant_values=fill)
+        return x.reshape(b, n, q_tiles, c.block_q)
+
+    # A query that sees nothing, or is not there, has weights exp2(-inf) = 0.
+    bits = jnp.where(lse == -jnp.inf, jnp.inf, lse * jnp.float32(LOG2E))
+    fill = jnp.inf
+    if c.primed:
+        delta = -delta
+        if static.softcap is None:
+            bits, fill = jnp.where(lse == -jnp.inf, -jnp.inf, lse / -static.scale), -jnp.inf
+    *ranges, seen = _ranges(static, lengths, q_ids, kv_ids)
+    if static.segments:
+        q_ids = jnp.pad(q_ids.astype(jnp.int32), ((0, 0), (0, rows - t)))
+        q_ids = q_ids.reshape(b, q_tiles, c.block_q)
+        kv_ids = jnp.pad(kv_ids.astype(jnp.int32), ((0, 0), (0, kv_tiles * static.block_kv - s)))
+    few_q, few_k = max(0, c.block_q - t), max(0, static.block_kv - s)  # a copy is of a whole tile
+    pad = lambda x, few: jnp.pad(x, ((0, 0), (0, few), (0, 0), (0, 0))) if few else x  # noqa: E731
+    dq, dk, dv = gradients(
+        static,
+        pad(q, few_q),
+        pad(k, few_k),
+        pad(v, few_k),
+        pad(dout, few_q),
+        by_tile(bits, fill),
+        by_tile(delta, 0.0),
+        ranges,
+        lengths,
+        q_ids,
+        kv_ids,
+    )
+    # Nobody has written a tile of queries that no tile of keys is for.
+    dq = dq.reshape(b, n, q_tiles, c.block_q, dq.shape[-1])
+    dq = jnp.where(seen[:, None, :, None, None], dq * jnp.float32(static.scale), jnp.float32(0))
+    dq = dq.reshape(b, n, rows, -1)[:, :, :t, :h].astype(q.dtype)
+    return jnp.swapaxes(dq, 1, 2), dk[:, :s], dv[:, :s]
+
+
+def default_config(q, k) -> Config:
+    """By the width of the heads."""
+    del k
+    if q.shape[-1] > 2 * ROWS:  # of dout no second tile fits beside what is there
+        return Config(64, do_stages=1)
+    if q.shape[-1] > ROWS:
+        return Config(64)
+    return Config(128, early=False)  # twice as many scores, and no registers left to hold P in

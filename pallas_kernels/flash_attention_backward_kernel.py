@@ -1,0 +1,508 @@
+"""The kernel of `flash_attention_backward`: dq, dk and dv in one pass over the tiles of keys.
+
+    P = exp(score - lse)     dV = P^T dO     dS = P (dO V^T - delta)
+    dK = scale dS^T Q        dQ = scale dS K
+
+One block owns a tile of keys of one key head and goes over the tiles of queries that see it, of
+every query head of the group, so that dk and dv are summed in registers and written once. Scores
+are transposed (rows are keys): P^T and dS^T then are the left operands of their products as they
+lie in registers. Two consumer warpgroups have half of the keys each; dS^T goes through shared
+memory, from which each computes its half of the tile's part of dQ. That part is added to a float32
+array in memory by the copy engine (TMA). A counter for every tile of queries holds each block back
+until the one before it has added its part: the order of every sum is fixed, and two calls give the
+same bits. The blocks start with the first tile of keys of every head, the longest ones, and each
+waits only for blocks that started before it. A third warpgroup, of few registers, loads the tiles
+and adds the parts of dQ.
+Heads wider than 128 do not fit: there a block has half as many keys, both consumers compute all
+scores, and each has half of the columns of dk, dv and dQ.
+Imported only by flash_attention_backward.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+
+ROWS = 64  # of a wgmma; and the columns of 16 bits that the widest swizzle takes
+CONSUMERS = 2
+ADDERS = 2  # warps that add parts of dQ in turns: each has the time of two steps
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 504 of the 3 x 168 that a block starts with
+LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A block takes block_q queries a step; of q and of dout, so many steps are loaded ahead.
+
+    early: dV is multiplied before dS is known, which holds P longer. ahead: the scores of the next
+    step are multiplied while this one's part of dQ is handed on.
+    """
+
+    block_q: int = 64
+    stages: int = 2
+    do_stages: int = 2
+    early: bool = True
+    ahead: bool = False
+    primed: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What the kernel is compiled for; shape is B, T, S, N, K, H, not padded."""
+
+    config: Config
+    shape: tuple[int, int, int, int, int, int]
+    causal: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+    lengths: bool
+    segments: bool
+    interpret: bool
+
+    @property
+    def wide(self) -> bool:
+        return self.shape[-1] > 2 * ROWS
+
+    @property
+    def chunks(self) -> int:
+        """Of 64 columns, in a head."""
+        return 4 if self.wide else -(-self.shape[-1] // ROWS)
+
+    @property
+    def block_kv(self) -> int:
+        return ROWS if self.wide else CONSUMERS * ROWS
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Of queries, of keys."""
+        _, t, s, *_ = self.shape
+        return -(-t // self.config.block_q), -(-s // self.block_kv)
+
+
+def _transforms(dtype) -> tuple[Any, ...]:
+    """Rows of 128 bytes, as wgmma and the copy engine share them."""
+    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+
+
+def _rows(ref, index, start, size, interpret):
+    """Some rows of a tile of 128 bytes a row, as the copy engine takes them: not in tiles of 8."""
+    if interpret:  # it knows no layouts
+        return ref.at[*index, pl.ds(start, size)]
+    unswizzle, untile = ref.transforms
+    view = ref.ref.at[*index, pl.ds(start // 8, size // 8)].reshape(size, untile.tiling[1])
+    return type(ref)(view.ref, (*view.transforms, unswizzle))
+
+
+def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids, kv_ids):
+    """(sum of dQ's parts without the scale, float32 [B, N, T, H], padded; dk; dv).
+
+    lse (in bits, inf where nothing is seen) and delta: float32 [B, N, tiles of queries, block_q].
+    ranges: for a tile of keys, the first tile of queries that sees it and the end of them, neither
+    falling from one tile of keys to the next, and both again of those that see all of it; for a
+    tile of queries the first tile of keys. int32 [B, tiles].
+    Ids are padded to whole tiles, and those of queries are [B, tiles, block_q].
+    """
+    c, (b, t, s, n, kv_heads, _), interpret = static.config, static.shape, static.interpret
+    (q_tiles, kv_tiles), chunks, wide = static.tiles, static.chunks, static.wide
+    group, dtype, block_q, block_kv = n // kv_heads, q.dtype, c.block_q, static.block_kv
+    parts = block_q // ROWS  # of a tile of queries; with two, each consumer has one of dQ
+    owned = chunks // CONSUMERS if wide else chunks  # of dk's and dv's chunks, by a consumer
+    pieces = CONSUMERS * parts * chunks // 2 // CONSUMERS  # of 64 columns, of a consumer's dQ
+    assert parts * chunks == (4 if wide else 2), (block_q, chunks)
+    masked = static.causal or static.window is not None or static.lengths or static.segments
+    masked = masked or s % block_kv > 0
+    stages = {"q": c.stages, "do": c.do_stages}
+    rows_of = {"q": "lse", "do": "delta"}
+
+    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "do": dout, "lse": lse, "delta": delta}
+    names = ("first", "end", "inner_first", "inner_end", "before")
+    inputs |= dict(zip(names, ranges, strict=True))
+    if masked:
+        inputs["numbers"] = jnp.arange(2 * ROWS, dtype=jnp.int32)
+    if static.lengths:
+        inputs["lengths"] = lengths
+    if static.segments:
+        inputs |= {"q_ids": q_ids, "kv_ids": kv_ids}
+
+    def body(*refs, **scratch):
+        source = dict(zip(inputs, refs, strict=False))
+        dq_ref, dk_ref, dv_ref = refs[len(inputs) :]
+        thread, task = lax.axis_index("group"), lax.axis_index("task")
+        turn = None if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR((b * n * q_tiles,)))
+        tile, row = task // (b * kv_heads), lax.rem(task, b * kv_heads)
+        batch, kv_head = row // kv_heads, lax.rem(row, kv_heads)
+        kv_start = tile * block_kv
+        first, end = source["first"][batch, tile], source["end"][batch, tile]
+        steps = end - first
+        total = group * steps
+
+        def columns(chunk):
+            # what is not known is not checked: a copy may pass the end of a row of heads
+            return pl.ds(task * 0 + chunk * ROWS, ROWS)
+
+        def slot_of(at, what):
+            return lax.rem(at, jnp.int32(stages[what]))
+
+        def produce():
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            keys = pl.ds(kv_start, block_kv)
+            for what in ("k", "v"):
+                for chunk in range(chunks):
+                    plgpu.copy_gmem_to_smem(
+                        source[what].at[batch, keys, kv_head, columns(chunk)],
+                        _rows(scratch[what], (chunk,), 0, block_kv, interpret),
+                        scratch["kv_full"],
+                    )
+            if masked:
+                plgpu.copy_gmem_to_smem(source["numbers"], scratch["numbers"], scratch["kv_full"])
+            if static.segments:
+                plgpu.copy_gmem_to_smem(
+                    source["kv_ids"].at[batch, keys], scratch["kv_ids"], scratch["kv_full"]
+                )
+
+            def place(at):
+                """Query head and tile of queries of a step, the last tile first."""
+                return kv_head * group + at // steps, end - 1 - lax.rem(at, steps)
+
+            def load(at, what):
+                (head, m), slot = place(at), slot_of(at, what)
+                full = scratch[what + "_full"].at[slot]
+                for chunk in range(chunks):
+                    plgpu.copy_gmem_to_smem(
+                        source[what].at[batch, pl.ds(m * block_q, block_q), head, columns(chunk)],
+                        _rows(scratch[what], (slot, chunk), 0, block_q, interpret),
+                        full,
+                    )
+                row = rows_of[what]
+                plgpu.copy_gmem_to_smem(source[row].at[batch, head, m], scratch[row].at[slot], full)
+                if static.segments and what == "q":
+                    plgpu.copy_gmem_to_smem(
+                        source["q_ids"].at[batch, m], scratch["q_ids"].at[slot], full
+                    )
+
+            def load_again(at, what):
+                plgpu.barrier_wait(scratch[what + "_empty"].at[slot_of(at, what)])
+                later = at + stages[what]
+                pl.when(later < total)(lambda: load(later, what))
+
+            def put(head, m, piece, reduction_op):
+                for consumer in range(CONSUMERS):
+                    chunk, part = divmod(consumer * pieces + piece, parts)
+                    for half in range(2):
+                        rows = pl.ds(m * block_q + part * ROWS, ROWS)
+                        to = pl.ds(chunk * ROWS + half * (ROWS // 2), ROWS // 2)
+                        lead = (tile,) if interpret else ()
+                        plgpu.copy_smem_to_gmem(
+                            _rows(scratch["dq"], (consumer, half), 0, ROWS, interpret),
+                            dq_ref.at[*lead, batch, head, rows, to],
+                            reduction_op=reduction_op,
+                        )
+
+            def load_all():
+                for what, ahead in stages.items():
+                    for at in range(ahead):
+                        pl.when(at < total)(lambda at=at, what=what: load(jnp.int32(at), what))
+
+                def step(at, _):
+                    load_again(at, "do")
+                    load_again(at, "q")
+                    return 0
+
+                if not interpret:
+                    lax.fori_loop(0, total, step, 0)
+
+            def add(at):
+                head, m = place(at)
+                turns = at % ADDERS if isinstance(at, int) else lax.rem(at, jnp.int32(ADDERS))
+                counter = None if turn is None else turn.at[(batch * n + head) * q_tiles + m]
+                rank = 0 if counter is None else tile - source["before"][batch, m]
+                if counter is not None:
+                    plgpu.semaphore_wait(counter, rank, decrement=False, memory_scope="gpu")
+                for piece in range(pieces):
+                    plgpu.barrier_wait(scratch["dq_full"].at[turns])
+                    if counter is None:  # interpreted: a part for each tile of keys, added later
+                        put(head, m, piece, None)
+                    else:
+                        pl.when(rank == 0)(lambda piece=piece: put(head, m, piece, None))
+                        pl.when(rank > 0)(lambda piece=piece: put(head, m, piece, "add"))
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(scratch["dq_empty"].at[turns])
+                if counter is not None:
+                    plgpu.wait_smem_to_gmem(0)
+                    plgpu.semaphore_signal(counter, memory_scope="gpu")
+
+            if interpret:  # one thread does in turns what warps do side by side
+
+                def step(at, _):
+                    load_again(at, "do")
+                    add(at)
+                    load_again(at, "q")
+                    return 0
+
+                load_all()
+                lax.fori_loop(0, total, step, 0)
+                plgpu.wait_smem_to_gmem(0)
+                return
+
+            @plgpu.warp_map
+            def _(warp):
+                pl.when(warp == 0)(load_all)
+
+                @pl.when((warp > 0) & (warp <= ADDERS))
+                def _():
+                    def step(i, _):
+                        add(i * ADDERS + warp - 1)
+                        return 0
+
+                    lax.fori_loop(0, (total + ADDERS - warp) // ADDERS, step, 0)
+
+        def consume():
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            wgmma = functools.partial(_compat.wgmma, ready=True, interpret=interpret)
+            ready = functools.partial(_compat.wgmma_ready, interpret=interpret)
+            wait = _compat.wgmma_wait
+            start = 0 if wide else thread * ROWS
+            mine = pl.ds(start, ROWS)
+            k_tile, v_tile = scratch["k"], scratch["v"]
+            length = source["lengths"][batch] if static.lengths else jnp.int32(s)
+            behind = length - t  # of query 0
+            inner_first = source["inner_first"][batch, tile]
+            inner_end = source["inner_end"][batch, tile]
+            cap = (static.softcap or 1) * LOG2E
+
+            def own(ref):
+                """Of the chunks of a head, those whose sums this consumer has."""
+                return ref.at[pl.ds(thread * owned, owned)] if wide else ref
+
+            def broadcast(ref, dimension):
+                """Numbers of the rows (0) or of the columns (1) of scores, in shared memory."""
+                x = plgpu.load(  # pyright: ignore[reportCallIssue]
+                    ref, layout=plgpu.Layout.WGMMA.reduce(1 - dimension)
+                )
+                x = lax.broadcast_in_dim(x, (ROWS, block_q), (dimension,))
+                return x if interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+
+            def seen(scores, m, slot):
+                """Scores of keys that queries see; others are -inf."""
+                # Both count from the tile of keys. What no step changes would be kept in registers,
+                # a number a column: hence the queries' numbers come from shared memory.
+                key = broadcast(scratch["numbers"].at[mine], 0)
+                at = broadcast(scratch["numbers"].at[pl.ds(0, block_q)], 1)
+                at = at + (behind + m * block_q - kv_start)
+                mask = key < length - kv_start
+                if static.causal:
+                    mask &= key <= at
+                if static.window is not None:
+                    mask &= key + static.window > at
+                    if not static.causal:
+                        mask &= key < at + static.window
+                if static.segments:
+                    ids = broadcast(scratch["q_ids"].at[slot], 1)
+                    mask &= broadcast(scratch["kv_ids"].at[mine], 0) == ids
+                return jnp.where(mask, scores, -jnp.inf)
+
+            def begin(at):
+                """The scores of a step, in flight; behind the last step of what is there."""
+                slot = slot_of(at, "q")
+                pl.when(at < total)(lambda: plgpu.barrier_wait(scratch["q_full"].at[slot]))
+                ready()
+                right = scratch["q"].at[slot]
+                return wgmma(None, k_tile.at[:, mine], right, transpose_b=True)
+
+            def weights(x, m, slot):
+                """P, and P times what the soft cap leaves of a score's slope."""
+                if static.softcap is None:
+                    x = x * (static.scale * LOG2E)
+                else:
+                    x = jnp.tanh(x * (static.scale / static.softcap)) * cap
+                if masked:
+                    sees_all = (inner_first <= m) & (m < inner_end)
+                    x = lax.cond(sees_all, lambda x: x, lambda x: seen(x, m, slot), x)
+                primed = c.primed and static.softcap is None
+                p = jnp.exp2(x if primed else x - broadcast(scratch["lse"].at[slot], 1))
+                if static.softcap is None:
+                    return p.astype(dtype), p
+                tanh = jnp.maximum(x * (1 / cap), -1.0)  # -inf has the weight 0
+                return p.astype(dtype), p * (1 - tanh * tanh)
+
+            def query_part(buffer, piece):
+                """64 columns of this consumer's part of dQ, in flight."""
+                if wide:
+                    left, right = scratch["ds"].at[buffer, thread, 0], k_tile.at[thread * 2 + piece]
+                    return wgmma(None, left, right, transpose_a=True)
+                chunk, part = thread // parts, lax.rem(thread, parts)
+                dq = None
+                for i in range(CONSUMERS):
+                    left = scratch["ds"].at[buffer, i, part]
+                    right = k_tile.at[chunk, pl.ds(i * ROWS, ROWS)]
+                    dq = wgmma(dq, left, right, transpose_a=True)
+                return dq
+
+            def step(at, carry):
+                m, dk, dv, *x = carry
+                slot, do_slot = slot_of(at, "q"), slot_of(at, "do")
+                buffer = 0 if wide else lax.rem(at, jnp.int32(2))
+                q, do = scratch["q"].at[slot], scratch["do"].at[do_slot]
+                if c.primed:
+                    plgpu.barrier_wait(scratch["q_full"].at[slot])
+                    plgpu.barrier_wait(scratch["do_full"].at[do_slot])
+                    dp = broadcast(scratch["delta"].at[do_slot], 1)
+                    if static.softcap is None:
+                        x, dp = ready(broadcast(scratch["lse"].at[slot], 1), dp)
+                    else:
+                        x, (dp,) = None, ready(dp)
+                    x = wgmma(x, k_tile.at[:, mine], q, transpose_b=True)
+                else:
+                    x = x[0] if c.ahead else begin(at)
+                    plgpu.barrier_wait(scratch["do_full"].at[do_slot])
+                    ready()
+                    dp = None
+                dp = wgmma(dp, v_tile.at[:, mine], do, transpose_b=True)
+                p16, p = weights(x if c.ahead else wait(1, x), m, slot)
+                if c.early:
+                    (p16,) = ready(p16)
+                    dv = wgmma(dv, p16, own(do))
+                dp = wait(int(c.early), dp)
+                if not c.primed:
+                    dp = dp - broadcast(scratch["delta"].at[do_slot], 1)
+                ds16 = (p * dp).astype(dtype)
+                for i in range(parts):
+                    to = scratch["ds"].at[buffer, thread, i]
+                    to[...] = ds16[:, i * ROWS : (i + 1) * ROWS]
+                plgpu.commit_smem()
+                if not wide:
+                    plgpu.barrier_arrive(scratch["ds_full"])
+                if not c.early:
+                    (p16,) = ready(p16)
+                    dv = wgmma(dv, p16, own(do))
+                if not wide:
+                    plgpu.barrier_wait(scratch["ds_full"])
+                (ds16,) = ready(ds16)
+                dq = query_part(buffer, 0)
+                dk = wgmma(dk, ds16, own(q))
+                dv = wait(2 if wide else 3, dv)
+                plgpu.barrier_arrive(scratch["do_empty"].at[do_slot])
+                if c.ahead:
+                    x = begin(at + 1)
+                dq = wait(2 if c.ahead else 1, dq)
+                turns = lax.rem(at, jnp.int32(ADDERS))
+                for piece in range(pieces):
+                    if piece:
+                        ready()
+                        dq = wait(0, query_part(buffer, piece))
+                        plgpu.barrier_wait(scratch["dq_empty"].at[turns])
+                    else:
+                        before = lax.rem(at + (ADDERS - 1), jnp.int32(ADDERS))
+                        pl.when(at > 0)(
+                            lambda before=before: plgpu.barrier_wait(scratch["dq_empty"].at[before])
+                        )
+                    for half in range(2):
+                        to = scratch["dq"].at[thread, half]
+                        to[...] = dq[:, half * (ROWS // 2) : (half + 1) * (ROWS // 2)]
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(scratch["dq_full"].at[turns])
+                if c.ahead:  # what is in flight cannot be carried on
+                    dk, x = wait(0, dk, x)
+                else:
+                    dk = wait(0, dk)
+                plgpu.barrier_arrive(scratch["q_empty"].at[slot])
+                return jnp.where(m == first, end, m) - 1, dk, dv, *([x] if c.ahead else [])
+
+            plgpu.barrier_wait(scratch["kv_full"])
+            zeros = jnp.zeros((ROWS, owned * ROWS), jnp.float32)
+            zeros = zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+            def sums():
+                carry = [wait(0, begin(jnp.int32(0)))] if c.ahead else []
+                carry = (end - 1, *ready(zeros, zeros), *carry)
+                _, dk, dv, *_ = lax.fori_loop(0, total, step, carry)
+                plgpu.barrier_wait(scratch["dq_empty"].at[lax.rem(total - 1, jnp.int32(ADDERS))])
+                return dk, dv
+
+            results = lax.cond(total > 0, sums, lambda: (zeros, zeros))
+            if wide:  # the other consumer has read these columns of V too
+                plgpu.barrier_arrive(scratch["done"])
+                plgpu.barrier_wait(scratch["done"])
+            rows = pl.ds(kv_start + start, ROWS)
+            for result, ref in zip(results, (dk_ref, dv_ref), strict=True):
+                result = result * static.scale if ref is dk_ref else result
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                which = [thread * owned + i if wide else i for i in range(owned)]
+                for i, chunk in enumerate(which):
+                    v_tile[chunk, mine] = result[:, i * ROWS : (i + 1) * ROWS].astype(dtype)
+                plgpu.commit_smem()
+                for chunk in which:
+                    plgpu.copy_smem_to_gmem(
+                        _rows(v_tile, (chunk,), start, ROWS, interpret),
+                        ref.at[batch, rows, kv_head, columns(chunk)],
+                    )
+            plgpu.wait_smem_to_gmem(0)
+
+        lax.cond(thread == CONSUMERS, produce, consume)
+
+    def lines(*lead, dtype=dtype):
+        shape = (*lead, 128 // jnp.dtype(dtype).itemsize)
+        return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
+
+    def barrier(arrivals, number=1):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
+
+    scratch = {
+        "k": lines(chunks, block_kv),
+        "v": lines(chunks, block_kv),
+        "q": lines(c.stages, chunks, block_q),
+        "do": lines(c.do_stages, chunks, block_q),
+        "ds": lines(1 if wide else 2, CONSUMERS, parts, ROWS),
+        "dq": lines(CONSUMERS, 2, ROWS, dtype=jnp.float32),
+        "lse": plgpu.SMEM((c.stages, block_q), jnp.float32),
+        "delta": plgpu.SMEM((c.do_stages, block_q), jnp.float32),
+        "kv_full": barrier(2 * chunks + masked + static.segments),
+        "q_full": barrier(chunks + 1 + static.segments, c.stages),
+        "do_full": barrier(chunks + 1, c.do_stages),
+        "q_empty": barrier(CONSUMERS, c.stages),
+        "do_empty": barrier(CONSUMERS, c.do_stages),
+        "dq_full": barrier(CONSUMERS, ADDERS),
+        "dq_empty": barrier(1, ADDERS),
+        "done" if wide else "ds_full": barrier(CONSUMERS),
+    }
+    if masked:
+        scratch["numbers"] = plgpu.SMEM((2 * ROWS,), jnp.int32)
+    if static.segments:
+        scratch["kv_ids"] = plgpu.SMEM((block_kv,), jnp.int32)
+        scratch["q_ids"] = plgpu.SMEM((c.stages, block_q), jnp.int32)
+    dq_shape = (b, n, q_tiles * block_q, chunks * ROWS)
+    dq, dk, dv = _compat.kernel(
+        body,
+        name="flash_attention_backward",
+        out_type=[
+            jax.ShapeDtypeStruct((kv_tiles, *dq_shape) if interpret else dq_shape, jnp.float32),
+            jax.ShapeDtypeStruct(k.shape, dtype),
+            jax.ShapeDtypeStruct(v.shape, dtype),
+        ],
+        scratch_types=scratch,
+        grid=(kv_tiles * b * kv_heads,),
+        grid_names=("task",),
+        num_threads=CONSUMERS + 1,
+        thread_name="group",
+        interpret=interpret,
+        approx_math=True,
+        unsafe_no_auto_barriers=True,  # every thread arrives; what is stored is committed
+    )(*inputs.values())
+    if interpret:
+        first, end, *_ = ranges
+        m = jnp.arange(q_tiles * block_q, dtype=jnp.int32)[:, None, None] // block_q
+        wrote = (first[None] <= m) & (m < end[None])  # [T, B, tiles of keys]
+        wrote = jnp.transpose(wrote, (2, 1, 0))[:, :, None, :, None]
+        dq = jnp.sum(jnp.where(wrote, dq, jnp.float32(0)), axis=0)
+    return dq, dk, dv
