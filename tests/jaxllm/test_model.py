@@ -470,15 +470,18 @@ KERNELS = dataclasses.replace(
     ids=str,
 )
 def test_the_model_runs_with_each_kernel(chosen):
-    """Logits and gradients with our kernels, interpreted, are those of XLA to rounding."""
+    """Logits and gradients of packed texts with our kernels, interpreted, are those of XLA to
+    rounding.
+    """
     if not _compat.INTERPRETS_TRANSPOSED_WGMMA:
         pytest.skip("the interpreter of jax 0.10 can do too little")
-    tokens = tiny_models.tokens(1, 8)
+    tokens = tiny_models.tokens(1, 16)
+    texts = jnp.asarray([[0] * 5 + [1] * 11], jnp.int32)
 
     @functools.partial(jax.jit, static_argnums=0)
     def loss_and_logits(graph, state):
         def loss(state):
-            logits = nnx.merge(graph, state)(tokens)
+            logits = nnx.merge(graph, state)(tokens, segment_ids=texts)
             return jnp.mean(jnp.square(logits)), logits
 
         (_, logits), gradient = jax.value_and_grad(loss, has_aux=True)(state)
