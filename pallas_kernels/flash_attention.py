@@ -159,12 +159,14 @@ def default_config(
     some = q_segment_ids is not None or softcap is not None  # they need registers in the loop
     full = q_segment_ids is not None and softcap is not None
     if width <= 64:
-        return Config(96 if full else 128, consumers=3 if q.shape[1] > 128 else 2)
+        return Config(96 if full else 128, consumers=3 if q.shape[1] > 128 else 2, ahead=False)
     if width <= 128:
         return Config(96 if full else 128)
     if width <= 192:
-        return Config(64 if some else 96, q_stages=1)
-    return Config(32 if some else 64, q_stages=1, turns=False)  # the sums take 128 registers
+        return Config(64 if some else 96, q_stages=1, ahead=False)
+    return Config(
+        32 if some else 64, q_stages=1, turns=False, ahead=False
+    )  # the sums take 128 registers
 
 
 def bucket(q, k, v, *, causal=True, window=None, **keywords) -> str:
@@ -181,12 +183,13 @@ def candidates(q, k, v, *, device: Device, **keywords) -> list[Config]:
     """What is worth a measurement: the default's neighbours."""
     default = default_config(q, k, v, device=device, **keywords)
     found = [
-        Config(kv_block, consumers, stages, q_stages, turns)
+        Config(kv_block, consumers, stages, q_stages, turns, ahead)
         for consumers in (2, 3)
         for kv_block in (64, 80, 96, 128, 160, 192)
         for q_stages in (2, 1)
         for stages in (2, 3, 4)
         for turns in (True, False)
+        for ahead in (True, False)
     ]
     return [c for c in found if c != default and _config_problem(c, q) is None]
 
@@ -219,6 +222,7 @@ def _config_problem(config: Config, q) -> str | None:
             c.kv_block % 16 or not 16 <= c.kv_block <= 256
         ),
         "stages must be 2 at least, q_stages 1": c.stages < 2 or c.q_stages < 1,
+        "ahead needs two q_stages": c.ahead and c.q_stages < 2,
         f"sums, scores and weights take {registers} of {room} registers": registers > room,
         f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
     }

@@ -42,7 +42,8 @@ class Config:
     """A block takes 64 queries for each of its consumers, and kv_block keys at a time.
 
     stages: blocks of keys, and of values, that are loaded ahead. q_stages: tiles of queries that
-    are. turns: whether consumers take turns at the tensor cores.
+    are. turns: whether consumers take turns at the tensor cores. ahead: whether the first scores of
+    a tile are computed beside the last sums of the one before.
     """
 
     kv_block: int = 128
@@ -50,6 +51,7 @@ class Config:
     stages: int = 2
     q_stages: int = 2
     turns: bool = True
+    ahead: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,9 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
     )
     most = len(order) // blocks - 1
     segmented = q_segment_ids is not None
+    # So that the last tile is like the others, one more follows it, of which nothing but the first
+    # scores are computed.
+    ahead = c.ahead
     has_lengths = kv_lengths is not None
     masked = static.causal or static.window is not None or segmented or has_lengths
     masked = masked or s % c.kv_block > 0
@@ -208,10 +213,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
             if (registers := REGISTERS[c.consumers][0]) is not None:
                 plgpu.set_max_registers(registers, action="decrease")
 
-            def tile(i, carry):
-                at, index = carry
-                following = tile_at(i + 1)  # it arrives while this one is loaded
-                where = tile_of(index)
+            def load_queries(i, where):
                 batch, head, q_slot = where["batch"], where["head"], q_slot_of(i)
 
                 @pl.when(i >= c.q_stages)
@@ -232,38 +234,50 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     target = scratch["q_ids"].at[pl.ds(q_slot * tile_rows, tile_rows)]
                     plgpu.copy_gmem_to_smem(rest["q_ids"].at[source], target, full)
 
+            def load_block(name, where, step, at):
+                batch, kv_head = where["batch"], where["head"] // i32(n // kv_heads)
+                down, slot = (where["end"] - 1 - step) * c.kv_block, slot_of(at)
+
+                @pl.when(at >= c.stages)
+                def _():
+                    plgpu.barrier_wait(scratch[f"{name}_empty"].at[slot])
+
+                full = scratch[f"{name}_full"].at[slot]
+                source = {"k": k_ref, "v": v_ref}[name]
+                for part in range(parts):
+                    plgpu.copy_gmem_to_smem(
+                        source.at[batch, pl.ds(down, c.kv_block), kv_head, columns(part, batch)],
+                        _copied(scratch[name], (slot, part), static.interpret),
+                        full,
+                    )
+                if segmented and name == "k":
+                    ids = pl.ds(batch * (kv_blocks * c.kv_block) + down, c.kv_block)
+                    target = scratch["kv_ids"].at[pl.ds(slot * c.kv_block, c.kv_block)]
+                    plgpu.copy_gmem_to_smem(rest["kv_ids"].at[ids], target, full)
+
+            def tile(i, carry):
+                at, index = carry
+                following = tile_at(i + 1)  # it arrives while this one is loaded
+                where = tile_of(index)
+                load_queries(i, where)
+
                 def load(step, at):
-                    down = (where["end"] - 1 - step) * c.kv_block
-                    slot = slot_of(at)
-                    for name, source in (("k", k_ref), ("v", v_ref)):
-
-                        @pl.when(at >= c.stages)
-                        def _(name=name):
-                            plgpu.barrier_wait(scratch[f"{name}_empty"].at[slot])
-
-                        full = scratch[f"{name}_full"].at[slot]
-                        for part in range(parts):
-                            kv_head = head // i32(n // kv_heads)
-                            keys = pl.ds(down, c.kv_block)
-                            plgpu.copy_gmem_to_smem(
-                                source.at[batch, keys, kv_head, columns(part, batch)],
-                                _copied(scratch[name], (slot, part), static.interpret),
-                                full,
-                            )
-                        if segmented and name == "k":
-                            ids = pl.ds(batch * (kv_blocks * c.kv_block) + down, c.kv_block)
-                            target = scratch["kv_ids"].at[pl.ds(slot * c.kv_block, c.kv_block)]
-                            plgpu.copy_gmem_to_smem(rest["kv_ids"].at[ids], target, full)
+                    load_block("k", where, step, at)
+                    load_block("v", where, step, at)
                     return at + 1
 
                 at = lax.fori_loop(i32(0), where["end"] - where["first"], load, at)
                 return at, following
 
-            steps, _ = lax.fori_loop(i32(0), my_tiles, tile, (i32(0), tile_at(0)))
+            steps, index = lax.fori_loop(i32(0), my_tiles, tile, (i32(0), tile_at(0)))
+            if ahead:
+                where = tile_of(index)
+                load_queries(my_tiles, where)
+                load_block("k", where, 0, steps)
             # every phase of a barrier must be seen
             for name, size, done in (
-                ("q_empty", c.q_stages, my_tiles),
-                ("k_empty", c.stages, steps),
+                ("q_empty", c.q_stages, my_tiles + int(ahead)),
+                ("k_empty", c.stages, steps + int(ahead)),
                 ("v_empty", c.stages, steps),
             ):
                 for slot in range(size):
@@ -346,37 +360,45 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(scratch["q_empty"].at[q_slot_of(i)])
 
+            def wait_for(name, at):
+                plgpu.barrier_wait(scratch[f"{name}_full"].at[slot_of(at)])
+
+            def multiply_keys(i, at):
+                return _compat.wgmma(
+                    None,
+                    scratch["q"].at[q_slot_of(i), group],
+                    scratch["k"].at[slot_of(at)],
+                    transpose_b=True,
+                    ready=True,
+                    interpret=static.interpret,
+                )
+
+            def multiply_values(sums, weights, at):
+                return _compat.wgmma(
+                    sums,
+                    weights,
+                    scratch["v"].at[slot_of(at)],
+                    ready=True,
+                    interpret=static.interpret,
+                )
+
+            def first_scores(i, at):
+                plgpu.barrier_wait(scratch["q_full"].at[q_slot_of(i)])
+                wait_for("k", at)
+                take_turn()
+                _compat.wgmma_ready(interpret=static.interpret)
+                scores = multiply_keys(i, at)
+                end_turn()
+                return _compat.wgmma_wait(0, scores)
+
             def tile(i, carry):
-                at, index = carry
+                at, index, *scores = carry
                 following = tile_at(i + 1)
                 where = tile_of(index)
                 q_slot = q_slot_of(i)
                 row = where["start"] + group * WGMMA_ROWS
                 where |= {"row": row, "q_ids": q_slot * tile_rows + group * WGMMA_ROWS}
-                mine = scratch["q"].at[q_slot, group]
                 first, end = where["first"], where["end"]
-
-                def wait_for(name, at):
-                    plgpu.barrier_wait(scratch[f"{name}_full"].at[slot_of(at)])
-
-                def multiply_keys(at):
-                    return _compat.wgmma(
-                        None,
-                        mine,
-                        scratch["k"].at[slot_of(at)],
-                        transpose_b=True,
-                        ready=True,
-                        interpret=static.interpret,
-                    )
-
-                def multiply_values(sums, weights, at):
-                    return _compat.wgmma(
-                        sums,
-                        weights,
-                        scratch["v"].at[slot_of(at)],
-                        ready=True,
-                        interpret=static.interpret,
-                    )
 
                 def step(is_masked, step, carry):
                     sums, weights, top, total, at = carry
@@ -384,7 +406,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     wait_for("v", at - 1)  # nothing but products between the products
                     take_turn()
                     sums, weights = _compat.wgmma_ready(sums, weights, interpret=static.interpret)
-                    scores = multiply_keys(at)
+                    scores = multiply_keys(i, at)
                     sums = multiply_values(sums, weights, at - 1)
                     end_turn()
                     scores = _compat.wgmma_wait(1, scores)
@@ -405,26 +427,19 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     weights = weights.astype(dtype)
                     return sums * wide(shrink, width), weights, top, total, at + 1
 
-                plgpu.barrier_wait(scratch["q_full"].at[q_slot])
-                wait_for("k", at)
-                take_turn()
-                _compat.wgmma_ready(interpret=static.interpret)
-                scores = multiply_keys(at)
-                end_turn()
-
-                if c.q_stages > 1:
-
-                    @pl.when(i > 0)
-                    def _():
-                        give_back_queries(i - 1)
-
-                scores = _compat.wgmma_wait(0, scores)
+                scores = scores[0] if ahead else first_scores(i, at)
                 top = filled((WGMMA_ROWS,), -jnp.inf, row_layout)
                 total = filled((WGMMA_ROWS,), 0, row_layout)
                 weights, top, total = softmax(where, scores, at, end - 1, top, total, masked)[:3]
                 if segmented:
                     plgpu.commit_smem()
                 plgpu.barrier_arrive(scratch["k_empty"].at[slot_of(at)])
+                if c.q_stages > 1:
+
+                    @pl.when(i > 0)
+                    def _():
+                        give_back_queries(i - 1)
+
                 sums = filled((WGMMA_ROWS, width), 0, plgpu.Layout.WGMMA)
                 carry = (sums, weights.astype(dtype), top, total, at + 1)
                 # steps count from the last block down: masked, wholly seen, masked
@@ -446,8 +461,15 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     carry = lax.fori_loop(i32(1), steps, functools.partial(step, False), carry)
                 sums, weights, top, total, at = carry
                 wait_for("v", at - 1)
+                if ahead:
+                    plgpu.barrier_wait(scratch["q_full"].at[q_slot_of(i + 1)])
+                    wait_for("k", at)
+                    take_turn()
                 sums, weights = _compat.wgmma_ready(sums, weights, interpret=static.interpret)
                 sums = multiply_values(sums, weights, at - 1)
+                if ahead:
+                    scores = multiply_keys(i + 1, at)
+                    end_turn()
                 shrink: Any = None
                 if sinks is not None:
                     sink = jnp.full((WGMMA_ROWS,), rest["sinks"][where["head"]], jnp.float32)
@@ -464,7 +486,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     lse = jnp.where(some, lse, -jnp.inf)
                     assert lse_ref is not None
                     lse_ref[where["batch"], where["head"], pl.ds(row, WGMMA_ROWS)] = lse
-                sums = _compat.wgmma_wait(0, sums)
+                sums = _compat.wgmma_wait(1 if ahead else 0, sums)
                 plgpu.barrier_arrive(scratch["v_empty"].at[slot_of(at - 1)])
                 sums = (sums * wide(share, width)).astype(dtype)
                 for part in range(parts):
@@ -484,7 +506,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     )
                 if c.q_stages == 1:
                     give_back_queries(i)
-                return at, following
+                return (at, following, *([_compat.wgmma_wait(0, scores)] if ahead else []))
 
             if c.turns and c.consumers > 1:
 
@@ -492,10 +514,15 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 def _():
                     plgpu.barrier_arrive(scratch["turn"].at[i32(0)])
 
-            lax.fori_loop(i32(0), my_tiles, tile, (i32(0), tile_at(0)))
-
+            carry = (i32(0), tile_at(0))
+            if ahead:
+                carry = (*carry, first_scores(i32(0), i32(0)))
+            carry = lax.fori_loop(i32(0), my_tiles, tile, carry)
             if c.q_stages > 1:  # no block is without a tile
                 give_back_queries(my_tiles - 1)
+            if ahead:
+                give_back_queries(my_tiles)
+                plgpu.barrier_arrive(scratch["k_empty"].at[slot_of(carry[0])])
             plgpu.wait_smem_to_gmem(0)
 
             if c.turns and c.consumers > 1:

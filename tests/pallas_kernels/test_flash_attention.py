@@ -32,9 +32,10 @@ pytestmark = pytest.mark.usefixtures("strict_jax")
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
 SMALL = Config(kv_block=64)
-ALONE = Config(kv_block=64, consumers=1, q_stages=1)
-THREE = Config(kv_block=64, consumers=3, stages=3)
-NO_TURNS = Config(kv_block=32, q_stages=1, turns=False)
+ALONE = Config(kv_block=64, consumers=1, q_stages=1, ahead=False)
+# The interpreter stands no more than two threads that wait where three consumers look ahead.
+THREE = Config(kv_block=64, consumers=3, stages=3, ahead=False)
+NO_TURNS = Config(kv_block=32, q_stages=1, turns=False, ahead=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +236,7 @@ def test_a_traced_scale_is_refused():
         ({"sinks": jnp.zeros(3, F32)}, "one number a query head"),
         ({"config": Config(kv_block=8)}, "kv_block must be a multiple of 16"),
         ({"config": Config(consumers=4)}, "consumers must be one of"),
+        ({"config": Config(q_stages=1)}, "ahead needs two q_stages"),
         ({"config": Config(stages=1)}, "stages must be 2 at least"),
         ({"config": Config(kv_block=256, consumers=3)}, "registers"),
         ({"config": Config(stages=16)}, "bytes on chip"),
@@ -322,7 +324,9 @@ def test_on_the_device(name: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [SMALL, ALONE, THREE, NO_TURNS, Config(stages=3, q_stages=1)])
+@pytest.mark.parametrize(
+    "config", [SMALL, ALONE, THREE, NO_TURNS, Config(stages=3, q_stages=1, ahead=False)]
+)
 def test_each_config_on_the_device(config: Config):
     for case in (Case((2, 513, 777, 4, 2, 64)), Case((1, 300, 777, 2, 1, 128), keywords=FULL)):
         case = dataclasses.replace(case, config=config)
