@@ -2,11 +2,9 @@
 
 q [B, T, N, H], k [B, T, K, H], cos and sin [B, T, R / 2]. Pairs are half-split: number i of a head
 turns with number i + R / 2, and what lies behind the first R numbers passes through.
-One block owns some tokens of some heads, no matter whether they are q's or k's. The copy engine
-(TMA) brings each head's numbers on chip; a thread holds the cosines and sines of its columns in
-registers for all heads, loads both numbers of a pair by 16 bytes, turns them where they lie, and
-the whole head goes back, the part that is not turned untouched. Each byte is read once and written
-once. The backward pass turns the cotangents the other way, by the same kernel.
+One block owns some tokens of some heads (`rope_kernel`); a thread holds the cosines and sines of
+its columns in registers for all of them. Each byte is read once and written once. The backward pass
+turns the cotangents the other way, by the same kernel.
 Source: Su et al. 2021, arXiv:2104.09864.
 """
 
@@ -19,32 +17,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import _compat, tuned
 from pallas_kernels import device as device_lib
-from pallas_kernels.device import (
-    ACCESS_BYTES,
-    LANES,
-    MAX_BOX,
-    SHARED_BYTES,
-    THREADS,
-    WARPS,
-    Device,
+from pallas_kernels import tuned
+from pallas_kernels.device import MAX_BOX, SHARED_BYTES, Device
+from pallas_kernels.rope_kernel import (
+    Config,
+    Static,
+    direct_bytes,
+    problem,
+    shared_bytes,
+    tokens_of,
+    turn,
 )
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-HELD = 40  # cosines that a thread keeps for all heads: 180 registers; more would spill
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How the work is cut: heads a block, and its tokens in multiples of what a warpgroup holds."""
-
-    heads: int = 8
-    repeat: int = 1
 
 
 def rope(
@@ -70,15 +58,14 @@ def rope(
     reason = why_not(q, k, cos, sin, rotary_dim=rotary_dim, device=device)
     if reason is not None:
         raise NotImplementedError(f"rope: cannot run this call: {reason}")
-    if config is not None and (problem := _problem(config, q, cos, sin)):
-        raise ValueError(f"rope: {config}: {problem}")
-    config = (
-        config
-        or tuned.lookup("rope", bucket(q, k, cos, sin), device, Config)
-        or default_config(q, k, cos, sin, device=device)
-    )
+    if config is not None and (reason := problem(config, q, k, cos, sin)):
+        raise ValueError(f"rope: {config}: {reason}")
+    if config is None:
+        config = tuned.lookup("rope", bucket(q, k, cos, sin), device, Config)
+        if config is None or problem(config, q, k, cos, sin):
+            config = default_config(q, k, cos, sin, device=device)
     flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, cos, sin)]
-    turned = _rope(_Static(config, False, interpret), *flat)
+    turned = _rope(Static(config, False, interpret), *flat)
     return turned[0].reshape(q.shape), turned[1].reshape(k.shape)
 
 
@@ -116,18 +103,23 @@ def why_not(q, k, cos, sin, *, rotary_dim=None, device: Device | None = None) ->
             return reason
     if width > MAX_BOX:
         return f"heads of {width} numbers are longer than {MAX_BOX}, what one copy takes"
-    if (size_bytes := _shared_bytes(Config(1), q, cos, sin)) > SHARED_BYTES:
+    if (size_bytes := shared_bytes(Config(1), q, cos, sin)) > SHARED_BYTES:
         return f"halves of {half} numbers take {size_bytes} of {SHARED_BYTES} bytes on chip"
     return None
 
 
 def default_config(q, k, cos, sin, *, rotary_dim=None, device: Device) -> Config:
-    """About 40 KB of heads a block, so that four or five blocks fit on a multiprocessor and some
-    load while others turn; fewer heads where that leaves multiprocessors without a block.
+    """Whole tokens, directly, where a block of them is small (32 + 8 heads of 128, bfloat16, H200:
+    42.8 us against 48.1). Else about 40 KB of heads a block, so that four or five blocks fit on a
+    multiprocessor and some load while others turn; fewer heads where that leaves multiprocessors
+    without a block.
     """
+    direct = Config(kilobytes=8)
+    if problem(direct, q, k, cos, sin) is None and direct_bytes(direct, q, k, cos) <= 16 * 1024:
+        return direct
     del rotary_dim, sin
     tokens, total = math.prod(q.shape[:2]), q.shape[2] + k.shape[2]
-    rows = _tokens(cos.shape[-1], q.dtype.itemsize)
+    rows = tokens_of(cos.shape[-1], q.dtype.itemsize)
     heads = max(1, min(total, 40 * 1024 // (rows * q.shape[-1] * q.dtype.itemsize)))
     heads = -(-total // -(-total // heads))  # the same for all blocks
     while heads > 1 and -(-tokens // rows) * -(-total // heads) < 2 * device.num_sms:
@@ -147,13 +139,10 @@ def candidates(q, k, cos, sin, *, rotary_dim=None, device: Device) -> list[Confi
     """What is worth a measurement: the default's neighbours."""
     default = default_config(q, k, cos, sin, rotary_dim=rotary_dim, device=device)
     total = q.shape[2] + k.shape[2]
-    found = [
-        Config(heads, repeat)
-        for heads in sorted({min(total, n) for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)})
-        for repeat in (1, 2)
-        if _problem(Config(heads, repeat), q, cos, sin) is None
-    ]
-    return [config for config in found if config != default]
+    heads = sorted({min(total, n) for n in (1, 2, 3, 5, 8, 16)})
+    found = [*map(Config, heads), *(Config(n, 2) for n in heads[1:3])]
+    found += [Config(kilobytes=n) for n in (1, 8, 16)]
+    return [c for c in found if c != default and problem(c, q, k, cos, sin) is None]
 
 
 def tuning_calls() -> list[tuned.Call]:
@@ -170,15 +159,6 @@ def tuning_calls() -> list[tuned.Call]:
         for n, k, width in ((14, 2, 64), (32, 8, 128), (32, 32, 96))
         for batch, tokens in ((1, 8192), (1, 1), (64, 1))
     ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """What a kernel is compiled for; `back` turns the other way."""
-
-    config: Config
-    back: bool
-    interpret: bool
 
 
 def check(q, k, cos, sin, rotary_dim) -> None:
@@ -207,133 +187,14 @@ def check(q, k, cos, sin, rotary_dim) -> None:
         )
 
 
-def _problem(config: Config, q, cos, sin) -> str | None:
-    """What keeps the hardware from a config."""
-    if config.heads < 1 or config.repeat < 1:
-        return "heads and repeat must be 1 at least"
-    tokens = config.repeat * _tokens(cos.shape[-1], q.dtype.itemsize)
-    if tokens > MAX_BOX:
-        return f"{tokens} tokens a block are more than {MAX_BOX}, what one copy takes"
-    size_bytes = _shared_bytes(config, q, cos, sin)
-    if size_bytes > SHARED_BYTES:
-        return f"takes {size_bytes} of {SHARED_BYTES} bytes on chip"
-    return None
-
-
-def _shared_bytes(config: Config, q, cos, sin) -> int:
-    tokens = config.repeat * _tokens(cos.shape[-1], q.dtype.itemsize)
-    angles = cos.shape[-1] * (cos.dtype.itemsize + sin.dtype.itemsize)
-    heads = config.heads * q.shape[-1] * q.dtype.itemsize
-    return tokens * (heads + angles) + 8 * (config.heads + 1) + 1024  # barriers, alignment
-
-
-def _lanes_across(half: int, itemsize: int) -> int:
-    """Lanes side by side in half a head: as many accesses as divide both it and a warp."""
-    return math.gcd(half * itemsize // ACCESS_BYTES, LANES)
-
-
-def _tokens(half: int, itemsize: int) -> int:
-    """Tokens that a warpgroup holds under each other."""
-    return THREADS // _lanes_across(half, itemsize)
-
-
-def _turn(static: _Static, q, k, cos, sin):
-    """q [M, N, H] and k [M, K, H] by cos and sin [M, R2]."""
-    (count, q_heads, width), half, dtype = q.shape, cos.shape[-1], q.dtype
-    total, heads = q_heads + k.shape[1], static.config.heads
-    across, vector = _lanes_across(half, dtype.itemsize), ACCESS_BYTES // dtype.itemsize
-    tokens = static.config.repeat * _tokens(half, dtype.itemsize)
-    # Columns at a time: all, or what the registers hold of them.
-    held = tokens * half <= HELD * THREADS
-    step = half if held else across * vector
-    warp = (LANES // across, across * vector)
-    layout = _compat.tiled_layout(
-        ((WARPS * warp[0], warp[1]), warp, (vector,)), warp_dims=(-5, -4), lane_dims=(-3, -2)
-    )
-
-    def load(ref):
-        return ref[...] if static.interpret else _compat.load(ref, layout, optimized=False)
-
-    def body(*refs):
-        q_ref, k_ref, cos_ref, sin_ref, q_out, k_out, block, cos_block, sin_block, *barriers = refs
-        arrived, angles_arrived = barriers
-        first = jax.lax.axis_index("tokens") * tokens
-        first_head = jax.lax.axis_index("heads") * heads
-
-        def of_q_or_k(slot, copy):
-            """Calls copy(0 for q or 1 for k, where its head is) if the block's slot has one."""
-            head = first_head + slot
-            here = (pl.ds(first, tokens), head)
-            pl.when(head < q_heads)(lambda: copy(0, here))
-            there = (pl.ds(first, tokens), head - q_heads)
-            pl.when((head >= q_heads) & (head < total))(lambda: copy(1, there))
-
-        def fetch(slot, which, at):
-            source = (q_ref, k_ref)[which].at[at]
-            plgpu.copy_gmem_to_smem(source, block.at[slot], arrived.at[slot])
-
-        def write(slot, which, at):
-            target = (q_out, k_out)[which].at[at]
-            plgpu.copy_smem_to_gmem(block.at[slot], target, commit_group=False)
-
-        for ref, angles in ((cos_ref, cos_block), (sin_ref, sin_block)):
-            plgpu.copy_gmem_to_smem(ref.at[pl.ds(first, tokens)], angles, angles_arrived)
-        for slot in range(heads):
-            of_q_or_k(slot, functools.partial(fetch, slot))
-        plgpu.barrier_wait(angles_arrived)
-
-        def load_angles(column):
-            here = (slice(None), pl.ds(column, step))
-            c, s = (load(ref.at[here]).astype(dtype) for ref in (cos_block, sin_block))
-            c, s = c.astype(jnp.float32), s.astype(jnp.float32)
-            return c, -s if static.back else s
-
-        kept = load_angles(0) if held else None
-
-        def turn(slot):
-            plgpu.barrier_wait(arrived.at[slot])
-            for column in range(0, half, step):
-                c, s = kept or load_angles(column)
-                left, right = (
-                    block.at[slot, :, pl.ds(start + column, step)] for start in (0, half)
-                )
-                x1, x2 = (load(ref).astype(jnp.float32) for ref in (left, right))
-                left[...] = (x1 * c - x2 * s).astype(dtype)
-                right[...] = (x2 * c + x1 * s).astype(dtype)
-            plgpu.commit_smem()
-            of_q_or_k(slot, functools.partial(write, slot))
-            plgpu.commit_smem_to_gmem_group()
-
-        for slot in range(heads):
-            pl.when(first_head + slot < total)(functools.partial(turn, slot))
-        plgpu.wait_smem_to_gmem(0)
-
-    return _compat.kernel(
-        body,
-        name="rope_backward" if static.back else "rope",
-        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)],
-        grid=(-(-total // heads), -(-count // tokens)),
-        grid_names=("heads", "tokens"),
-        scratch_types=[
-            plgpu.SMEM((heads, tokens, width), dtype),
-            plgpu.SMEM((tokens, half), cos.dtype),
-            plgpu.SMEM((tokens, half), sin.dtype),
-            plgpu.Barrier(num_arrivals=1, num_barriers=heads),
-            plgpu.Barrier(num_arrivals=2),
-        ],
-        unsafe_no_auto_barriers=True,  # a thread writes where it alone has read
-        interpret=static.interpret,
-    )(q, k, cos, sin)
-
-
-def _rope_fwd(static: _Static, q, k, cos, sin):
+def _rope_fwd(static: Static, q, k, cos, sin):
     """q and k are kept only where cos or sin want a gradient."""
     wanted = cos.perturbed or sin.perturbed
     values = [x.value for x in (q, k, cos, sin)]
     return _rope(static, *values), (*(values[:2] if wanted else (None, None)), *values[2:])
 
 
-def _rope_bwd(static: _Static, saved: Any, cotangents: Any):
+def _rope_bwd(static: Static, saved: Any, cotangents: Any):
     q, k, cos, sin = saved
     d_out = [jnp.zeros(d.aval.shape, d.aval.dtype) if _is_zero(d) else d for d in cotangents]
     back = dataclasses.replace(static, back=not static.back)
@@ -351,7 +212,7 @@ def _is_zero(cotangent: Any) -> bool:
 
 
 _rope = jax.custom_vjp(
-    lambda static, q, k, cos, sin: tuple(_turn(static, q, k, cos, sin)), nondiff_argnums=(0,)
+    lambda static, q, k, cos, sin: tuple(turn(static, q, k, cos, sin)), nondiff_argnums=(0,)
 )
 _rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
 _rope = jax.jit(_rope, static_argnums=0)  # calls alike share one compiled kernel

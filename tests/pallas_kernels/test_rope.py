@@ -153,6 +153,24 @@ def test_second_derivatives():
     np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        ((1, 16, 14, 2, 64, 64), Config(kilobytes=1)),
+        ((1, 4, 32, 16, 96, 96), Config(kilobytes=12)),
+        ((2, 16, 4, 1, 128, 64), Config(kilobytes=8)),  # a part passes through
+    ],
+)
+def test_without_the_copy_engine(shape, config):
+    arrays = case(*shape, jnp.bfloat16)
+    run = functools.partial(rope, config=config, interpret=True)
+    assert_turned(interpreted(run, *arrays), arrays, jnp.bfloat16)
+    back = interpreted(lambda *a: jax.vjp(run, *a)[1](a[:2])[:2], *arrays)
+    plain = jax.vjp(rope_reference, *arrays)[1](arrays[:2])[:2]
+    for mine, near in zip(back, plain, strict=True):
+        np.testing.assert_array_equal(mine, near)
+
+
 @pytest.mark.parametrize("config", [Config(1), Config(2, 2), Config(3), Config(7)])
 def test_a_config_changes_no_bit(config):
     arrays = case(1, 19, 3, 2, 32, 32, jnp.bfloat16)
@@ -203,6 +221,9 @@ def test_it_says_why_it_cannot_run():
         rope(*case(1, 2, 1, 1, 32, 32))
 
 
+TOKENS_64 = dict(enumerate(case(1, 64, 28, 4, 96, 96)))
+
+
 @pytest.mark.parametrize(
     ("change", "keywords", "sentence"),
     [
@@ -216,8 +237,15 @@ def test_it_says_why_it_cannot_run():
         ({}, {"rotary_dim": 16}, "rotary_dim is 16, but cos and sin have 16 columns, half of 32"),
         ({2: jnp.ones((1, 3, 17)), 3: jnp.ones((1, 3, 17))}, {}, "34 numbers are to be turned"),
         ({}, {"config": Config(0)}, "heads and repeat must be 1 at least"),
+        ({}, {"config": Config(kilobytes=-1)}, "and kilobytes not negative"),
+        ({}, {"config": Config(kilobytes=1)}, "3 tokens of 2 heads are no blocks of 16"),
+        (TOKENS_64, {"config": Config(kilobytes=256)}, "16 tokens of 28 heads of 96 do not lie"),
         ({}, {"config": Config(1, 9)}, "288 tokens a block are more than 256, what one copy takes"),
-        ({}, {"config": Config(64)}, r"Config\(heads=64, repeat=1\): takes \d+ of 232448 bytes"),
+        (
+            {},
+            {"config": Config(64)},
+            r"Config\(heads=64, repeat=1, kilobytes=0\): takes \d+ of 232448 bytes",
+        ),
     ],
 )
 def test_user_errors(change, keywords, sentence):
@@ -229,7 +257,10 @@ def test_user_errors(change, keywords, sentence):
 def test_configs_follow_the_sizes():
     assert default_config(*specs(), device=H200) == Config(8)  # 16 heads in two groups
     assert default_config(*specs(T=1), device=H200) == Config(1)  # as many blocks as heads
-    assert default_config(*specs(H=96, R=96, N=32, K=32), device=H200) == Config(3)
+    llama = specs(N=32, K=8, H=128, R=128)
+    assert default_config(*llama, device=H200) == Config(kilobytes=8)  # a token of q, four of k
+    uneven = specs(T=8191, N=32, K=8, H=128, R=128)
+    assert default_config(*uneven, device=H200) == Config(10)
     assert bucket(*specs(T=5000)) == "bfloat16-m8192-n14-k2-h64-r64-float32"
     assert bucket(*specs(T=5000)) != bucket(*specs(T=5000, R=32))
     for call in tuning_calls():

@@ -1,0 +1,269 @@
+"""The kernel of `rope`: some tokens of some heads a block, by one of two ways.
+
+Through the copy engine (TMA): it brings each head's numbers on chip, no matter whether they are q's
+or k's; a thread loads both numbers of a pair by 16 bytes and turns them where they lie, and the
+whole head goes back, the part that is not turned untouched.
+Directly (`Config.kilobytes`): a block has all heads of a few tokens of q, or of k, so that what it
+reads lies in one piece; it loads all of it into registers, turns it and writes it from there. There
+is no copy engine to start and nothing on chip; but heads and tokens must come to whole tiles.
+Imported only by rope.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+from pallas_kernels.device import ACCESS_BYTES, LANES, MAX_BOX, SHARED_BYTES, THREADS, WARPS
+
+DIRECT_REGISTERS = 100  # of a thread, for what a block loads directly; 96: 241 in all
+HELD = 40  # cosines that a thread keeps for all heads: 180 registers; more would spill
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut: heads a block, and its tokens in multiples of what a warpgroup holds.
+
+    kilobytes: about what a block has of q or of k, without the copy engine; 0 is with it.
+    """
+
+    heads: int = 8
+    repeat: int = 1
+    kilobytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a kernel is compiled for; `back` turns the other way."""
+
+    config: Config
+    back: bool
+    interpret: bool
+
+
+def problem(config: Config, q, k, cos, sin) -> str | None:
+    """What keeps the hardware from a config."""
+    if config.heads < 1 or config.repeat < 1 or config.kilobytes < 0:
+        return "heads and repeat must be 1 at least, and kilobytes not negative"
+    if config.kilobytes:
+        reasons = (_not_direct(config, x, cos.shape[-1]) for x in (q, k))
+        return next(filter(None, reasons), None)
+    tokens = config.repeat * tokens_of(cos.shape[-1], q.dtype.itemsize)
+    if tokens > MAX_BOX:
+        return f"{tokens} tokens a block are more than {MAX_BOX}, what one copy takes"
+    size_bytes = shared_bytes(config, q, cos, sin)
+    if size_bytes > SHARED_BYTES:
+        return f"takes {size_bytes} of {SHARED_BYTES} bytes on chip"
+    return None
+
+
+def _direct_tokens(config: Config, heads: int, width: int, half: int, itemsize: int) -> int:
+    """Tokens of q or of k that a block has: what fills the threads, or twice that, and so on."""
+    rows = THREADS // _lanes_across(half, itemsize)
+    least = rows // math.gcd(heads, rows)
+    times = config.kilobytes * 1024 // (least * heads * width * itemsize)
+    return least * (1 << max(times, 1).bit_length() >> 1)
+
+
+def direct_bytes(config: Config, q, k, cos) -> int:
+    """What the larger of the blocks has, of q or of k."""
+    sizes = []
+    for x in (q, k):
+        (heads, width), itemsize = x.shape[-2:], x.dtype.itemsize
+        tokens = _direct_tokens(config, heads, width, cos.shape[-1], itemsize)
+        sizes.append(tokens * heads * width * itemsize)
+    return max(sizes)
+
+
+def _not_direct(config: Config, x, half: int) -> str | None:
+    (heads, width), itemsize, count = x.shape[-2:], x.dtype.itemsize, math.prod(x.shape[:-2])
+    columns = _lanes_across(half, itemsize) * ACCESS_BYTES // itemsize
+    tokens = _direct_tokens(config, heads, width, half, itemsize)
+    if count % tokens:
+        return f"{count} tokens of {heads} heads are no blocks of {tokens}"
+    registers = tokens * heads * width * itemsize // 4 // THREADS
+    if (width - 2 * half) % columns or registers > DIRECT_REGISTERS:
+        return f"{tokens} tokens of {heads} heads of {width} do not lie in a block's registers"
+    return None
+
+
+def shared_bytes(config: Config, q, cos, sin) -> int:
+    """On chip: heads, cosines and sines, barriers."""
+    tokens = config.repeat * tokens_of(cos.shape[-1], q.dtype.itemsize)
+    angles = cos.shape[-1] * (cos.dtype.itemsize + sin.dtype.itemsize)
+    heads = config.heads * q.shape[-1] * q.dtype.itemsize
+    return tokens * (heads + angles) + 8 * (config.heads + 1) + 1024  # barriers, alignment
+
+
+def _lanes_across(half: int, itemsize: int) -> int:
+    """Lanes side by side in half a head: as many accesses as divide both it and a warp."""
+    return math.gcd(half * itemsize // ACCESS_BYTES, LANES)
+
+
+def tokens_of(half: int, itemsize: int) -> int:
+    """Tokens that a warpgroup holds under each other."""
+    return THREADS // _lanes_across(half, itemsize)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """Which tokens and columns a thread has; `step` columns at a time."""
+
+    tokens: int
+    step: int
+    layout: Any
+    interpret: bool
+
+    def load(self, ref: Any) -> jax.Array:
+        return ref[...] if self.interpret else _compat.load(ref, self.layout, optimized=False)
+
+
+def turn(static: Static, q, k, cos, sin):
+    """q [M, N, H] and k [M, K, H] by cos and sin [M, R2]."""
+    half, itemsize = cos.shape[-1], q.dtype.itemsize
+    across, vector = _lanes_across(half, itemsize), ACCESS_BYTES // itemsize
+    tokens = static.config.repeat * tokens_of(half, itemsize)
+    # Columns at a time: all, or what the registers hold of them.
+    held = tokens * half <= HELD * THREADS
+    warp = (LANES // across, across * vector)
+    layout = _compat.tiled_layout(
+        ((WARPS * warp[0], warp[1]), warp, (vector,)), warp_dims=(-5, -4), lane_dims=(-3, -2)
+    )
+    shape = _Shape(tokens, half if held else across * vector, layout, static.interpret)
+    run = functools.partial(
+        _compat.kernel,
+        name="rope_backward" if static.back else "rope",
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)],
+        unsafe_no_auto_barriers=True,  # a thread writes where it alone has read
+        interpret=static.interpret,
+    )
+    way = _directly if static.config.kilobytes else _by_copies
+    return way(static, shape, run, q, k, cos, sin)
+
+
+def _directly(static: Static, shape: _Shape, run, q, k, cos, sin):
+    (count, _, width), half, dtype = q.shape, cos.shape[-1], q.dtype
+    spans = [(0, half), (half, half)] + [(2 * half, width - 2 * half)] * (width > 2 * half)
+    each = [_direct_tokens(static.config, x.shape[1], width, half, dtype.itemsize) for x in (q, k)]
+    q_blocks, k_blocks = (count // tokens for tokens in each)
+
+    def body(q_ref, k_ref, cos_ref, sin_ref, q_out, k_out):
+        def turn_tokens(source, target, block, tokens):
+            here = pl.ds(block * tokens, tokens)
+            layout = _layout_of(source.shape[1], half, dtype.itemsize)
+
+            def load(ref, layout):
+                return ref[...] if static.interpret else _compat.load(ref, layout, optimized=False)
+
+            def down(x):
+                x = x.astype(dtype).astype(jnp.float32)
+                x = jax.lax.broadcast_in_dim(x, left.shape, (0, 2))
+                return x if static.interpret else plgpu.layout_cast(x, layout)
+
+            angles = [load(ref.at[here], layout.reduce(1)) for ref in (cos_ref, sin_ref)]
+            parts = [load(source.at[here, :, pl.ds(*span)], layout) for span in spans]
+            left, right, *rest = parts
+            c, s = map(down, angles)
+            s = -s if static.back else s
+            x1, x2 = left.astype(jnp.float32), right.astype(jnp.float32)
+            for span, x in zip(spans, [x1 * c - x2 * s, x2 * c + x1 * s, *rest], strict=True):
+                target[here, :, pl.ds(*span)] = x.astype(dtype)
+
+        block = jax.lax.axis_index("block")
+        pl.when(block < q_blocks)(lambda: turn_tokens(q_ref, q_out, block, each[0]))
+        pl.when(block >= q_blocks)(lambda: turn_tokens(k_ref, k_out, block - q_blocks, each[1]))
+
+    return run(body, grid=(q_blocks + k_blocks,), grid_names=("block",))(q, k, cos, sin)
+
+
+def _layout_of(heads: int, half: int, itemsize: int) -> Any:
+    """Of [tokens, heads, columns]: lanes across half a head, then down the heads, then tokens."""
+    across, vector = _lanes_across(half, itemsize), ACCESS_BYTES // itemsize
+    rows = LANES // across  # of a warp
+    down = math.gcd(heads, WARPS * rows)
+    warp = (rows // min(down, rows), min(down, rows), across * vector)
+    block = (WARPS * rows // down, down, across * vector)
+    return _compat.tiled_layout(
+        (block, warp, (vector,)), warp_dims=(-7, -6), lane_dims=(-4, -3, -2)
+    )
+
+
+def _by_copies(static: Static, shape: _Shape, run, q, k, cos, sin):
+    (count, q_heads, width), half, dtype = q.shape, cos.shape[-1], q.dtype
+    total, heads = q_heads + k.shape[1], static.config.heads
+    tokens, step, load = shape.tokens, shape.step, shape.load
+
+    def body(*refs):
+        q_ref, k_ref, cos_ref, sin_ref, q_out, k_out, block, cos_block, sin_block, *barriers = refs
+        arrived, angles_arrived = barriers
+        first = jax.lax.axis_index("tokens") * tokens
+        first_head = jax.lax.axis_index("heads") * heads
+
+        def of_q_or_k(slot, copy):
+            """Calls copy(0 for q or 1 for k, where its head is) if the block's slot has one."""
+            head = first_head + slot
+            here = (pl.ds(first, tokens), head)
+            pl.when(head < q_heads)(lambda: copy(0, here))
+            there = (pl.ds(first, tokens), head - q_heads)
+            pl.when((head >= q_heads) & (head < total))(lambda: copy(1, there))
+
+        def fetch(slot, which, at):
+            source = (q_ref, k_ref)[which].at[at]
+            plgpu.copy_gmem_to_smem(source, block.at[slot], arrived.at[slot])
+
+        def write(slot, which, at):
+            target = (q_out, k_out)[which].at[at]
+            plgpu.copy_smem_to_gmem(block.at[slot], target, commit_group=False)
+
+        for ref, angles in ((cos_ref, cos_block), (sin_ref, sin_block)):
+            plgpu.copy_gmem_to_smem(ref.at[pl.ds(first, tokens)], angles, angles_arrived)
+        for slot in range(heads):
+            of_q_or_k(slot, functools.partial(fetch, slot))
+        plgpu.barrier_wait(angles_arrived)
+
+        def load_angles(column):
+            here = (slice(None), pl.ds(column, step))
+            c, s = (load(ref.at[here]).astype(dtype) for ref in (cos_block, sin_block))
+            c, s = c.astype(jnp.float32), s.astype(jnp.float32)
+            return c, -s if static.back else s
+
+        kept = load_angles(0) if step == half else None
+
+        def turn(slot):
+            plgpu.barrier_wait(arrived.at[slot])
+            for column in range(0, half, step):
+                c, s = kept or load_angles(column)
+                left, right = (
+                    block.at[slot, :, pl.ds(start + column, step)] for start in (0, half)
+                )
+                x1, x2 = (load(ref).astype(jnp.float32) for ref in (left, right))
+                left[...] = (x1 * c - x2 * s).astype(dtype)
+                right[...] = (x2 * c + x1 * s).astype(dtype)
+            plgpu.commit_smem()
+            of_q_or_k(slot, functools.partial(write, slot))
+            plgpu.commit_smem_to_gmem_group()
+
+        for slot in range(heads):
+            pl.when(first_head + slot < total)(functools.partial(turn, slot))
+        plgpu.wait_smem_to_gmem(0)
+
+    return run(
+        body,
+        grid=(-(-total // heads), -(-count // tokens)),
+        grid_names=("heads", "tokens"),
+        scratch_types=[
+            plgpu.SMEM((heads, tokens, width), dtype),
+            plgpu.SMEM((tokens, half), cos.dtype),
+            plgpu.SMEM((tokens, half), sin.dtype),
+            plgpu.Barrier(num_arrivals=1, num_barriers=heads),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+    )(q, k, cos, sin)
