@@ -144,7 +144,7 @@ def bucket(table, ids, *, scale=None, dtype=None) -> str:
 def candidates(table, ids, *, scale=None, dtype=None, device: Device) -> list[Config]:
     """What is worth a measurement: the default's neighbours."""
     default = default_config(table, ids, scale=scale, dtype=dtype, device=device)
-    found = [Config(rows, parts) for rows in (1, 2, 4, 8, 16, 32) for parts in (1, 2, 4, 8)]
+    found = [Config(rows, parts) for rows in (1, 2, 4, 8, 16) for parts in (1, 2, 4)]
     return [c for c in found if c != default and not _problem(c, table, dtype)]
 
 

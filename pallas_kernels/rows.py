@@ -313,10 +313,10 @@ def candidates(
             continue
         if fits(Config(repeat, 0, 1, warpgroups), width, itemsize, count):
             found.append(Config(repeat, 0, 1, warpgroups))
-        for stages in (2, 3):
-            taken = tile.padded * (stages * tile.rows * array_bytes + held_bytes) + 4096
-            blocks = min(8, SHARED_BYTES // taken)
-            found += [Config(repeat, stages, n, warpgroups) for n in {blocks, blocks // 2} if n]
+        stages = 3  # with two, one is in flight, and 4 never won
+        taken = tile.padded * (stages * tile.rows * array_bytes + held_bytes) + 4096
+        blocks = min(8, SHARED_BYTES // taken)
+        found += [Config(repeat, stages, n, warpgroups) for n in {blocks, blocks // 2} if n]
     return found
 
 

@@ -179,10 +179,9 @@ def candidates(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: Device
     width, itemsize = x.shape[axis], x.dtype.itemsize
     if not fits(width, itemsize):
         return [
-            Config(stages=stages, columns=columns, parts=parts)
-            for columns in (1024, 2048, 4096, 8192)
-            for parts in (1, 2, 4, 8, 16, 32)
-            for stages in (2, 4)
+            Config(stages=4, columns=columns, parts=parts)
+            for columns in (1024, 2048, 4096)
+            for parts in (2, 4, 8, 16, 32)
             if parts * columns < 2 * width
         ]
     found = []
@@ -194,10 +193,9 @@ def candidates(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: Device
             if default.stages == 0 and x.size // width % tile.rows == 0:
                 found.append(Config(repeat, warps, 0))
             found += [
-                Config(repeat, warps, stages, blocks)
-                for stages in (2, 3, 4)
-                for blocks in (2, 4, 6, 8)
-                if blocks * (stages * stage + 4096) <= SHARED_BYTES and numbers <= 2 * NUMBERS
+                Config(repeat, warps, 3, blocks)
+                for blocks in (4, 8)
+                if blocks * (3 * stage + 4096) <= SHARED_BYTES and numbers <= 2 * NUMBERS
             ]
     return found
 
