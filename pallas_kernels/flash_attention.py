@@ -159,11 +159,11 @@ def default_config(
     some = q_segment_ids is not None or softcap is not None  # they need registers in the loop
     full = q_segment_ids is not None and softcap is not None
     if width <= 64:
-        return Config(96 if full else 128, consumers=3 if q.shape[1] > 128 else 2, ahead=False)
+        return Config(96 if full else 128, consumers=3 if q.shape[1] > 128 else 2)
     if width <= 128:
         return Config(96 if full else 128)
     if width <= 192:
-        return Config(64 if some else 96, q_stages=1, ahead=False)
+        return Config(64 if some else 96, q_stages=1)
     return Config(
         32 if some else 64, q_stages=1, turns=False, ahead=False
     )  # the sums take 128 registers

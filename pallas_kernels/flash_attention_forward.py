@@ -51,7 +51,7 @@ class Config:
     stages: int = 2
     q_stages: int = 2
     turns: bool = True
-    ahead: bool = True
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
