@@ -423,14 +423,12 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
             zeros = jnp.zeros((ROWS, owned * ROWS), jnp.float32)
             zeros = zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
-            def sums():
-                carry = [wait(0, begin(jnp.int32(0)))] if c.ahead else []
-                carry = (end - 1, *ready(zeros, zeros), *carry)
-                _, dk, dv, *_ = lax.fori_loop(0, total, step, carry)
-                plgpu.barrier_wait(scratch["dq_empty"].at[lax.rem(total - 1, jnp.int32(ADDERS))])
-                return dk, dv
-
-            results = lax.cond(total > 0, sums, lambda: (zeros, zeros))
+            carry = (end - 1, *ready(zeros, zeros))
+            if c.ahead:
+                carry = (*carry, wait(0, begin(jnp.int32(0))))
+            _, *results = lax.fori_loop(0, total, step, carry)[:3]
+            last = lax.rem(total + (ADDERS - 1), jnp.int32(ADDERS))
+            pl.when(total > 0)(lambda: plgpu.barrier_wait(scratch["dq_empty"].at[last]))
             if wide:  # the other consumer has read these columns of V too
                 plgpu.barrier_arrive(scratch["done"])
                 plgpu.barrier_wait(scratch["done"])
