@@ -21,6 +21,7 @@ from pallas_kernels import device as device_lib
 from pallas_kernels import tuned
 from pallas_kernels.attention_reference import attention_reference, check
 from pallas_kernels.device import Device
+from pallas_kernels.flash_attention_backward import backward
 from pallas_kernels.flash_attention_forward import (
     REGISTERS,
     SHARED_BYTES,
@@ -40,7 +41,6 @@ class _Call:
     """What a call is compiled for, forward and backward."""
 
     forward: Static
-    device: Device
     return_lse: bool
 
 
@@ -105,7 +105,7 @@ def flash_attention(
         softcap=softcap,
         save_lse=return_lse,
     )
-    call = _Call(static, device, return_lse)
+    call = _Call(static, return_lse)
     results: Any = _attention(call, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks)
     return (results[0], jnp.swapaxes(results[1], 1, 2)) if return_lse else results[0]
 
@@ -242,29 +242,35 @@ def _attention_forward(call, *arrays):
 
 
 def _attention_backward(call, saved, cotangents):
-    q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks, _, _ = saved
+    q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks, out, lse = saved
     d_out, d_lse = cotangents
     static = call.forward
-
-    def reference(q, k, v, sinks):
-        out, lse = attention_reference(
-            q,
-            k,
-            v,
-            causal=static.causal,
-            scale=static.scale,
-            window=static.window,
-            softcap=static.softcap,
-            q_segment_ids=q_segment_ids,
-            kv_segment_ids=kv_segment_ids,
-            kv_lengths=kv_lengths,
-            sinks=sinks,
-            return_lse=True,
-        )
-        return out, jnp.swapaxes(lse, 1, 2)
-
-    (_, lse), pull = jax.vjp(reference, q, k, v, sinks)
-    d_q, d_k, d_v, d_sinks = pull((d_out, jnp.zeros_like(lse) if d_lse is None else d_lse))
+    d_q, d_k, d_v = backward(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        d_out,
+        d_lse,
+        causal=static.causal,
+        scale=static.scale,
+        window=static.window,
+        softcap=static.softcap,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        kv_lengths=kv_lengths,
+        interpret=static.interpret,
+    )
+    d_sinks = None
+    if sinks is not None:
+        # dL/dscore is weight (dL/dweight - delta), and a sink's weight goes to nothing
+        delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+        delta = jnp.swapaxes(delta, 1, 2)
+        if d_lse is not None:
+            delta = delta - d_lse
+        weights = jnp.exp(jnp.where(lse == -jnp.inf, -jnp.inf, sinks[None, :, None] - lse))
+        d_sinks = -jnp.sum(weights * delta, axis=(0, 2))
     return d_q, d_k, d_v, None, None, None, d_sinks
 
 
