@@ -126,18 +126,42 @@ def test_explain_asks_shapes_only():
             "xla": None,
         }
         reasons = ops.explain("attention", q, k, k)
-        assert reasons == {"pallas": reasons["pallas"], "cudnn": None, **rest}
+        assert reasons == {"pallas": None, "cudnn": None, **rest}
         reasons = ops.explain("attention", q, k, k, softcap=5.0, implementation="xla")
-        assert reasons == {"pallas": reasons["pallas"], "cudnn": "has no soft cap", **rest}
-        token, cache = heads(1, 32, H=128), heads(8192, 8, H=128)
-        lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-        assert ops.explain("attention", token, cache, cache, kv_lengths=lengths)["pallas"] is None
+        assert reasons == {"pallas": None, "cudnn": "has no soft cap", **rest}
     with absent("Tesla T4"):
         reasons = ops.explain("attention", q, k, k)
         assert reasons["cudnn"] == "needs compute capability 8.0 or newer, found 7.5 (Tesla T4)"
         assert reasons["pallas"] == (
             "needs a Hopper GPU (compute capability 9.0), found 7.5 (Tesla T4)"
         )
+
+
+def test_auto_takes_our_attention_where_it_is_faster():
+    """Heads of 128 train faster with cuDNN; what has no gradient, and what it lacks, is ours."""
+    ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 512), (1,)))
+    packed = {"q_segment_ids": ids, "kv_segment_ids": ids}
+
+    def who(T, S, H, **kwargs):
+        q, k = heads(T, 32, H=H), heads(S, 8, H=H)
+        with absent("NVIDIA H200"):
+            return ops.chosen("attention", q, k, k, **kwargs), ops.explain(
+                "attention", q, k, k, **kwargs
+            )["pallas"]
+
+    reason = "heads of 128 train faster with cudnn, and the call may be of a training step"
+    assert who(512, 512, 128) == ("cudnn", reason)
+    sinks = jax.ShapeDtypeStruct((32,), jnp.float32)
+    for sizes, kwargs in (
+        ((512, 512, 64), {}),
+        ((512, 512, 128), packed),
+        ((512, 8192, 128), {"kv_lengths": lengths}),
+        ((512, 512, 256), {"softcap": 50.0}),
+        ((512, 512, 128), {"sinks": sinks}),
+        ((1, 8192, 128), {"kv_lengths": lengths}),
+        ((1, 8192, 128), {}),
+    ):
+        assert who(*sizes, **kwargs) == ("pallas", None)
 
 
 def test_chosen_is_what_runs():
@@ -180,7 +204,7 @@ def test_explain_of_an_unknown_op():
 
 
 def test_a_program_for_an_absent_gpu_asks_that_gpu(monkeypatch):
-    """Under the abstract mesh of an H200 "auto" is cuDNN, also inside jit; here it is XLA."""
+    """Under the abstract mesh of an H200 "auto" is ours, also inside jit; here it is XLA."""
     taken = []
 
     def run(name):
@@ -199,7 +223,7 @@ def test_a_program_for_an_absent_gpu_asks_that_gpu(monkeypatch):
         jax.eval_shape(jax.jit(ops.attention), q, k, k)
     if jax.default_backend() == "cpu":
         jax.eval_shape(ops.attention, q, k, k)
-        assert taken == ["cudnn", "xla"]
+        assert taken == ["pallas", "xla"]
 
 
 @pytest.mark.parametrize(
