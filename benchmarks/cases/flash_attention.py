@@ -6,7 +6,6 @@ A label is batch x tokens, query / key heads of a width, dtype, and what the cal
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 from benchmarks.case import Case
 from pallas_kernels import attention_reference as plain
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.flash_attention_backward import backward as flash_attention_backward
 from pallas_kernels.measure import size_bytes
 
 LLAMA, LLAMA_1B, PHI = (32, 8, 128), (32, 8, 64), (32, 32, 96)  # Llama-3.1-8B, -3.2-1B, Phi-3-mini
@@ -30,11 +30,8 @@ EXACT_TOKENS = 8192  # rows of a backward pass that a host does again within sec
 
 def cases() -> list[Case]:
     """Odd sizes and further arguments are compiled only."""
-    directions = [False]
-    if importlib.util.find_spec("pallas_kernels.flash_attention_backward") is not None:
-        directions.append(True)
     found = []
-    for backward in directions:
+    for backward in (False, True):
         case = functools.partial(_case, backward=backward)
         found += [case(max(TOKENS // t, 1), t, LLAMA) for t in LENGTHS]
         found += [case(max(TOKENS // t, 1), t, LLAMA_1B) for t in (2048, 4096, 8192, 32768)]
@@ -129,11 +126,9 @@ def _ours(keywords: dict[str, Any], q, k, v, ids=None) -> jax.Array:
 
 
 def _ours_backward(keywords: dict[str, Any], q, k, v, *rest) -> Any:
-    from pallas_kernels.flash_attention_backward import backward
-
     *ids, out, lse, d_out = rest
     ids = ids[0] if ids else None
-    return backward(
+    return flash_attention_backward(
         q,
         k,
         v,

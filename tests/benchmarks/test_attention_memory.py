@@ -48,7 +48,7 @@ def assert_linear(found, lengths=LENGTHS):
         assert found[i] <= allowed, dict(zip(lengths, found, strict=True))
 
 
-@pytest.mark.parametrize("backward", [False], ids=["forward"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("ids", [False, True], ids=["causal", "documents"])
 def test_attention_takes_linear_memory(backward, ids):
     attend = functools.partial(packed, flash_attention) if ids else flash_attention
