@@ -164,9 +164,8 @@ def default_config(
         return Config(96 if full else 128)
     if width <= 192:
         return Config(64 if some else 96, q_stages=1)
-    return Config(
-        32 if some else 64, q_stages=1, turns=False, ahead=False
-    )  # the sums take 128 registers
+    # the sums alone take 128 registers
+    return Config(32 if some else 64, q_stages=1, turns=False)
 
 
 def bucket(q, k, v, *, causal=True, window=None, **keywords) -> str:
@@ -185,7 +184,7 @@ def candidates(q, k, v, *, device: Device, **keywords) -> list[Config]:
     found = [
         Config(kv_block, consumers, stages, q_stages, turns, ahead)
         for consumers in (2, 3)
-        for kv_block in (64, 80, 96, 128, 160, 192)
+        for kv_block in (64, 96, 128, 160, 192)
         for q_stages in (2, 1)
         for stages in (2, 3, 4)
         for turns in (True, False)
@@ -218,8 +217,8 @@ def _config_problem(config: Config, q) -> str | None:
     room = {1: 200, 2: 210, 3: 136}.get(c.consumers, 0)
     problems = {
         f"consumers must be one of {list(REGISTERS)}": c.consumers not in REGISTERS,
-        "kv_block must be a multiple of 16, from 16 to 256": (
-            c.kv_block % 16 or not 16 <= c.kv_block <= 256
+        "kv_block must be a multiple of 32, from 32 to 256": (  # 128 bytes of segment ids
+            c.kv_block % 32 or not 32 <= c.kv_block <= 256
         ),
         "stages must be 2 at least, q_stages 1": c.stages < 2 or c.q_stages < 1,
         "ahead needs two q_stages": c.ahead and c.q_stages < 2,

@@ -234,7 +234,7 @@ def test_a_traced_scale_is_refused():
         ({"kv_lengths": np.asarray([1, 65], np.int32)}, r"kv_lengths\[1\] is 65"),
         ({"q_segment_ids": np.zeros((2, 64), np.int32)}, "both sides or neither"),
         ({"sinks": jnp.zeros(3, F32)}, "one number a query head"),
-        ({"config": Config(kv_block=8)}, "kv_block must be a multiple of 16"),
+        ({"config": Config(kv_block=8)}, "kv_block must be a multiple of 32"),
         ({"config": Config(consumers=4)}, "consumers must be one of"),
         ({"config": Config(q_stages=1, ahead=True)}, "ahead needs two q_stages"),
         ({"config": Config(stages=1)}, "stages must be 2 at least"),
