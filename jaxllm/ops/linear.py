@@ -74,10 +74,10 @@ def _linear_pallas_why_not(x, weight, bias=None, *, out_dtype=None, device):
 
 
 def _linear_pallas_not_auto(x, weight, bias=None, *, out_dtype=None, device):
-    # H200, bfloat16: 2 to 7 % faster than XLA at 8192 tokens, 13 to 34 % at 1 to 64 tokens of an 8B
-    # model, but 9.7 us against 3.7 for 1 x 896 x 4864: too few tiles, and K is not split
+    # H200, bfloat16: alone the kernel is 2 to 7 % faster than XLA's at 8192 tokens and up to 30 %
+    # at few, but Qwen2.5-0.5B decodes 1058 tokens a second with it and 1131 with XLA (one row)
     del x, weight, bias, out_dtype, device
-    return "narrow weights at few tokens are faster with cuBLAS, which XLA calls"
+    return "a model decodes faster where XLA joins products with what stands before and behind them"
 
 
 def embedding(

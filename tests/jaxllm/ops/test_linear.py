@@ -154,7 +154,8 @@ def test_who_runs_a_product():
     kernel = ops.LINEAR["pallas"]
     assert kernel.why_not(x, weight, device=INTERPRETED) is None
     reason = kernel.why_not_auto(x, weight, device=INTERPRETED)
-    assert reason == "narrow weights at few tokens are faster with cuBLAS, which XLA calls"
+    assert reason is not None
+    assert reason.startswith("a model decodes faster where XLA joins products with what stands")
     wide, narrow = x.astype(jnp.float32), weight.astype(jnp.float32)
     reason = kernel.why_not(wide, narrow, device=INTERPRETED)
     assert reason == "the tensor cores would round float32 to 10 bits (tf32)"
