@@ -35,7 +35,6 @@ from pallas_kernels import _compat
 
 ROWS = 64  # of a wgmma; and the columns of 16 bits that the widest swizzle takes
 CONSUMERS = 2
-ADDERS = 2  # warps that add parts of dQ in turns: each has the time of two steps
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 504 of the 3 x 168 that a block starts with
 LOG2E = math.log2(math.e)
 
@@ -120,6 +119,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
     owned = chunks // CONSUMERS if wide else chunks  # of dk's and dv's chunks, by a consumer
     pieces = CONSUMERS * parts * chunks // 2 // CONSUMERS  # of 64 columns, of a consumer's dQ
     assert parts * chunks == (4 if wide else 2), (block_q, chunks)
+    adders = 1 if wide else 2  # warps that add parts of dQ, in turns, each from a buffer of its own
     masked = static.causal or static.window is not None or static.lengths or static.segments
     masked = masked or s % block_kv > 0
     stages = {"q": c.stages, "do": c.do_stages}
@@ -161,7 +161,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 for chunk in range(chunks):
                     plgpu.copy_gmem_to_smem(
                         source[what].at[batch, keys, kv_head, columns(chunk)],
-                        _rows(scratch[what], (chunk,), 0, block_kv, interpret),
+                        _rows(scratch[what], (0, chunk), 0, block_kv, interpret),
                         scratch["kv_full"],
                     )
             if masked:
@@ -196,7 +196,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 later = at + stages[what]
                 pl.when(later < total)(lambda: load(later, what))
 
-            def put(head, m, piece, reduction_op):
+            def put(head, m, turns, piece, reduction_op):
                 for consumer in range(CONSUMERS):
                     chunk, part = divmod(consumer * pieces + piece, parts)
                     for half in range(2):
@@ -204,7 +204,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                         to = pl.ds(chunk * ROWS + half * (ROWS // 2), ROWS // 2)
                         lead = (tile,) if interpret else ()
                         plgpu.copy_smem_to_gmem(
-                            _rows(scratch["dq"], (consumer, half), 0, ROWS, interpret),
+                            _rows(scratch["dq"], (turns, consumer, half), 0, ROWS, interpret),
                             dq_ref.at[*lead, batch, head, rows, to],
                             reduction_op=reduction_op,
                         )
@@ -224,7 +224,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
 
             def add(at):
                 head, m = place(at)
-                turns = at % ADDERS if isinstance(at, int) else lax.rem(at, jnp.int32(ADDERS))
+                turns = at % adders if isinstance(at, int) else lax.rem(at, jnp.int32(adders))
                 counter = None if turn is None else turn.at[(batch * n + head) * q_tiles + m]
                 rank = 0 if counter is None else tile - source["before"][batch, m]
                 if counter is not None:
@@ -232,10 +232,10 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 for piece in range(pieces):
                     plgpu.barrier_wait(scratch["dq_full"].at[turns])
                     if counter is None:  # interpreted: a part for each tile of keys, added later
-                        put(head, m, piece, None)
+                        put(head, m, turns, piece, None)
                     else:
-                        pl.when(rank == 0)(lambda piece=piece: put(head, m, piece, None))
-                        pl.when(rank > 0)(lambda piece=piece: put(head, m, piece, "add"))
+                        pl.when(rank == 0)(lambda piece=piece: put(head, m, turns, piece, None))
+                        pl.when(rank > 0)(lambda piece=piece: put(head, m, turns, piece, "add"))
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.barrier_arrive(scratch["dq_empty"].at[turns])
                 if counter is not None:
@@ -259,13 +259,13 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
             def _(warp):
                 pl.when(warp == 0)(load_all)
 
-                @pl.when((warp > 0) & (warp <= ADDERS))
+                @pl.when((warp > 0) & (warp <= adders))
                 def _():
                     def step(i, _):
-                        add(i * ADDERS + warp - 1)
+                        add(i * adders + warp - 1)
                         return 0
 
-                    lax.fori_loop(0, (total + ADDERS - warp) // ADDERS, step, 0)
+                    lax.fori_loop(0, (total + adders - warp) // adders, step, 0)
 
         def consume():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
@@ -274,7 +274,6 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
             wait = _compat.wgmma_wait
             start = 0 if wide else thread * ROWS
             mine = pl.ds(start, ROWS)
-            k_tile, v_tile = scratch["k"], scratch["v"]
             length = source["lengths"][batch] if static.lengths else jnp.int32(s)
             behind = length - t  # of query 0
             inner_first = source["inner_first"][batch, tile]
@@ -312,13 +311,13 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                     mask &= broadcast(scratch["kv_ids"].at[mine], 0) == ids
                 return jnp.where(mask, scores, -jnp.inf)
 
-            def begin(at):
+            def begin(at, here):
                 """The scores of a step, in flight; behind the last step of what is there."""
                 slot = slot_of(at, "q")
                 pl.when(at < total)(lambda: plgpu.barrier_wait(scratch["q_full"].at[slot]))
                 ready()
                 right = scratch["q"].at[slot]
-                return wgmma(None, k_tile.at[:, mine], right, transpose_b=True)
+                return wgmma(None, scratch["k"].at[here, :, mine], right, transpose_b=True)
 
             def weights(x, m, slot):
                 """P, and P times what the soft cap leaves of a score's slope."""
@@ -336,23 +335,26 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 tanh = jnp.maximum(x * (1 / cap), -1.0)  # -inf has the weight 0
                 return p.astype(dtype), p * (1 - tanh * tanh)
 
-            def query_part(buffer, piece):
+            def query_part(piece, here):
                 """64 columns of this consumer's part of dQ, in flight."""
                 if wide:
-                    left, right = scratch["ds"].at[buffer, thread, 0], k_tile.at[thread * 2 + piece]
+                    left, right = (
+                        scratch["ds"].at[here, thread, 0],
+                        scratch["k"].at[here, thread * 2 + piece],
+                    )
                     return wgmma(None, left, right, transpose_a=True)
                 chunk, part = thread // parts, lax.rem(thread, parts)
                 dq = None
                 for i in range(CONSUMERS):
-                    left = scratch["ds"].at[buffer, i, part]
-                    right = k_tile.at[chunk, pl.ds(i * ROWS, ROWS)]
+                    left = scratch["ds"].at[here, i, part]
+                    right = scratch["k"].at[here, chunk, pl.ds(i * ROWS, ROWS)]
                     dq = wgmma(dq, left, right, transpose_a=True)
                 return dq
 
             def step(at, carry):
                 m, dk, dv, *x = carry
                 slot, do_slot = slot_of(at, "q"), slot_of(at, "do")
-                buffer = 0 if wide else lax.rem(at, jnp.int32(2))
+                here = jnp.minimum(m, 0)  # 0: what is computed of it is not kept in registers
                 q, do = scratch["q"].at[slot], scratch["do"].at[do_slot]
                 if c.primed:
                     plgpu.barrier_wait(scratch["q_full"].at[slot])
@@ -362,13 +364,13 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                         x, dp = ready(broadcast(scratch["lse"].at[slot], 1), dp)
                     else:
                         x, (dp,) = None, ready(dp)
-                    x = wgmma(x, k_tile.at[:, mine], q, transpose_b=True)
+                    x = wgmma(x, scratch["k"].at[here, :, mine], q, transpose_b=True)
                 else:
-                    x = x[0] if c.ahead else begin(at)
+                    x = x[0] if c.ahead else begin(at, here)
                     plgpu.barrier_wait(scratch["do_full"].at[do_slot])
                     ready()
                     dp = None
-                dp = wgmma(dp, v_tile.at[:, mine], do, transpose_b=True)
+                dp = wgmma(dp, scratch["v"].at[here, :, mine], do, transpose_b=True)
                 p16, p = weights(x if c.ahead else wait(1, x), m, slot)
                 if c.early:
                     (p16,) = ready(p16)
@@ -377,8 +379,10 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 if not c.primed:
                     dp = dp - broadcast(scratch["delta"].at[do_slot], 1)
                 ds16 = (p * dp).astype(dtype)
+                if not wide:  # both have read what is there
+                    pl.when(at > 0)(lambda: plgpu.barrier_wait(scratch["ds_empty"]))
                 for i in range(parts):
-                    to = scratch["ds"].at[buffer, thread, i]
+                    to = scratch["ds"].at[here, thread, i]
                     to[...] = ds16[:, i * ROWS : (i + 1) * ROWS]
                 plgpu.commit_smem()
                 if not wide:
@@ -389,26 +393,24 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 if not wide:
                     plgpu.barrier_wait(scratch["ds_full"])
                 (ds16,) = ready(ds16)
-                dq = query_part(buffer, 0)
+                dq = query_part(0, here)
                 dk = wgmma(dk, ds16, own(q))
                 dv = wait(2 if wide else 3, dv)
                 plgpu.barrier_arrive(scratch["do_empty"].at[do_slot])
                 if c.ahead:
-                    x = begin(at + 1)
+                    x = begin(at + 1, here)
                 dq = wait(2 if c.ahead else 1, dq)
-                turns = lax.rem(at, jnp.int32(ADDERS))
+                if not wide:
+                    plgpu.barrier_arrive(scratch["ds_empty"])
+                turns = lax.rem(at, jnp.int32(adders))
                 for piece in range(pieces):
                     if piece:
                         ready()
-                        dq = wait(0, query_part(buffer, piece))
-                        plgpu.barrier_wait(scratch["dq_empty"].at[turns])
-                    else:
-                        before = lax.rem(at + (ADDERS - 1), jnp.int32(ADDERS))
-                        pl.when(at > 0)(
-                            lambda before=before: plgpu.barrier_wait(scratch["dq_empty"].at[before])
-                        )
+                        dq = wait(0, query_part(piece, here))
+                    again = at >= (0 if piece else adders)
+                    pl.when(again)(lambda: plgpu.barrier_wait(scratch["dq_empty"].at[turns]))
                     for half in range(2):
-                        to = scratch["dq"].at[thread, half]
+                        to = scratch["dq"].at[turns, thread, half]
                         to[...] = dq[:, half * (ROWS // 2) : (half + 1) * (ROWS // 2)]
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(scratch["dq_full"].at[turns])
@@ -425,10 +427,13 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
 
             carry = (end - 1, *ready(zeros, zeros))
             if c.ahead:
-                carry = (*carry, wait(0, begin(jnp.int32(0))))
+                carry = (*carry, wait(0, begin(jnp.int32(0), 0)))
             _, *results = lax.fori_loop(0, total, step, carry)[:3]
-            last = lax.rem(total + (ADDERS - 1), jnp.int32(ADDERS))
-            pl.when(total > 0)(lambda: plgpu.barrier_wait(scratch["dq_empty"].at[last]))
+            for turns in range(adders):  # every phase of a barrier must be seen
+                used = total > turns
+                pl.when(used)(lambda turns=turns: plgpu.barrier_wait(scratch["dq_empty"].at[turns]))
+            if not wide:
+                pl.when(total > 0)(lambda: plgpu.barrier_wait(scratch["ds_empty"]))
             if wide:  # the other consumer has read these columns of V too
                 plgpu.barrier_arrive(scratch["done"])
                 plgpu.barrier_wait(scratch["done"])
@@ -438,11 +443,13 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 which = [thread * owned + i if wide else i for i in range(owned)]
                 for i, chunk in enumerate(which):
-                    v_tile[chunk, mine] = result[:, i * ROWS : (i + 1) * ROWS].astype(dtype)
+                    scratch["v"][0, chunk, mine] = result[:, i * ROWS : (i + 1) * ROWS].astype(
+                        dtype
+                    )
                 plgpu.commit_smem()
                 for chunk in which:
                     plgpu.copy_smem_to_gmem(
-                        _rows(v_tile, (chunk,), start, ROWS, interpret),
+                        _rows(scratch["v"], (0, chunk), start, ROWS, interpret),
                         ref.at[batch, rows, kv_head, columns(chunk)],
                     )
             plgpu.wait_smem_to_gmem(0)
@@ -457,12 +464,12 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
 
     scratch = {
-        "k": lines(chunks, block_kv),
-        "v": lines(chunks, block_kv),
+        "k": lines(1, chunks, block_kv),
+        "v": lines(1, chunks, block_kv),
         "q": lines(c.stages, chunks, block_q),
         "do": lines(c.do_stages, chunks, block_q),
-        "ds": lines(1 if wide else 2, CONSUMERS, parts, ROWS),
-        "dq": lines(CONSUMERS, 2, ROWS, dtype=jnp.float32),
+        "ds": lines(1, CONSUMERS, parts, ROWS),
+        "dq": lines(adders, CONSUMERS, 2, ROWS, dtype=jnp.float32),
         "lse": plgpu.SMEM((c.stages, block_q), jnp.float32),
         "delta": plgpu.SMEM((c.do_stages, block_q), jnp.float32),
         "kv_full": barrier(2 * chunks + masked + static.segments),
@@ -470,9 +477,9 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
         "do_full": barrier(chunks + 1, c.do_stages),
         "q_empty": barrier(CONSUMERS, c.stages),
         "do_empty": barrier(CONSUMERS, c.do_stages),
-        "dq_full": barrier(CONSUMERS, ADDERS),
-        "dq_empty": barrier(1, ADDERS),
-        "done" if wide else "ds_full": barrier(CONSUMERS),
+        "dq_full": barrier(CONSUMERS, adders),
+        "dq_empty": barrier(1, adders),
+        **{name: barrier(CONSUMERS) for name in (("done",) if wide else ("ds_full", "ds_empty"))},
     }
     if masked:
         scratch["numbers"] = plgpu.SMEM((2 * ROWS,), jnp.int32)
