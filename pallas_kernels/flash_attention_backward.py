@@ -13,9 +13,11 @@ Imported only by flash_attention.py.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.flash_attention_backward_kernel import LOG2E, ROWS, Config, Static, gradients
@@ -31,43 +33,49 @@ def _ranges(static: Static, lengths, q_ids, kv_ids):
     """
     c, (b, t, s, *_) = static.config, static.shape
     q_tiles, kv_tiles = static.tiles
+    # constants of the program, where no number decides
+    xp: Any = jnp if static.lengths or static.segments else np
     if lengths is None:
-        lengths = jnp.full((b,), s, jnp.int32)
+        lengths = xp.full((b,), s, np.int32)
     # keys count from where query 0 sits
-    start = jnp.arange(kv_tiles, dtype=jnp.int32)[None] * static.block_kv - (lengths - t)[:, None]
-    last = start + static.block_kv - 1
-    whole = last < t
-    present = jnp.minimum(last, t - 1)
-    first = inner_first = jnp.zeros((b, kv_tiles), jnp.int32)  # queries, here still
-    final = inner_final = jnp.full((b, kv_tiles), t - 1, jnp.int32)
+    start = xp.arange(kv_tiles, dtype=np.int32)[None] * static.block_kv - (lengths - t)[:, None]
+    last = start + (static.block_kv - 1)
+    present = xp.minimum(last, t - 1)
+    first = inner_first = xp.zeros((b, kv_tiles), np.int32)  # queries, here still
+    final = inner_final = xp.full((b, kv_tiles), t - 1, np.int32)
     if static.causal:
-        first, inner_first = jnp.maximum(first, start), jnp.maximum(inner_first, last)
+        first, inner_first = xp.maximum(first, start), xp.maximum(inner_first, last)
     if static.window is not None:
-        final = jnp.minimum(final, present + (static.window - 1))
-        inner_final = jnp.minimum(inner_final, start + (static.window - 1))
+        final = xp.minimum(final, present + (static.window - 1))
+        inner_final = xp.minimum(inner_final, start + (static.window - 1))
         if not static.causal:
-            first = jnp.maximum(first, start - (static.window - 1))
-            inner_first = jnp.maximum(inner_first, last - (static.window - 1))
-    end = jnp.where((present >= start) & (final >= 0), final // c.block_q + 1, 0)
+            first = xp.maximum(first, start - (static.window - 1))
+            inner_first = xp.maximum(inner_first, last - (static.window - 1))
+    end = xp.where((present >= start) & (final >= 0), final // c.block_q + 1, 0)
     first = first // c.block_q
     inner_first = -(-inner_first // c.block_q)
     # queries past T see nothing in any case
-    inner_final = jnp.where(inner_final >= t - 1, q_tiles * c.block_q - 1, inner_final)
-    inner_end = jnp.where(whole, (inner_final + 1) // c.block_q, 0)
+    inner_final = xp.where(inner_final >= t - 1, q_tiles * c.block_q - 1, inner_final)
+    inner_end = xp.where(last < t, (inner_final + 1) // c.block_q, 0)
     if static.segments:
         same = block_ranges(kv_ids, q_ids, q_block=static.block_kv, kv_block=c.block_q)
-        first, end = jnp.maximum(first, same[..., 0]), jnp.minimum(end, same[..., 1])
-        inner_first = jnp.maximum(inner_first, same[..., 2])
-        inner_end = jnp.minimum(inner_end, same[..., 3])
+        first, end = xp.maximum(first, same[..., 0]), xp.minimum(end, same[..., 1])
+        inner_first = xp.maximum(inner_first, same[..., 2])
+        inner_end = xp.minimum(inner_end, same[..., 3])
     empty = first >= end
+    first, end = xp.where(empty, q_tiles, first), xp.where(empty, 0, end)
     # what never falls; a tile that nothing sees takes what its neighbours have
-    first = lax.cummin(jnp.where(empty, q_tiles, first), axis=1, reverse=True)
-    end = lax.cummax(jnp.where(empty, 0, end), axis=1)
-    first = jnp.minimum(first, end)
-    tile = jnp.arange(q_tiles, dtype=jnp.int32)[None, :, None]
-    before = jnp.sum(end[:, None, :] <= tile, axis=2, dtype=jnp.int32)
-    after = jnp.sum(first[:, None, :] <= tile, axis=2, dtype=jnp.int32)
-    return first, end, inner_first, inner_end, before, after > before
+    if xp is np:
+        first = np.minimum.accumulate(first[:, ::-1], axis=1)[:, ::-1]
+        end = np.maximum.accumulate(end, axis=1)
+    else:
+        first, end = lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)
+    first = xp.minimum(first, end)
+    tile = xp.arange(q_tiles, dtype=np.int32)[None, :, None]
+    before = xp.sum(end[:, None, :] <= tile, axis=2)
+    after = xp.sum(first[:, None, :] <= tile, axis=2)
+    numbers = [first, end, inner_first, inner_end, before]
+    return *(xp.asarray(x).astype(np.int32) for x in numbers), after > before
 
 
 def backward(
@@ -153,7 +161,9 @@ def _backward(static: Static, q, k, v, out, lse, dout, dlse, q_ids, kv_ids, leng
     )
     # Nobody has written a tile of queries that no tile of keys is for.
     dq = dq.reshape(b, n, q_tiles, c.block_q, dq.shape[-1])
-    dq = jnp.where(seen[:, None, :, None, None], dq * jnp.float32(static.scale), jnp.float32(0))
+    dq = dq * jnp.float32(static.scale)
+    if not (isinstance(seen, np.ndarray) and seen.all()):
+        dq = jnp.where(seen[:, None, :, None, None], dq, jnp.float32(0))
     dq = dq.reshape(b, n, rows, -1)[:, :, :t, :h].astype(q.dtype)
     return jnp.swapaxes(dq, 1, 2), dk[:, :s], dv[:, :s]
 

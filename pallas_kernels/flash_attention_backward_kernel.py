@@ -127,7 +127,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
 
     inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "do": dout, "lse": lse, "delta": delta}
     names = ("first", "end", "inner_first", "inner_end", "before")
-    inputs |= dict(zip(names, ranges, strict=True))
+    inputs |= dict(zip(names, map(jnp.asarray, ranges), strict=True))
     if masked:
         inputs["numbers"] = jnp.arange(2 * ROWS, dtype=jnp.int32)
     if static.lengths:
@@ -505,7 +505,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
         unsafe_no_auto_barriers=True,  # every thread arrives; what is stored is committed
     )(*inputs.values())
     if interpret:
-        first, end, *_ = ranges
+        first, end, *_ = map(jnp.asarray, ranges)
         m = jnp.arange(q_tiles * block_q, dtype=jnp.int32)[:, None, None] // block_q
         wrote = (first[None] <= m) & (m < end[None])  # [T, B, tiles of keys]
         wrote = jnp.transpose(wrote, (2, 1, 0))[:, :, None, :, None]
