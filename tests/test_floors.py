@@ -70,7 +70,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.flash_attention": (
         "pallas_kernels.attention_reference pallas_kernels.device "
-        "pallas_kernels.flash_attention_forward pallas_kernels.tuned"
+        "pallas_kernels.flash_attention_backward pallas_kernels.flash_attention_forward "
+        "pallas_kernels.tuned"
     ),
     "pallas_kernels.decode_attention_kernel": "pallas_kernels._compat",
     "pallas_kernels.decode_attention": (
