@@ -20,8 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import device as device_lib
+from pallas_kernels.device import Device
 from pallas_kernels.flash_attention_backward_kernel import LOG2E, ROWS, Config, Static, gradients
 from pallas_kernels.flash_attention_blocks import block_ranges
+
+WIDEST = 256  # of the heads
 
 
 def _ranges(static: Static, lengths, q_ids, kv_ids):
@@ -168,11 +172,25 @@ def _backward(static: Static, q, k, v, out, lse, dout, dlse, q_ids, kv_ids, leng
     return jnp.swapaxes(dq, 1, 2), dk[:, :s], dv[:, :s]
 
 
-def default_config(q, k) -> Config:
+def default_config(q, k, v=None, *, device: Device | None = None, **keywords) -> Config:
     """By the width of the heads."""
-    del k
+    del k, v, device, keywords
     if q.shape[-1] > 2 * ROWS:  # of dout no second tile fits beside what is there
         return Config(64, do_stages=1)
     if q.shape[-1] > ROWS:
         return Config(64)
     return Config(128, early=False)  # twice as many scores, and no registers left to hold P in
+
+
+def why_not(q, k, v, *, device: Device | None = None, **keywords) -> str | None:
+    """What keeps the kernel from this call, which is what keeps the forward one."""
+    del keywords
+    if reason := device_lib.why_not_hopper(device or device_lib.current()):
+        return reason
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"takes one dtype, bfloat16 or float16, got {q.dtype}, {k.dtype} and {v.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > WIDEST:
+        return f"head width {q.shape[-1]} is not a multiple of 8 up to {WIDEST}"
+    if 0 in (*q.shape, *k.shape):
+        return f"nothing to attend to: q is {list(q.shape)}, k is {list(k.shape)}"
+    return None

@@ -66,7 +66,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.flash_attention_backward_kernel": "pallas_kernels._compat",
     "pallas_kernels.flash_attention_backward": (
-        "pallas_kernels.flash_attention_backward_kernel pallas_kernels.flash_attention_blocks"
+        "pallas_kernels.device pallas_kernels.flash_attention_backward_kernel "
+        "pallas_kernels.flash_attention_blocks"
     ),
     "pallas_kernels.flash_attention": (
         "pallas_kernels.attention_reference pallas_kernels.device "
