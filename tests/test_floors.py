@@ -146,9 +146,9 @@ MAY_IMPORT = {
 }
 ABOVE_ALL = ("pallas_kernels", "jaxllm", "jaxllm.cli", "jaxllm.__main__")
 
-# What lies below the house. A kernel needs JAX and nothing else.
+# What lies below the house. A kernel needs JAX, and the numpy that comes with it, and nothing else.
 THIRD_PARTY = {
-    "pallas_kernels": {"jax", "jaxtyping", "triton", "jax_triton"},  # these two where used
+    "pallas_kernels": {"jax", "jaxtyping", "numpy", "triton", "jax_triton"},  # the last where used
     "jaxllm": {
         *("jax", "jaxtyping", "flax", "numpy", "ml_dtypes", "optax", "orbax"),
         *("safetensors", "tokenizers", "jinja2", "rich", "huggingface_hub"),
