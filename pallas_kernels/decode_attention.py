@@ -200,7 +200,7 @@ def default_config(
     if splits is not None:
         splits, cluster = _clusters(splits)
     else:
-        if packed:  # widening bytes keeps a block busy: three to a multiprocessor take turns
+        if packed:  # widening bytes keeps a block busy, so three take turns (not measured yet)
             splits, cluster = _clusters(max(1, min(3 * num_sms // pairs, -(-size // 128))), 2)
         else:
             splits, cluster = _shared_out(pairs, size, num_sms)
