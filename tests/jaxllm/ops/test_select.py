@@ -164,6 +164,16 @@ def test_auto_takes_our_attention_where_it_is_faster():
         assert who(*sizes, **kwargs) == ("pallas", None)
 
 
+def test_float32_attention_is_left_to_others_by_name():
+    for length, name in ((8, "xla"), (2048, "unfused")):
+        q = heads(length, 4, jnp.float32)
+        with absent("NVIDIA H200"):
+            reasons = ops.explain("attention", q, q, q)
+            assert ops.chosen("attention", q, q, q) == name
+        assert reasons["pallas"] == "the tensor cores would round float32 to 10 bits (tf32)"
+        assert reasons["cudnn"] == "takes bfloat16 or float16, got float32"
+
+
 def test_chosen_is_what_runs():
     q, k = heads(8, 4), heads(8, 2)
     assert ops.chosen("attention", q, k, k, implementation="xla") == "xla"
