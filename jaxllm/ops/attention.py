@@ -118,13 +118,15 @@ def _pallas_not_auto(
     # H200, bfloat16, 32 / 8 heads of 128, us, ours and cuDNN's:
     # - a token, 1 row over 1k, 8k, 32k keys: 5.0 and 7.1, 11.6 and 14.9, 33.8 and 36.8
     # - causal, 4 x 4096 tokens: 819 and 916; 1 x 16384: 3374 and 3791; heads of 64: 2071 and 2371
-    # - backward, 2 x 8192 tokens: 6410 and 5540; heads of 64: 3174 and 3370
+    # - backward, of two runs, 2 x 8192 tokens: 5190 and 5540; heads of 64: 3207 and 3370;
+    #   16 x 1024 tokens: 1200 and 1105, which is more than the forward pass gains (262 and 287)
     # cuDNN takes packed texts by a mask of T x S, twenty times as slow; a cache has no gradient.
     del k, v, device, rest
+    t, width = q.shape[1], q.shape[-1]
     alone = (q_segment_ids, kv_lengths, softcap, sinks) == (None,) * 4
-    if not alone or q.shape[1] == 1 or q.shape[-1] <= 64:
+    if not alone or t == 1 or t >= 8192 or width <= 64:
         return None
-    return f"heads of {q.shape[-1]} train faster with cudnn, and the call may be of a training step"
+    return f"{t} tokens of heads of {width} may be a training step, and cudnn trains them faster"
 
 
 def _has_own_mask(window, q_segment_ids, kv_lengths, kv_len) -> bool:
