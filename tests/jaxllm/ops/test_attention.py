@@ -12,6 +12,7 @@ from attention_cases import CASES as THEIRS
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+from jaxllm import aot
 from jaxllm.ops import explain
 from jaxllm.ops.attention import ATTENTION, attention
 from pallas_kernels.device import Device
@@ -371,6 +372,25 @@ def test_cudnn_takes_or_refuses_each_argument(name):
 @pytest.mark.parametrize("implementation", ["pallas", "cudnn", "unfused"])
 def test_each_argument_is_taken_or_refused_on_a_gpu(implementation, name):
     with_argument(implementation, name, gradient=name in PULLED)
+
+
+@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.parametrize("name", ["kv_lengths", "a token, kv_lengths", "a token, segment ids"])
+@pytest.mark.parametrize("implementation", ["pallas", "unfused"])
+def test_what_is_taken_compiles_for_a_gpu(implementation, name):
+    """The interpreter takes copies that the hardware does not."""
+    sizes, kwargs = ARGUMENTS[name]
+    arrays = inputs(**sizes, dtype=jnp.bfloat16)[:3]
+    rest = {k: x for k, x in kwargs.items() if not isinstance(x, jax.Array)}
+    sides = {k: x for k, x in kwargs.items() if k not in rest}
+
+    def call(arrays, sides):
+        return attention(*arrays, **sides, **rest, implementation=implementation)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays, sides))
+    launched = aot.compile_for(call, *shapes).mosaic_launches()
+    kernel = "decode_attention" if name == "a token, kv_lengths" else "flash_attention"
+    assert list(launched) == [kernel if implementation == "pallas" else "scale_softmax"]
 
 
 EVERY = [*ATTENTION, "auto"]
