@@ -35,6 +35,7 @@ from pallas_kernels import _compat
 
 ROWS = 64  # of a wgmma; and the columns of 16 bits that the widest swizzle takes
 CONSUMERS = 2
+ADDERS = 2  # warps that add parts of dQ, in turns: each has the time of two steps
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 504 of the 3 x 168 that a block starts with
 LOG2E = math.log2(math.e)
 
@@ -43,16 +44,16 @@ LOG2E = math.log2(math.e)
 class Config:
     """A block takes block_q queries a step; of q and of dout, so many steps are loaded ahead.
 
-    early: dV is multiplied before dS is known, which holds P longer. ahead: the scores of the next
-    step are multiplied while this one's part of dQ is handed on.
+    early: dV is multiplied before dS is known, which holds P longer. dq_buffers: parts of dQ that
+    wait to be added; ds_buffers: of dS, one of which the consumers have to hand back to each other.
     """
 
     block_q: int = 64
     stages: int = 2
     do_stages: int = 2
     early: bool = True
-    ahead: bool = False
-    primed: bool = True
+    dq_buffers: int = 2
+    ds_buffers: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,11 @@ class Static:
     lengths: bool
     segments: bool
     interpret: bool
+
+    @property
+    def begins(self) -> bool:
+        """Whether the sum of a score begins with what of the log-sum-exp is taken off it."""
+        return self.softcap is None and self.scale != 0
 
     @property
     def wide(self) -> bool:
@@ -106,7 +112,8 @@ def _rows(ref, index, start, size, interpret):
 def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids, kv_ids):
     """(sum of dQ's parts without the scale, float32 [B, N, T, H], padded; dk; dv).
 
-    lse (in bits, inf where nothing is seen) and delta: float32 [B, N, tiles of queries, block_q].
+    delta, negative, and lse are float32 [B, N, tiles of queries, block_q]; lse is in bits and inf
+    where nothing is seen, or with `begins` in units of a product of q and k, and negative.
     ranges: for a tile of keys, the first tile of queries that sees it and the end of them, neither
     falling from one tile of keys to the next, and both again of those that see all of it; for a
     tile of queries the first tile of keys. int32 [B, tiles].
@@ -119,7 +126,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
     owned = chunks // CONSUMERS if wide else chunks  # of dk's and dv's chunks, by a consumer
     pieces = CONSUMERS * parts * chunks // 2 // CONSUMERS  # of 64 columns, of a consumer's dQ
     assert parts * chunks == (4 if wide else 2), (block_q, chunks)
-    adders = 1 if wide else 2  # warps that add parts of dQ, in turns, each from a buffer of its own
+    hand_back = c.ds_buffers == 1 and not wide  # wide: a consumer reads only what it has written
     masked = static.causal or static.window is not None or static.lengths or static.segments
     masked = masked or s % block_kv > 0
     stages = {"q": c.stages, "do": c.do_stages}
@@ -197,6 +204,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 pl.when(later < total)(lambda: load(later, what))
 
             def put(head, m, turns, piece, reduction_op):
+                buffer = turns if c.dq_buffers > 1 else 0
                 for consumer in range(CONSUMERS):
                     chunk, part = divmod(consumer * pieces + piece, parts)
                     for half in range(2):
@@ -204,7 +212,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                         to = pl.ds(chunk * ROWS + half * (ROWS // 2), ROWS // 2)
                         lead = (tile,) if interpret else ()
                         plgpu.copy_smem_to_gmem(
-                            _rows(scratch["dq"], (turns, consumer, half), 0, ROWS, interpret),
+                            _rows(scratch["dq"], (buffer, consumer, half), 0, ROWS, interpret),
                             dq_ref.at[*lead, batch, head, rows, to],
                             reduction_op=reduction_op,
                         )
@@ -224,7 +232,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
 
             def add(at):
                 head, m = place(at)
-                turns = at % adders if isinstance(at, int) else lax.rem(at, jnp.int32(adders))
+                turns = at % ADDERS if isinstance(at, int) else lax.rem(at, jnp.int32(ADDERS))
                 counter = None if turn is None else turn.at[(batch * n + head) * q_tiles + m]
                 rank = 0 if counter is None else tile - source["before"][batch, m]
                 if counter is not None:
@@ -259,13 +267,13 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
             def _(warp):
                 pl.when(warp == 0)(load_all)
 
-                @pl.when((warp > 0) & (warp <= adders))
+                @pl.when((warp > 0) & (warp <= ADDERS))
                 def _():
                     def step(i, _):
-                        add(i * adders + warp - 1)
+                        add(i * ADDERS + warp - 1)
                         return 0
 
-                    lax.fori_loop(0, (total + adders - warp) // adders, step, 0)
+                    lax.fori_loop(0, (total + ADDERS - warp) // ADDERS, step, 0)
 
         def consume():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
@@ -311,14 +319,6 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                     mask &= broadcast(scratch["kv_ids"].at[mine], 0) == ids
                 return jnp.where(mask, scores, -jnp.inf)
 
-            def begin(at, here):
-                """The scores of a step, in flight; behind the last step of what is there."""
-                slot = slot_of(at, "q")
-                pl.when(at < total)(lambda: plgpu.barrier_wait(scratch["q_full"].at[slot]))
-                ready()
-                right = scratch["q"].at[slot]
-                return wgmma(None, scratch["k"].at[here, :, mine], right, transpose_b=True)
-
             def weights(x, m, slot):
                 """P, and P times what the soft cap leaves of a score's slope."""
                 if static.softcap is None:
@@ -328,61 +328,53 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 if masked:
                     sees_all = (inner_first <= m) & (m < inner_end)
                     x = lax.cond(sees_all, lambda x: x, lambda x: seen(x, m, slot), x)
-                primed = c.primed and static.softcap is None
-                p = jnp.exp2(x if primed else x - broadcast(scratch["lse"].at[slot], 1))
+                p = jnp.exp2(x if static.begins else x - broadcast(scratch["lse"].at[slot], 1))
                 if static.softcap is None:
                     return p.astype(dtype), p
                 tanh = jnp.maximum(x * (1 / cap), -1.0)  # -inf has the weight 0
                 return p.astype(dtype), p * (1 - tanh * tanh)
 
-            def query_part(piece, here):
+            def query_part(piece, ds, here):
                 """64 columns of this consumer's part of dQ, in flight."""
                 if wide:
                     left, right = (
-                        scratch["ds"].at[here, thread, 0],
+                        ds.at[thread, 0],
                         scratch["k"].at[here, thread * 2 + piece],
                     )
                     return wgmma(None, left, right, transpose_a=True)
                 chunk, part = thread // parts, lax.rem(thread, parts)
                 dq = None
                 for i in range(CONSUMERS):
-                    left = scratch["ds"].at[here, i, part]
+                    left = ds.at[i, part]
                     right = scratch["k"].at[here, chunk, pl.ds(i * ROWS, ROWS)]
                     dq = wgmma(dq, left, right, transpose_a=True)
                 return dq
 
             def step(at, carry):
-                m, dk, dv, *x = carry
+                m, dk, dv = carry
                 slot, do_slot = slot_of(at, "q"), slot_of(at, "do")
                 here = jnp.minimum(m, 0)  # 0: what is computed of it is not kept in registers
+                ds = scratch["ds"].at[lax.rem(at, jnp.int32(2)) if c.ds_buffers > 1 else here]
                 q, do = scratch["q"].at[slot], scratch["do"].at[do_slot]
-                if c.primed:
-                    plgpu.barrier_wait(scratch["q_full"].at[slot])
-                    plgpu.barrier_wait(scratch["do_full"].at[do_slot])
-                    dp = broadcast(scratch["delta"].at[do_slot], 1)
-                    if static.softcap is None:
-                        x, dp = ready(broadcast(scratch["lse"].at[slot], 1), dp)
-                    else:
-                        x, (dp,) = None, ready(dp)
-                    x = wgmma(x, scratch["k"].at[here, :, mine], q, transpose_b=True)
+                plgpu.barrier_wait(scratch["q_full"].at[slot])
+                plgpu.barrier_wait(scratch["do_full"].at[do_slot])
+                x, dp = None, broadcast(scratch["delta"].at[do_slot], 1)
+                if static.begins:
+                    x, dp = ready(broadcast(scratch["lse"].at[slot], 1), dp)
                 else:
-                    x = x[0] if c.ahead else begin(at, here)
-                    plgpu.barrier_wait(scratch["do_full"].at[do_slot])
-                    ready()
-                    dp = None
+                    (dp,) = ready(dp)
+                x = wgmma(x, scratch["k"].at[here, :, mine], q, transpose_b=True)
                 dp = wgmma(dp, scratch["v"].at[here, :, mine], do, transpose_b=True)
-                p16, p = weights(x if c.ahead else wait(1, x), m, slot)
+                p16, p = weights(wait(1, x), m, slot)
                 if c.early:
                     (p16,) = ready(p16)
                     dv = wgmma(dv, p16, own(do))
                 dp = wait(int(c.early), dp)
-                if not c.primed:
-                    dp = dp - broadcast(scratch["delta"].at[do_slot], 1)
                 ds16 = (p * dp).astype(dtype)
-                if not wide:  # both have read what is there
+                if hand_back:  # both have read what is there
                     pl.when(at > 0)(lambda: plgpu.barrier_wait(scratch["ds_empty"]))
                 for i in range(parts):
-                    to = scratch["ds"].at[here, thread, i]
+                    to = ds.at[thread, i]
                     to[...] = ds16[:, i * ROWS : (i + 1) * ROWS]
                 plgpu.commit_smem()
                 if not wide:
@@ -393,46 +385,43 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 if not wide:
                     plgpu.barrier_wait(scratch["ds_full"])
                 (ds16,) = ready(ds16)
-                dq = query_part(0, here)
+                dq = query_part(0, ds, here)
                 dk = wgmma(dk, ds16, own(q))
                 dv = wait(2 if wide else 3, dv)
                 plgpu.barrier_arrive(scratch["do_empty"].at[do_slot])
-                if c.ahead:
-                    x = begin(at + 1, here)
-                dq = wait(2 if c.ahead else 1, dq)
-                if not wide:
+                dq = wait(1, dq)
+                if hand_back:
                     plgpu.barrier_arrive(scratch["ds_empty"])
-                turns = lax.rem(at, jnp.int32(adders))
+                turns = lax.rem(at, jnp.int32(ADDERS))
                 for piece in range(pieces):
                     if piece:
                         ready()
-                        dq = wait(0, query_part(piece, here))
-                    again = at >= (0 if piece else adders)
-                    pl.when(again)(lambda: plgpu.barrier_wait(scratch["dq_empty"].at[turns]))
+                        dq = wait(0, query_part(piece, ds, here))
+                    last = turns  # who had the buffer before
+                    if not piece and c.dq_buffers == 1:
+                        last = lax.rem(at + (ADDERS - 1), jnp.int32(ADDERS))
+                    again = at >= (0 if piece else c.dq_buffers)
+                    empty = scratch["dq_empty"].at[last]
+                    pl.when(again)(functools.partial(plgpu.barrier_wait, empty))
                     for half in range(2):
-                        to = scratch["dq"].at[turns, thread, half]
+                        to = scratch["dq"].at[turns if c.dq_buffers > 1 else 0, thread, half]
                         to[...] = dq[:, half * (ROWS // 2) : (half + 1) * (ROWS // 2)]
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(scratch["dq_full"].at[turns])
-                if c.ahead:  # what is in flight cannot be carried on
-                    dk, x = wait(0, dk, x)
-                else:
-                    dk = wait(0, dk)
+                dk = wait(0, dk)
                 plgpu.barrier_arrive(scratch["q_empty"].at[slot])
-                return jnp.where(m == first, end, m) - 1, dk, dv, *([x] if c.ahead else [])
+                return jnp.where(m == first, end, m) - 1, dk, dv
 
             plgpu.barrier_wait(scratch["kv_full"])
             zeros = jnp.zeros((ROWS, owned * ROWS), jnp.float32)
             zeros = zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
             carry = (end - 1, *ready(zeros, zeros))
-            if c.ahead:
-                carry = (*carry, wait(0, begin(jnp.int32(0), 0)))
-            _, *results = lax.fori_loop(0, total, step, carry)[:3]
-            for turns in range(adders):  # every phase of a barrier must be seen
-                used = total > turns
-                pl.when(used)(lambda turns=turns: plgpu.barrier_wait(scratch["dq_empty"].at[turns]))
-            if not wide:
+            _, *results = lax.fori_loop(0, total, step, carry)
+            for i in range(1, c.dq_buffers + 1):  # every phase of a barrier must be seen
+                last = scratch["dq_empty"].at[lax.rem(total + (2 * ADDERS - i), jnp.int32(ADDERS))]
+                pl.when(total >= i)(functools.partial(plgpu.barrier_wait, last))
+            if hand_back:
                 pl.when(total > 0)(lambda: plgpu.barrier_wait(scratch["ds_empty"]))
             if wide:  # the other consumer has read these columns of V too
                 plgpu.barrier_arrive(scratch["done"])
@@ -468,8 +457,8 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
         "v": lines(1, chunks, block_kv),
         "q": lines(c.stages, chunks, block_q),
         "do": lines(c.do_stages, chunks, block_q),
-        "ds": lines(1, CONSUMERS, parts, ROWS),
-        "dq": lines(adders, CONSUMERS, 2, ROWS, dtype=jnp.float32),
+        "ds": lines(c.ds_buffers, CONSUMERS, parts, ROWS),
+        "dq": lines(c.dq_buffers, CONSUMERS, 2, ROWS, dtype=jnp.float32),
         "lse": plgpu.SMEM((c.stages, block_q), jnp.float32),
         "delta": plgpu.SMEM((c.do_stages, block_q), jnp.float32),
         "kv_full": barrier(2 * chunks + masked + static.segments),
@@ -477,10 +466,12 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
         "do_full": barrier(chunks + 1, c.do_stages),
         "q_empty": barrier(CONSUMERS, c.stages),
         "do_empty": barrier(CONSUMERS, c.do_stages),
-        "dq_full": barrier(CONSUMERS, adders),
-        "dq_empty": barrier(1, adders),
-        **{name: barrier(CONSUMERS) for name in (("done",) if wide else ("ds_full", "ds_empty"))},
+        "dq_full": barrier(CONSUMERS, ADDERS),
+        "dq_empty": barrier(1, ADDERS),
+        "done" if wide else "ds_full": barrier(CONSUMERS),
     }
+    if hand_back:
+        scratch["ds_empty"] = barrier(CONSUMERS)
     if masked:
         scratch["numbers"] = plgpu.SMEM((2 * ROWS,), jnp.int32)
     if static.segments:
