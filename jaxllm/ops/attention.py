@@ -118,7 +118,7 @@ def _pallas_not_auto(
     # H200, bfloat16, 32 / 8 heads of 128, us, ours and cuDNN's:
     # - a token, 1 row over 1k, 8k, 32k keys: 5.0 and 7.1, 11.6 and 14.9, 33.8 and 36.8
     # - causal, 4 x 4096 tokens: 819 and 916; 1 x 16384: 3374 and 3791; heads of 64: 2071 and 2371
-    # - backward, of two runs, 2 x 8192 tokens: 5190 and 5540; heads of 64: 3207 and 3370;
+    # - backward, of two runs, 2 x 8192 tokens: 5190 and 5540; heads of 64: 3067 and 3370;
     #   16 x 1024 tokens: 1200 and 1105, which is more than the forward pass gains (262 and 287)
     # cuDNN takes packed texts by a mask of T x S, twenty times as slow; a cache has no gradient.
     del k, v, device, rest
