@@ -1,7 +1,7 @@
 """The kernels of `matmul` for few rows of a, whose time is that of reading a weight [N, K].
 
-`vector_products` is for one row or two: a warp has some rows of the weight, multiplies them with a
-without tensor cores and adds up along them; no two blocks share a row of the weight.
+`vector_products` is for one row, and can take four: a warp has some rows of the weight, multiplies
+them with a without tensor cores and adds up along them; no two blocks share a row of the weight.
 `split_products` is for up to 64: the weight stands in the 64-row side of the tensor cores and a in
 the narrow one, out^T = b a^T, and the blocks of a cluster divide K. Their sums, float32, meet in
 shared memory, where each block adds those for some rows of a in the order of K, so that the same
@@ -38,6 +38,7 @@ LINE = LINE_BYTES // ITEMSIZE
 VECTOR_ROWS = 4  # more would compute longer than they read
 GRAIN = 8  # rows of a that wgmma counts in
 MAX_CLUSTER = 8  # what every Hopper GPU grants
+WHOLE_ROW = 5120  # numbers of a weight's row that the registers of a warp hold
 
 
 def problem(config: Config, m: int, n: int, k: int, out_dtype, *, gated: bool) -> str | None:
@@ -75,19 +76,28 @@ def problem(config: Config, m: int, n: int, k: int, out_dtype, *, gated: bool) -
 def default_config(
     m: int, n: int, k: int, out_dtype, *, gated: bool, num_sms: int
 ) -> Config | None:
-    """What was near the best on an H200 (benchmarks/README.md); None if no form takes the call."""
+    """What was ahead on an H200 (benchmarks/README.md); None where "tiles" is."""
     halves = 1 + gated
-    found = []
-    if m <= 2 and (grain := halves * vector_grain(k)):
-        # One row of a: as much of a row of the weight as registers hold, so that nothing waits.
-        # Two, and longer rows: several rows of the weight share what is read of a.
-        whole = k <= 5120
-        found.append(Config(tile_n=grain, tile_k=k if whole else 1024, form="vectors"))
-    # Blocks for each multiprocessor, but not two: they would not be spread evenly.
-    tiles = max(1, n // (halves * WGMMA_ROWS))
-    cluster = max(1, min(MAX_CLUSTER, num_sms // tiles, -(-k // 128)))
-    found.append(Config(tile_n=halves * 64, tile_k=128, stages=4, cluster=cluster, form="split"))
-    return next((c for c in found if problem(c, m, n, k, out_dtype, gated=gated) is None), None)
+    if m == 1:
+        # Two blocks a multiprocessor or fewer: all that they load is under way at once.
+        grain = halves * vector_grain(k)
+        at_once = grain and k <= WHOLE_ROW and n <= 2 * num_sms * grain
+        config = Config(tile_n=grain, tile_k=k if at_once else 1024, form="vectors")
+    elif (
+        4 * n >= 3 * 128 * num_sms
+    ):  # "tiles" of 128 columns fill the device, and read a less often
+        return None
+    else:
+        # At most one block a multiprocessor in clusters, for more were slower, and two steps of K.
+        cluster = min(MAX_CLUSTER, num_sms * halves * WGMMA_ROWS // n, -(-k // 256))
+        config = Config(
+            tile_n=halves * WGMMA_ROWS,
+            tile_k=128,
+            stages=4,
+            cluster=max(1, cluster),
+            form="split",
+        )
+    return config if problem(config, m, n, k, out_dtype, gated=gated) is None else None
 
 
 def candidates(m: int, n: int, k: int, *, gated: bool) -> list[Config]:
