@@ -1,8 +1,9 @@
 """The process that holds the GPU for JAX: takes tasks one by one, writes what came of each.
 
 `__main__.py` starts it, reads its log, and starts it anew without the task that killed it: a kernel
-that hangs or faults takes one row with it, not the run. Order: correctness of every case, then the
-ceilings, then times, the ops in turn, so that what no time is left for is a bit of each.
+that hangs or faults takes one row with it, not the run. Order: correctness of a few cases, then the
+ceilings, then their times; then the next few, the ops in turn, so that what no time is left for is
+a bit of each. While programs are compiled nothing is timed: XLA times candidates on the GPU then.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pallas_kernels.measure import Stopwatch, num_sets
 # After these the process can do nothing more on the GPU.
 FATAL = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_MISALIGNED", "unspecified launch")
 FATAL_EXIT, CLOCKS_EXIT = 70, 71
+AT_A_TIME = 12  # cases: some 70 programs of attention, which compile in half a minute
 ROUNDS, ROUND_S = 2, 3.0
 FEW_CALLS, TIMED_S = 4, 0.3  # a call so long that 20 of them take longer is repeated less often
 ALONE_BYTES = 2**32  # what no cache holds a tenth of needs no second set of inputs
@@ -109,19 +111,25 @@ class Program:
 
 
 class Programs:
-    """Every case's programs, compiled ahead in threads."""
+    """The programs of some cases at a time, compiled in threads."""
 
-    def __init__(self, cases: list[Case], *, on_gpu: bool, threads: int):
+    def __init__(self, *, on_gpu: bool, threads: int):
+        self.on_gpu = on_gpu
         self.pool = ThreadPoolExecutor(threads)
-        self.rivals = {case.name: rivals.of(case) for case in cases}
+        self.rivals: dict[str, dict[str, rivals.Rival]] = {}
         self.futures: dict[tuple[str, str], Future] = {}
         self.makers: dict[str, Future] = {}
+
+    def begin(self, cases: Sequence[Case]) -> None:
+        """Compile what these cases need, and forget what the cases before needed."""
+        self.rivals = {case.name: rivals.of(case) for case in cases}
+        self.futures, self.makers = {}, {}
         for case in cases:  # first what the checks need
             self.makers[case.name] = self.pool.submit(_compile_inputs, case)
             self._submit(case, "xla", self.rivals[case.name]["xla"])
-            if on_gpu:
+            if self.on_gpu:
                 self._submit(case, "ours", rivals.Rival(case.run))
-        for case in cases if on_gpu else ():
+        for case in cases if self.on_gpu else ():
             for name, rival in self.rivals[case.name].items():
                 if name != "xla":
                     self._submit(case, name, rival)
@@ -189,10 +197,7 @@ def main(argv: list[str]) -> int:
     cases = chosen(plan.names, plan.quick, on_gpu)
     run = _Run(plan, log, cases, on_gpu)
     try:
-        run.correctness()
-        run.compilation()
-        run.ceilings()
-        run.rest()
+        run.everything()
     finally:
         run.programs.close()
     log.write("end", "all", result={})
@@ -207,14 +212,14 @@ def is_large(case: Case) -> bool:
 class _Run:
     def __init__(self, plan: Plan, log: Log, cases: list[Case], on_gpu: bool):
         self.plan, self.log, self.cases, self.on_gpu = plan, log, cases, on_gpu
-        open_cases = [c for c in cases if f"time/{c.name}" not in plan.done]
-        self.programs = Programs(open_cases, on_gpu=on_gpu, threads=plan.threads)
+        self.programs = Programs(on_gpu=on_gpu, threads=plan.threads)
         self.watch = Stopwatch("host" if plan.host_clock or not on_gpu else None)
 
     def task(self, key: str, work: Callable[[], Any]) -> None:
         """Do it unless it is done, and write down what came of it."""
         if key in self.plan.done:
             return
+        self.plan.done.append(key)
         if time.time() > self.plan.deadline:
             self.log.write("end", key, result={"not_run": "the time for this run was spent"})
             return
@@ -232,7 +237,34 @@ class _Run:
             if result is not None:
                 self.log.write("end", key, result=result)
 
-    def correctness(self) -> None:
+    def everything(self) -> None:
+        """Cases, a few at a time, and sections; whole models last, with time kept for them."""
+        plan = self.plan
+        work = sections.tasks(plan.names, plan.quick, self.on_gpu, plan.layers)
+        late = [key for key, _ in work if key.split("/")[0] in sections.LATE]
+        early = [(key, run) for key, run in work if key not in late]
+        end = plan.deadline
+        if late and self.cases:
+            plan.deadline -= LATE_S
+        cases = [c for c in in_turn(self.cases) if f"time/{c.name}" not in plan.done]
+        for some in [cases[i : i + AT_A_TIME] for i in range(0, len(cases), AT_A_TIME)] or [[]]:
+            if time.time() < plan.deadline:
+                self.programs.begin(some)
+            self.correctness(some)
+            self.compilation()
+            self.ceilings()
+            self.sections(early)
+            for case in some:
+                self.task(f"time/{case.name}", lambda case=case: self.time(case))
+        plan.deadline = end
+        self.sections([(key, run) for key, run in work if key in late])
+
+    def sections(self, work: Sequence[tuple[str, sections.Work]]) -> None:
+        """See sections.py."""
+        for key, run in work:
+            self.task(f"section/{key}", lambda run=run: run(self.watch))
+
+    def correctness(self, cases: Sequence[Case]) -> None:
         """Cases that the host can do again against float64: the GPU's part here, the host's in
         threads. The rest is compared with its plain path when it is timed, and by the GPU tests.
         """
@@ -256,7 +288,7 @@ class _Run:
             finish(max(0, HOST_BYTES - size))
             waiting.append((key, pool.submit(check, case, arguments, ours, plain), size))
 
-        for case in self.cases:
+        for case in cases:
             key = f"correct/{case.name}"
             if is_large(case) and case.sample is None:
                 if key not in self.plan.done:
@@ -278,23 +310,6 @@ class _Run:
         if self.on_gpu:
             believe = self.plan.host_clock
             self.task("ceilings", lambda: ceilings.measure(self.watch, believe=believe))
-
-    def rest(self) -> None:
-        """Sections (see sections.py) and times; whole models last, with time kept for them."""
-        plan = self.plan
-        work = sections.tasks(plan.names, plan.quick, self.on_gpu, plan.layers)
-        late = {key: run for key, run in work if key.split("/")[0] in sections.LATE}
-        for key, run in work:
-            if key not in late:
-                self.task(f"section/{key}", lambda run=run: run(self.watch))
-        end = self.plan.deadline
-        if late and self.cases:
-            self.plan.deadline -= LATE_S
-        for case in in_turn(self.cases):
-            self.task(f"time/{case.name}", lambda case=case: self.time(case))
-        self.plan.deadline = end
-        for key, run in late.items():
-            self.task(f"section/{key}", lambda run=run: run(self.watch))
 
     def time(self, case: Case) -> dict[str, Any]:
         """{rival: its timing, or why there is none}."""

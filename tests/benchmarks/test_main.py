@@ -113,9 +113,9 @@ def results_of(tmp_path, cases, monkeypatch, **plan):
     path = tmp_path / "log"
     fields = {"names": [], "done": [], "deadline": time.time() + 60, "host_clock": True, **plan}
     run = worker._Run(worker.Plan(str(path), **fields), worker.Log(str(path)), cases, True)
-    run.correctness()
     monkeypatch.setattr(sections, "tasks", lambda *args: [])
-    run.rest()
+    monkeypatch.setattr(ceilings, "measure", lambda watch, believe: {"copy": 1.0})
+    run.everything()
     run.programs.close()
     events = [json.loads(line) for line in path.read_text().splitlines()]
     return {e["key"]: e["result"] for e in events if e["event"] == "end"}
@@ -146,6 +146,17 @@ def test_what_fails_or_is_done_stops_nothing(tmp_path, monkeypatch):
     assert found["time/toy: bad"]["xla"]["us"] > 0
     assert found["correct/toy: good"]["status"] == "right"
     assert not any("done" in key for key in found)
+
+
+def test_a_case_is_timed_before_the_next_few_are_compiled(tmp_path, monkeypatch):
+    """So that a run which ends early has whole rows."""
+    monkeypatch.setattr(worker, "AT_A_TIME", 2)
+    found = results_of(tmp_path, [toy(str(i)) for i in range(5)], monkeypatch)
+    keys = [key for key in found if not key.startswith("ceilings")]
+    kinds = [key.split("/")[0] for key in keys]
+    assert kinds == ["correct", "correct", "time", "time"] * 2 + ["correct", "time"]
+    assert list(found).index("ceilings") == 2
+    assert found["time/toy: 4"]["ours"]["us"] > 0
 
 
 def test_nothing_is_begun_behind_the_deadline(tmp_path, monkeypatch):
@@ -320,7 +331,6 @@ def test_ceilings_need_a_gpu(tmp_path):
     path = tmp_path / "log"
     plan = worker.Plan(str(path), [], [], time.time() + 60)
     run = worker._Run(plan, worker.Log(str(path)), [], False)
-    run.ceilings()
-    run.rest()
+    run.everything()
     assert not path.exists()
     assert ceilings.MATMUL == 8192
