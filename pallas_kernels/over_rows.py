@@ -216,8 +216,9 @@ def over_rows(
         grid_names=("block",),
         num_threads=tile.warpgroups,
         thread_name="warpgroup",
-        # A thread stores only where it alone has read; lines of a row meet as `meet` says
-        unsafe_no_auto_barriers=True,
+        # In lines a thread stores only where it alone has read, but for where `meet` waits. Without,
+        # sums of columns follow each other in one place on chip: JAX's barriers stand between them.
+        unsafe_no_auto_barriers=tile.lines > 1,
         interpret=interpret,
     )
 
@@ -360,6 +361,7 @@ def _taker(refs: Sequence[Any]) -> Callable[[int], list[Any]]:
 
 def _add_lines(total: jax.Array, part: Part, lines: Any, target: Any) -> None:
     """Adds up the rows of a part, which lie in different warps, by way of shared memory."""
+    plgpu.commit_smem()  # all threads have read what a sum before has left there
     if part.tile.interpret:
         lines[...] = total.reshape(lines.shape)
     else:
