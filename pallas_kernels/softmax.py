@@ -50,8 +50,9 @@ def scale_softmax(
 ) -> Float[Array, "*B S"]:
     """softmax(scale * x) over `axis`, of what `mask` (True: kept) and `causal` let through.
 
-    The mask broadcasts to x; of it only a last axis of one is spread, and the whole is copied once
-    as int8. With causal, x is [.., T, S] and query t sees keys s <= S - T + t: aligned to the end.
+    The mask broadcasts to x; of it only a last axis of one is spread (and all of a mask of rows so
+    short that none can be copied alone, less than 128 numbers), and the whole is copied once as
+    int8. With causal, x is [.., T, S] and query t sees keys s <= S - T + t: aligned to the end.
     Masked entries are 0, whatever x holds there; a row of masked entries, or of -inf, is all 0,
     and so is its gradient. The scale is a number, or an array with a gradient (which XLA computes).
     Dtypes: bfloat16, float16, float32; statistics in float32. The gradient is taken from the result
@@ -74,6 +75,9 @@ def scale_softmax(
         mask = jnp.moveaxis(mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape), axis, -1)
     queries = moved.shape[-2] if causal else 0
     groups = _groups(moved.shape, mask, queries)
+    if mask is not None and not groups[-1][1] and _is_short(moved):
+        mask = jnp.broadcast_to(mask, moved.shape)
+        groups = _groups(moved.shape, mask, queries)
     if config is None:
         config = tuned.lookup("softmax", bucket(x, **kwargs), device, Config)
         if config is None or misfit(config, groups, moved.shape[-1], x.dtype.itemsize):
@@ -293,6 +297,14 @@ def check(x, scale, mask, causal, axis) -> None:
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
     if mask.ndim > x.ndim or any(m not in (1, n) for m, n in sizes):
         raise ValueError(f"scale_softmax: mask {mask.shape} does not broadcast to x {x.shape}")
+
+
+def _is_short(x) -> bool:
+    """Whether one row of a mask has fewer bytes on chip than a copy by all threads must have."""
+    width, itemsize = x.shape[-1], x.dtype.itemsize
+    return fits(width, itemsize) and bool(
+        row_tile(width, itemsize, Config(), False).padded % THREADS
+    )
 
 
 def _groups(shape: Sequence[int], mask, queries: int) -> tuple[tuple[int, bool], ...]:

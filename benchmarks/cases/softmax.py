@@ -46,6 +46,8 @@ def cases() -> list[Case]:
         found.append(_case((4, 4, 100, 1000), dtype, mask=(4, 1, 100, 1000), causal=True, **odd))
         found.append(_case((2, 2, 64, 2048), dtype, mask=(2, 1, 1, 2048), causal=True, **odd))
         found.append(_case((1, 64, 131072), dtype, mask=(131072,), causal=True, **odd))
+        # Scores of a token, a mask of which no row is as long as a copy by all threads must be
+        found += [_case((3, 4, 1, s), dtype, mask=(3, 1, 1, s), **odd) for s in (16, 24, 64)]
     found.append(_case(SCORES, "float32", causal=True, **odd))
     found.append(_case(SCORES, "float32", **backward, **odd))
     return found
