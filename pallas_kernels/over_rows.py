@@ -216,8 +216,8 @@ def over_rows(
         grid_names=("block",),
         num_threads=tile.warpgroups,
         thread_name="warpgroup",
-        # In lines a thread stores only where it alone has read, but for where `meet` waits. Without,
-        # sums of columns follow each other in one place on chip: JAX's barriers stand between them.
+        # In lines a thread stores only where it alone has read, but where `meet` waits. Else sums
+        # of columns follow each other in one place on chip, with JAX's barriers between them.
         unsafe_no_auto_barriers=tile.lines > 1,
         interpret=interpret,
     )

@@ -3,9 +3,9 @@
 Through the copy engine (TMA): it brings each head's numbers on chip, no matter whether they are q's
 or k's; a thread loads both numbers of a pair by 16 bytes and turns them where they lie, and the
 whole head goes back, the part that is not turned untouched.
-Directly (`Config.kilobytes`): a block has all heads of a few tokens of q, or of k, so that what it
-reads lies in one piece; it loads all of it into registers, turns it and writes it from there. There
-is no copy engine to start and nothing on chip; but heads and tokens must come to whole tiles.
+Directly (`Config.tokens`): a block has all heads of a few tokens, so that what it reads lies in one
+piece; it loads all of it into registers, turns it and writes it from there. There is no copy engine
+to start and nothing on chip; but heads and tokens must come to whole tiles.
 Imported only by rope.py.
 """
 
@@ -32,12 +32,12 @@ HELD = 40  # cosines that a thread keeps for all heads: 180 registers; more woul
 class Config:
     """How the work is cut: heads a block, and its tokens in multiples of what a warpgroup holds.
 
-    kilobytes: about what a block has of q or of k, without the copy engine; 0 is with it.
+    tokens: of which a block has all heads, without the copy engine; 0 is with it.
     """
 
     heads: int = 8
     repeat: int = 1
-    kilobytes: int = 0
+    tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +51,10 @@ class Static:
 
 def problem(config: Config, q, k, cos, sin) -> str | None:
     """What keeps the hardware from a config."""
-    if config.heads < 1 or config.repeat < 1 or config.kilobytes < 0:
-        return "heads and repeat must be 1 at least, and kilobytes not negative"
-    if config.kilobytes:
-        reasons = (_not_direct(config, x, cos.shape[-1]) for x in (q, k))
-        return next(filter(None, reasons), None)
+    if config.heads < 1 or config.repeat < 1 or config.tokens < 0:
+        return "heads and repeat must be 1 at least, and tokens not negative"
+    if config.tokens:
+        return _not_direct(config.tokens, q, k, cos.shape[-1])
     tokens = config.repeat * tokens_of(cos.shape[-1], q.dtype.itemsize)
     if tokens > MAX_BOX:
         return f"{tokens} tokens a block are more than {MAX_BOX}, what one copy takes"
@@ -65,30 +64,19 @@ def problem(config: Config, q, k, cos, sin) -> str | None:
     return None
 
 
-def _direct_tokens(config: Config, heads: int, width: int, half: int, itemsize: int) -> int:
-    """Tokens of q or of k that a block has: what fills the threads, or twice that, and so on."""
-    rows = THREADS // _lanes_across(half, itemsize)
-    least = rows // math.gcd(heads, rows)
-    times = config.kilobytes * 1024 // (least * heads * width * itemsize)
-    return least * (1 << max(times, 1).bit_length() >> 1)
+def direct_tokens(q, k, half: int) -> int:
+    """Of how few tokens a block can have all heads without the copy engine."""
+    rows = THREADS // _lanes_across(half, q.dtype.itemsize)
+    return max(rows // math.gcd(x.shape[-2], rows) for x in (q, k))
 
 
-def direct_bytes(config: Config, q, k, cos) -> int:
-    """What the larger of the blocks has, of q or of k."""
-    sizes = []
-    for x in (q, k):
-        (heads, width), itemsize = x.shape[-2:], x.dtype.itemsize
-        tokens = _direct_tokens(config, heads, width, cos.shape[-1], itemsize)
-        sizes.append(tokens * heads * width * itemsize)
-    return max(sizes)
-
-
-def _not_direct(config: Config, x, half: int) -> str | None:
-    (heads, width), itemsize, count = x.shape[-2:], x.dtype.itemsize, math.prod(x.shape[:-2])
+def _not_direct(tokens: int, q, k, half: int) -> str | None:
+    width, itemsize = q.shape[-1], q.dtype.itemsize
     columns = _lanes_across(half, itemsize) * ACCESS_BYTES // itemsize
-    tokens = _direct_tokens(config, heads, width, half, itemsize)
-    if count % tokens:
-        return f"{count} tokens of {heads} heads are no blocks of {tokens}"
+    least, count = direct_tokens(q, k, half), math.prod(q.shape[:-2])
+    if tokens % least or count % tokens:
+        return f"{tokens} tokens a block must be a multiple of {least}, and divide {count}"
+    heads = q.shape[-2] + k.shape[-2]
     registers = tokens * heads * width * itemsize // 4 // THREADS
     if (width - 2 * half) % columns or registers > DIRECT_REGISTERS:
         return f"{tokens} tokens of {heads} heads of {width} do not lie in a block's registers"
@@ -145,43 +133,40 @@ def turn(static: Static, q, k, cos, sin):
         unsafe_no_auto_barriers=True,  # a thread writes where it alone has read
         interpret=static.interpret,
     )
-    way = _directly if static.config.kilobytes else _by_copies
+    way = _directly if static.config.tokens else _by_copies
     return way(static, shape, run, q, k, cos, sin)
 
 
 def _directly(static: Static, shape: _Shape, run, q, k, cos, sin):
     (count, _, width), half, dtype = q.shape, cos.shape[-1], q.dtype
+    tokens = static.config.tokens
     spans = [(0, half), (half, half)] + [(2 * half, width - 2 * half)] * (width > 2 * half)
-    each = [_direct_tokens(static.config, x.shape[1], width, half, dtype.itemsize) for x in (q, k)]
-    q_blocks, k_blocks = (count // tokens for tokens in each)
+
+    def load(ref, layout):
+        return ref[...] if static.interpret else _compat.load(ref, layout, optimized=False)
 
     def body(q_ref, k_ref, cos_ref, sin_ref, q_out, k_out):
-        def turn_tokens(source, target, block, tokens):
-            here = pl.ds(block * tokens, tokens)
+        here = pl.ds(jax.lax.axis_index("tokens") * tokens, tokens)
+        loaded = []
+        for source, target in ((q_ref, q_out), (k_ref, k_out)):
             layout = _layout_of(source.shape[1], half, dtype.itemsize)
-
-            def load(ref, layout):
-                return ref[...] if static.interpret else _compat.load(ref, layout, optimized=False)
-
-            def down(x):
-                x = x.astype(dtype).astype(jnp.float32)
-                x = jax.lax.broadcast_in_dim(x, left.shape, (0, 2))
-                return x if static.interpret else plgpu.layout_cast(x, layout)
-
             angles = [load(ref.at[here], layout.reduce(1)) for ref in (cos_ref, sin_ref)]
             parts = [load(source.at[here, :, pl.ds(*span)], layout) for span in spans]
-            left, right, *rest = parts
+            loaded.append((target, layout, angles, parts))
+        for target, layout, angles, (left, right, *rest) in loaded:
+
+            def down(x, shape=left.shape, layout=layout):
+                x = x.astype(dtype).astype(jnp.float32)
+                x = jax.lax.broadcast_in_dim(x, shape, (0, 2))
+                return x if static.interpret else plgpu.layout_cast(x, layout)
+
             c, s = map(down, angles)
             s = -s if static.back else s
             x1, x2 = left.astype(jnp.float32), right.astype(jnp.float32)
             for span, x in zip(spans, [x1 * c - x2 * s, x2 * c + x1 * s, *rest], strict=True):
                 target[here, :, pl.ds(*span)] = x.astype(dtype)
 
-        block = jax.lax.axis_index("block")
-        pl.when(block < q_blocks)(lambda: turn_tokens(q_ref, q_out, block, each[0]))
-        pl.when(block >= q_blocks)(lambda: turn_tokens(k_ref, k_out, block - q_blocks, each[1]))
-
-    return run(body, grid=(q_blocks + k_blocks,), grid_names=("block",))(q, k, cos, sin)
+    return run(body, grid=(count // tokens,), grid_names=("tokens",))(q, k, cos, sin)
 
 
 def _layout_of(heads: int, half: int, itemsize: int) -> Any:

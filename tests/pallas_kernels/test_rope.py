@@ -156,9 +156,9 @@ def test_second_derivatives():
 @pytest.mark.parametrize(
     ("shape", "config"),
     [
-        ((1, 16, 14, 2, 64, 64), Config(kilobytes=1)),
-        ((1, 4, 32, 16, 96, 96), Config(kilobytes=12)),
-        ((2, 16, 4, 1, 128, 64), Config(kilobytes=8)),  # a part passes through
+        ((1, 16, 14, 2, 64, 64), Config(tokens=16)),
+        ((1, 4, 32, 16, 96, 96), Config(tokens=4)),
+        ((2, 16, 4, 1, 128, 64), Config(tokens=32)),  # a part passes through
     ],
 )
 def test_without_the_copy_engine(shape, config):
@@ -237,14 +237,27 @@ TOKENS_64 = dict(enumerate(case(1, 64, 28, 4, 96, 96)))
         ({}, {"rotary_dim": 16}, "rotary_dim is 16, but cos and sin have 16 columns, half of 32"),
         ({2: jnp.ones((1, 3, 17)), 3: jnp.ones((1, 3, 17))}, {}, "34 numbers are to be turned"),
         ({}, {"config": Config(0)}, "heads and repeat must be 1 at least"),
-        ({}, {"config": Config(kilobytes=-1)}, "and kilobytes not negative"),
-        ({}, {"config": Config(kilobytes=1)}, "3 tokens of 2 heads are no blocks of 16"),
-        (TOKENS_64, {"config": Config(kilobytes=256)}, "16 tokens of 28 heads of 96 do not lie"),
+        ({}, {"config": Config(tokens=-1)}, "and tokens not negative"),
+        (
+            {},
+            {"config": Config(tokens=48)},
+            "48 tokens a block must be a multiple of 32",
+        ),
+        (
+            {},
+            {"config": Config(tokens=32)},
+            "must be a multiple of 32, and divide 3",
+        ),
+        (
+            TOKENS_64,
+            {"config": Config(tokens=64)},
+            "64 tokens of 32 heads of 96 do not lie",
+        ),
         ({}, {"config": Config(1, 9)}, "288 tokens a block are more than 256, what one copy takes"),
         (
             {},
             {"config": Config(64)},
-            r"Config\(heads=64, repeat=1, kilobytes=0\): takes \d+ of 232448 bytes",
+            r"Config\(heads=64, repeat=1, tokens=0\): takes \d+ of 232448 bytes",
         ),
     ],
 )
@@ -258,7 +271,7 @@ def test_configs_follow_the_sizes():
     assert default_config(*specs(), device=H200) == Config(8)  # 16 heads in two groups
     assert default_config(*specs(T=1), device=H200) == Config(1)  # as many blocks as heads
     llama = specs(N=32, K=8, H=128, R=128)
-    assert default_config(*llama, device=H200) == Config(kilobytes=8)  # a token of q, four of k
+    assert default_config(*llama, device=H200) == Config(tokens=2)
     uneven = specs(T=8191, N=32, K=8, H=128, R=128)
     assert default_config(*uneven, device=H200) == Config(10)
     assert bucket(*specs(T=5000)) == "bfloat16-m8192-n14-k2-h64-r64-float32"
