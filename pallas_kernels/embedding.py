@@ -113,7 +113,7 @@ def why_not(table, ids, *, scale=None, dtype=None, device: Device | None = None)
 
 
 def default_config(table, ids, *, scale=None, dtype=None, device: Device) -> Config:
-    """About 8 KB a block, in copies of 4 KB at most, so that many blocks fit on a multiprocessor
+    """About 8 KB a block, in copies of 2 KB at most, so that many blocks fit on a multiprocessor
     and wait at once (8192 x 4096 bfloat16: 34.6 us against 36.0 with 16 KB in copies of 8);
     fewer where that leaves multiprocessors without work, and for the few ids of a decoding step
     parts of a row of 1 KB at least.
@@ -123,7 +123,7 @@ def default_config(table, ids, *, scale=None, dtype=None, device: Device) -> Con
     parts = row_parts.fewest_parts(table.shape[1], _sizes(table, dtype)) or 1
     row_bytes = table.shape[1] * table.dtype.itemsize
     while not _problem(Config(1, 2 * parts), table, dtype) and (
-        row_bytes // parts > 4096 or (count * parts < device.num_sms and row_bytes // parts > 1024)
+        row_bytes // parts > 2048 or (count * parts < device.num_sms and row_bytes // parts > 1024)
     ):
         parts *= 2
     rows = max(1, min(32, 1 << (8 * 1024 * parts // row_bytes).bit_length() >> 1))

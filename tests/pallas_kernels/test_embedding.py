@@ -217,7 +217,7 @@ def test_concrete_ids_are_looked_at_inside_a_jitted_function_too():
 
 def test_configs_follow_the_sizes():
     assert default_config(*specs(), device=H200) == Config(4)
-    assert default_config(*specs(d=4096), device=H200) == Config(2, 2)  # 4 KB each
+    assert default_config(*specs(d=4096), device=H200) == Config(4, 4)  # 2 KB each
     assert default_config(*specs(count=1, d=4096), device=H200) == Config(1, 8)  # 1 KB each
     assert default_config(*specs(count=64, d=4096), device=H200) == Config(1, 4)
     assert bucket(*specs(count=5000)) == "bfloat16-bfloat16-m8192-d896"
