@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-KINDS = ("memory", "memory-reduce", "matmul")
+KINDS = ("memory", "memory-reduce", "memory-read", "matmul")
 CEILINGS = ("copy", "read", "matmul")
 
 
@@ -23,7 +23,8 @@ class Case:
     arguments: shapes and dtypes of the call's arguments.
     run: our kernel, plain: the same in plain jnp (the rival "xla", and the baseline of accuracy);
         both take arrays of those shapes and can be jitted.
-    kind: "memory" (must show 16-byte accesses or TMA), "memory-reduce" (shuffles too), "matmul".
+    kind: "memory" (must show 16-byte accesses or TMA), "memory-reduce" (shuffles too),
+        "memory-read" (reads much, writes a number for it: shuffles or tensor cores), "matmul".
     bytes: the fewest that can move: every input read once, every output written once.
     operations: arithmetic by model, where that is what counts (2 M N K).
     ceiling: what percent is percent of, "copy", "read" or "matmul"; None: "matmul" for that kind if
@@ -38,6 +39,8 @@ class Case:
     constants: arguments by place that are the same for all keys, for torch too (lengths).
     time_plain: whether "xla" is timed; else it is what others are compared with, and no rival.
     compile_only: a tested or tuned shape that the benchmark leaves out.
+    spilled_bytes: what may be stored and loaded for want of registers: of a kernel that is right,
+        known not to be fast there, and written down; more of it is a fault.
     largest_term: for tests/numerics.py, where sums pass through numbers larger than their results.
     """
 
@@ -58,6 +61,7 @@ class Case:
     constants: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     time_plain: bool = True
     compile_only: bool = False
+    spilled_bytes: int = 0
     largest_term: float | None = None
 
     def __post_init__(self) -> None:

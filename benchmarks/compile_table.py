@@ -42,25 +42,30 @@ WIDE_WRITES = (("STG", "128"), ("ST", "128"), ("UTMASTG",), ("UTMAREDG",), ("UBL
 SHUFFLES = (("SHFL", "BFLY"), ("SHFL", "DOWN"), ("SHFL", "UP"), ("REDUX",))
 
 
-def faults(kind: str, kernels: Sequence[aot.Kernel]) -> list[str]:
-    """What is wrong with the kernels of one case, a phrase each; `kind` as in `Case`."""
+def faults(kind: str, kernels: Sequence[aot.Kernel], spilled_bytes: int = 0) -> list[str]:
+    """What is wrong with the kernels of one case, a phrase each; the rest as in `Case`."""
     if not kernels:
         return ["no kernel of ours runs"]
     found = []
     for kernel in kernels:
-        if spilled := kernel.spill_store_bytes + kernel.spill_load_bytes:
+        spilled = kernel.spill_store_bytes + kernel.spill_load_bytes
+        if spilled > spilled_bytes:
             found.append(f"{kernel.name} spills ({spilled} bytes stored and loaded)")
         found += [f"{kernel.name}: {n}" for n in kernel.notes if n.startswith(BAD_NOTES)]
         if kind.startswith("memory") and not _count(kernel, WIDE_READS):
             found.append(f"{kernel.name} reads nothing by 16 bytes or by the copy engine")
     # One kernel of several may have no more to write than a sum for the next
-    if kind.startswith("memory") and not any(_count(k, WIDE_WRITES) for k in kernels):
+    writes = kind in ("memory", "memory-reduce")
+    if writes and not any(_count(k, WIDE_WRITES) for k in kernels):
         names = ", ".join(k.name for k in kernels)
         found.append(f"{names} writes nothing by 16 bytes or by the copy engine")
     if kind == "memory-reduce" and not any(_count(k, SHUFFLES) for k in kernels):
         found.append("rows are reduced without shuffles")
-    if kind == "matmul" and not any(k.count(name) for k in kernels for name in TENSOR_CORES):
+    tensor_cores = any(k.count(name) for k in kernels for name in TENSOR_CORES)
+    if kind == "matmul" and not tensor_cores:
         found.append("no tensor cores: none of HGMMA, QGMMA, IGMMA")
+    if kind == "memory-read" and not (tensor_cores or any(_count(k, SHUFFLES) for k in kernels)):
+        found.append("sums are made without shuffles or tensor cores")
     return found
 
 
@@ -89,7 +94,9 @@ def compile_case(names: tuple[str, ...], index: int) -> Row:
     for kernel in program.kernels:
         if kernel not in kernels:  # one that is launched from two places is there twice
             kernels.append(kernel)
-    return Row(case.name, tuple(kernels), faults=tuple(faults(case.kind, kernels)))
+    return Row(
+        case.name, tuple(kernels), faults=tuple(faults(case.kind, kernels, case.spilled_bytes))
+    )
 
 
 def compile_program(model: str, program: str, implementation: str) -> Row:

@@ -172,8 +172,9 @@ def _backward(static: Static, q, k, v, out, lse, dout, dlse, q_ids, kv_ids, leng
 def default_config(q, k, v=None, *, device: Device | None = None, **keywords) -> Config:
     """By the width of the heads."""
     del k, v, device, keywords
-    if q.shape[-1] > 2 * ROWS:  # of dout no second tile fits beside what is there
-        return Config(64, do_stages=1, dq_buffers=1)
+    if q.shape[-1] > 2 * ROWS:
+        # of dout no second tile fits beside what is there; early dV would spill a half more
+        return Config(64, do_stages=1, early=False, dq_buffers=1)
     if q.shape[-1] > ROWS:
         return Config(64)
     # twice as many scores, and no registers left to hold P in; 448 TFLOP/s against 428 with the

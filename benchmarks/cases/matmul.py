@@ -147,7 +147,7 @@ def _case(
         arguments=tuple(arguments),
         run=run,
         plain=plain,
-        kind="matmul",
+        kind="memory-read" if m <= FEW_ROWS else "matmul",
         bytes=forward_bytes,
         operations=operations,
         ceiling="read" if m <= FEW_ROWS else None,

@@ -43,7 +43,7 @@ def without(*names, **instructions):
     return dataclasses.replace(GOOD, instructions={**kept, **instructions})
 
 
-@pytest.mark.parametrize("kind", ["memory", "memory-reduce", "matmul"])
+@pytest.mark.parametrize("kind", ["memory", "memory-reduce", "memory-read", "matmul"])
 def test_a_good_kernel_is_spared(kind):
     assert compile_table.faults(kind, [GOOD]) == []
 
@@ -60,6 +60,11 @@ def test_a_good_kernel_is_spared(kind):
         ("memory", without("UTMALDG.2D"), "k reads nothing by 16 bytes"),
         ("memory-reduce", without("STG.E.128"), "k writes nothing by 16 bytes"),
         ("memory-reduce", without("SHFL.BFLY"), "rows are reduced without shuffles"),
+        (
+            "memory-read",
+            without("SHFL.BFLY", "HGMMA.64x128x16.F32.BF16"),
+            "sums are made without shuffles or tensor cores",
+        ),
     ],
 )
 def test_every_rule_finds_its_fault(kind, kernel, said):
@@ -67,9 +72,20 @@ def test_every_rule_finds_its_fault(kind, kernel, said):
     assert found.startswith(said)
 
 
+def test_spills_that_are_written_down_may_not_grow():
+    spilling = dataclasses.replace(GOOD, spill_store_bytes=8, spill_load_bytes=8)
+    assert compile_table.faults("matmul", [spilling], spilled_bytes=16) == []
+    [found] = compile_table.faults("matmul", [spilling], spilled_bytes=15)
+    assert found.startswith("k spills (16 bytes")
+
+
 def test_an_access_by_a_generic_pointer_is_wide_too():
     generic = without("UTMALDG.2D", "STG.E.128", **{"LD.E.128": 1, "ST.E.128": 1})
     assert compile_table.faults("memory", [generic]) == []
+
+
+def test_what_only_reads_may_write_little():
+    assert compile_table.faults("memory-read", [without("STG.E.128")]) == []
 
 
 def test_one_kernel_of_two_may_write_a_sum_alone():
