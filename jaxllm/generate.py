@@ -29,7 +29,7 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     stop: str | Sequence[str] = (),
     top_logprobs: int = 0,
-    steps_per_dispatch: int = 16,
+    steps_per_dispatch: int = 64,
     prefill_chunk: int = 512,
     progress: Callable[[int, int], None] | None = None,
 ) -> GenerationResult:
@@ -41,8 +41,9 @@ def generate(
     and seed alone; in 16 bits a batch of another size may round otherwise.
     `stop_ids` end a row (None: the checkpoint's own; []: none), and so do the texts of `stop`.
     `top_logprobs` alternatives are returned for every token. `steps_per_dispatch` tokens are made
-    on the device between two looks from the host; prompts longer than `prefill_chunk` go in by
-    chunks. `progress` is called with the tokens made and the most there can be.
+    on the device between two looks from the host, which sees stop strings only then; prompts longer
+    than `prefill_chunk` go in by chunks. `progress` is called with the tokens made and the most
+    there can be.
     Raises: ValueError for a prompt that is empty or longer than the model's positions, ids outside
     the vocabulary, settings out of range; MemoryError, before anything is allocated, if the batch
     does not fit.
@@ -160,7 +161,7 @@ def warmup(
     prompt_lengths: Sequence[int] = (512,),
     max_new_tokens: int = 64,
     top_logprobs: int = 0,
-    steps_per_dispatch: int = 16,
+    steps_per_dispatch: int = 64,
     prefill_chunk: int = 512,
     **settings: Any,
 ) -> None:

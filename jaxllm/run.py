@@ -36,6 +36,7 @@ from jaxllm.sampling import Sampling
 from jaxllm.tokenizer import Tokenizer
 
 SMALLEST_CHUNK, SMALLEST_CACHE, STOP_IDS_BUCKET = 16, 128, 8
+SMALLEST_DISPATCH = 64  # one program for the 64 tokens of `generate` and the 16 of `stream`
 
 
 def bucket(size: int, smallest: int = 1) -> int:
@@ -237,7 +238,7 @@ class Run:
             settings,
             stop_ids,
             *self._put((np.int32(steps), halted)),
-            size=self.steps,
+            size=bucket(self.steps, SMALLEST_DISPATCH),
             greedy=self.greedy,
             top=self.top_logprobs,
             vocab_size=self.vocab_size,

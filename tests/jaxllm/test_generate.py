@@ -276,6 +276,16 @@ def test_n_tokens_a_dispatch(tiny, steps):
     assert result.timings.dispatches == math.ceil(64 / steps)
 
 
+def test_steps_a_dispatch_share_a_program_up_to_64(tiny):
+    def generate(steps):
+        jaxllm.generate(tiny, None, [3], max_new_tokens=70, steps_per_dispatch=steps)
+        return jaxllm.compile_count()
+
+    before = generate(64)
+    assert generate(5) == generate(16) == before
+    assert generate(65) > before
+
+
 def test_warmup_compiles_all_that_is_needed(tiny):
     options = {"max_new_tokens": 20, "prefill_chunk": 32}
     jaxllm.warmup(tiny, None, batch_size=2, prompt_lengths=(10, 40, 120), **options)
