@@ -322,7 +322,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
         axis.margins(y=0.01)
         axis.set_xlim(0, max([100.0, *(f["percent"] for _, f in rows)]) + 20)
         axis.axvline(100, color="black", linewidth=0.8)
-        axis.set_xlabel("percent of the ceiling of the run: copy rate, or bf16 matmul rate")
+        axis.set_xlabel("percent of the ceiling of the run: copy, read or bf16 matmul rate")
         title = f"{run['gpu'].get('name', '')}, {run['date']}: ours (blue), best rival (grey)"
         axis.set_title(title, fontsize=10)
     figure.tight_layout()

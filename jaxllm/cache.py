@@ -162,8 +162,12 @@ class KVCache:
         for kind in sorted(set(config.layer_types)):
             i = config.layer_types.index(kind)
             # The cache itself says which keys the layer sees: its ring, or all
-            layer = cache.layer(i, cache.lengths)
-            keys = jax.eval_shape(lambda layer, k, v: layer.append(k, v)[1], layer, new, new)
+            keys = jax.eval_shape(
+                lambda cache, k, v, i=i: cache.layer(i, cache.lengths).append(k, v)[1],
+                cache,
+                new,
+                new,
+            )
             window, softcap = config.window(i), config.attn_logit_softcapping
             found[kind] = q, {**keys, "window": window, "softcap": softcap}
         return found

@@ -149,7 +149,8 @@ def visible(
         rules.append(key <= at)  # and so within the row's keys
     elif kv_lengths is not None:
         rules.append(key < ends[:, None, None])
-    if window is not None and window < max(q_len, kv_len):
+    # A length beyond kv_len places queries further from the first keys than there are keys
+    if window is not None and (kv_lengths is not None or window < max(q_len, kv_len)):
         rules.append(key > at - window)
         if not causal:
             rules.append(key < at + window)

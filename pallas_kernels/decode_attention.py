@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat, tuned
@@ -73,7 +74,8 @@ def decode_attention(
     new_k and new_v are written at kv_lengths[b] - 1 before the query looks, and the call returns
     (out, k_cache, v_cache). The same launch writes them, in place where the caller donates the
     cache (heads of another width than a multiple of 64, and jax 0.10: XLA writes them before).
-    splits: how many blocks share a row and key head; None chooses from the shapes and the device.
+    splits: how many blocks share a row and key head, or a few less where they are more than a
+    cluster; None chooses from the shapes and the device.
     Dtypes: bfloat16 or float16, the cache alike; scores, softmax and sums in float32.
     Gradients: through `decode_attention_reference`.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
@@ -84,8 +86,12 @@ def decode_attention(
     news = {"new_k": new_k, "new_v": new_v}
     arrays = (q, k_cache, v_cache, kv_lengths)
     _check(*arrays, **shape, softcap=softcap, sinks=sinks, **news, splits=splits)
+    if splits is not None and config is not None:
+        raise ValueError(
+            f"{NAME}: splits and config both say how many blocks share a row; give one"
+        )
     device = device_lib.INTERPRETED if interpret else device_lib.current()
-    reason = why_not(*arrays, **rest, device=device)
+    reason = why_not(*arrays, **rest, scale=scale, device=device)
     if reason is not None:
         raise NotImplementedError(f"{NAME}: cannot run this call: {reason}")
     config = (
@@ -96,7 +102,7 @@ def decode_attention(
     if problem := _config_problem(config, q, k_cache):
         raise ValueError(f"{NAME}: {config}: {problem}")
     static = Static(
-        config, interpret, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap
+        config, interpret, q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap
     )
     return _decode(static, *arrays, sinks, page_table, k_scale, v_scale, new_k, new_v)
 
@@ -154,12 +160,14 @@ def why_not(
     device: Device | None = None,
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
-    del kv_lengths, scale, window, softcap, sinks, v_scale, new_k, new_v, splits
+    del kv_lengths, window, softcap, sinks, v_scale, new_k, new_v, splits
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
     width, group = q.shape[-1], q.shape[2] // k_cache.shape[2]
     if q.dtype == jnp.float32:
         return "the tensor cores would round float32 to 10 bits (tf32)"
+    if isinstance(scale, Tracer):
+        return "the scale is part of the kernel, and here it is traced"
     if q.dtype not in DTYPES:
         return f"takes bfloat16 or float16, got {q.dtype}"
     if k_scale is None and not q.dtype == k_cache.dtype == v_cache.dtype:

@@ -101,7 +101,7 @@ def flash_attention(
         interpret,
         causal=causal,
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        window=window,
+        window=None if window is None else min(window, 2**30),  # beside a key it fits 32 bits
         softcap=softcap,
         save_lse=return_lse,
     )
@@ -267,7 +267,7 @@ def _attention_backward(call, saved, cotangents):
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
         delta = jnp.swapaxes(delta, 1, 2)
         if d_lse is not None:
-            delta = delta - d_lse
+            delta = delta - jnp.where(lse == -jnp.inf, jnp.float32(0), d_lse)
         weights = jnp.exp(jnp.where(lse == -jnp.inf, -jnp.inf, sinks[None, :, None] - lse))
         d_sinks = -jnp.sum(weights * delta, axis=(0, 2))
     return d_q, d_k, d_v, None, None, None, d_sinks

@@ -13,6 +13,7 @@ Imported only by flash_attention.py.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -44,7 +45,8 @@ def _ranges(static: Static, lengths, q_ids, kv_ids):
     # keys count from where query 0 sits
     start = xp.arange(kv_tiles, dtype=np.int32)[None] * static.block_kv - (lengths - t)[:, None]
     last = start + (static.block_kv - 1)
-    present = xp.minimum(last, t - 1)
+    there = (xp.minimum(lengths, s) - lengths + t)[:, None]  # where the keys that are there end
+    present = xp.minimum(last, there - 1)
     first = inner_first = xp.zeros((b, kv_tiles), np.int32)  # queries, here still
     final = inner_final = xp.full((b, kv_tiles), t - 1, np.int32)
     if static.causal:
@@ -60,7 +62,7 @@ def _ranges(static: Static, lengths, q_ids, kv_ids):
     inner_first = -(-inner_first // c.block_q)
     # queries past T see nothing in any case
     inner_final = xp.where(inner_final >= t - 1, q_tiles * c.block_q - 1, inner_final)
-    inner_end = xp.where(last < t, (inner_final + 1) // c.block_q, 0)
+    inner_end = xp.where(last < there, (inner_final + 1) // c.block_q, 0)
     if static.segments:
         same = block_ranges(kv_ids, q_ids, q_block=static.block_kv, kv_block=c.block_q)
         first, end = xp.maximum(first, same[..., 0]), xp.minimum(end, same[..., 1])
@@ -130,7 +132,7 @@ def _backward(static: Static, q, k, v, out, lse, dout, dlse, q_ids, kv_ids, leng
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     delta = jnp.swapaxes(delta, 1, 2)
     if dlse is not None:
-        delta = delta - dlse
+        delta = delta - jnp.where(lse == -jnp.inf, jnp.float32(0), dlse)
 
     def by_tile(x, fill):
         x = jnp.pad(x, ((0, 0), (0, 0), (0, rows - t)), constant_values=fill)
@@ -138,7 +140,7 @@ def _backward(static: Static, q, k, v, out, lse, dout, dlse, q_ids, kv_ids, leng
 
     # A query that sees nothing, or is not there, has weights exp2(-inf) = 0.
     unit = -1 / static.scale if static.begins else LOG2E
-    nothing = -jnp.inf if static.begins else jnp.inf
+    nothing = math.copysign(math.inf, unit)  # times the scale it is -inf, whatever the scale's sign
     lse = jnp.where(lse == -jnp.inf, nothing, lse * jnp.float32(unit))
     *ranges, seen = _ranges(static, lengths, q_ids, kv_ids)
     if static.segments:

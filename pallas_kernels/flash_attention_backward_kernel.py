@@ -307,7 +307,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 key = broadcast(scratch["numbers"].at[mine], 0)
                 at = broadcast(scratch["numbers"].at[pl.ds(0, block_q)], 1)
                 at = at + (behind + m * block_q - kv_start)
-                mask = key < length - kv_start
+                mask = key < jnp.minimum(length, s) - kv_start
                 if static.causal:
                     mask &= key <= at
                 if static.window is not None:
@@ -324,7 +324,9 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 if static.softcap is None:
                     x = x * (static.scale * LOG2E)
                 else:
-                    x = jnp.tanh(x * (static.scale / static.softcap)) * cap
+                    # tanh, which the hardware has to 11 bits only
+                    power = jnp.exp2(x * (2 * LOG2E * static.scale / static.softcap))
+                    x = cap * (1.0 - 2.0 / (1.0 + power))
                 if masked:
                     sees_all = (inner_first <= m) & (m < inner_end)
                     x = lax.cond(sees_all, lambda x: x, lambda x: seen(x, m, slot), x)

@@ -475,8 +475,9 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     sink = jnp.full((WGMMA_ROWS,), rest["sinks"][where["head"]], jnp.float32)
                     sink = plgpu.layout_cast(sink, row_layout)
                     new_top = jnp.maximum(top, sink)
-                    shrink = jnp.exp2(top - new_top)
-                    total = total * shrink + jnp.exp2(sink - new_top)
+                    anchor = jnp.where(new_top == -jnp.inf, jnp.float32(0), new_top)  # nothing seen
+                    shrink = jnp.exp2(top - anchor)
+                    total = total * shrink + jnp.exp2(sink - anchor)
                     top = new_top
                 some = total > 0
                 share = 1.0 / jnp.where(some, total, jnp.float32(1))

@@ -326,10 +326,7 @@ def over_rows(
                 _add_lines(total[0], groups[0][0], lines_ref[0], ref)
                 continue
             for part, columns in zip(groups[0], total, strict=True):
-                if tile.lines > 1:
-                    _store(ref.at[_columns(part)], part, columns)
-                else:
-                    ref[_columns(part)] = jnp.sum(columns, axis=0)
+                _store(ref.at[_columns(part)], part, columns)
 
     kernel = run(
         streamed,

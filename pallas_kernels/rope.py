@@ -110,17 +110,19 @@ def why_not(q, k, cos, sin, *, rotary_dim=None, device: Device | None = None) ->
 
 
 def default_config(q, k, cos, sin, *, rotary_dim=None, device: Device) -> Config:
-    """Whole tokens, directly, where a block of them is small (8192 x 32 + 8 heads of 128, bfloat16,
-    H200: 42.8 us against 48.1; 40 KB a block would be 47.4). Else about 40 KB of heads a block, so
-    that four or five blocks fit on a multiprocessor and some load while others turn; fewer heads
-    where that leaves multiprocessors without a block.
+    """Whole tokens, directly, where a block of them is small and there are blocks enough
+    (8192 x 32 + 8 heads of 128, bfloat16, H200: 42.8 us against 48.1; 40 KB a block would be 47.4).
+    Else about 40 KB of heads a block, so that four or five blocks fit on a multiprocessor and some
+    load while others turn; fewer heads where that leaves multiprocessors without a block.
     """
     direct = Config(tokens=direct_tokens(q, k, cos.shape[-1]))
     token_bytes = (q.shape[2] + k.shape[2]) * q.shape[3] * q.dtype.itemsize
-    if direct.tokens * token_bytes <= DIRECT_BYTES and not problem(direct, q, k, cos, sin):
+    tokens, total = math.prod(q.shape[:2]), q.shape[2] + k.shape[2]
+    small = direct.tokens * token_bytes <= DIRECT_BYTES
+    fill = tokens // direct.tokens >= 2 * device.num_sms
+    if small and fill and not problem(direct, q, k, cos, sin):
         return direct
     del rotary_dim, sin
-    tokens, total = math.prod(q.shape[:2]), q.shape[2] + k.shape[2]
     rows = tokens_of(cos.shape[-1], q.dtype.itemsize)
     heads = max(1, min(total, 40 * 1024 // (rows * q.shape[-1] * q.dtype.itemsize)))
     heads = -(-total // -(-total // heads))  # the same for all blocks

@@ -166,6 +166,7 @@ def test_wheel_holds_the_shipped_checkpoint(tmp_path):
     for package in ("jaxllm", "pallas_kernels"):
         assert (site / package / "py.typed").is_file()
     assert (site / "jaxllm" / "targets" / "h200.txtpb").is_file()
+    assert (site / "pallas_kernels" / "tuned" / "h200.json").is_file()
     ignored = (REPO / ".gitignore").read_text()
     shipped = re.findall(r"^!/(checkpoints/.+)/$", ignored, re.M)
     packed = {

@@ -45,7 +45,8 @@ def attention(
     `softcap=c` turns a score s into c * tanh(s / c). `sinks` are float32, for each query head a
     score that takes part in its softmax and has no value.
     A traced length may be larger than S, as a chunk's is whose padding lies past the end of the
-    cache: it still says where the queries sit, and the keys past S are not there.
+    cache: it still says where the queries sit, and the keys past S are not there. (Of a single
+    query it counts as S.)
     Returns [B, T, N, H]; with `return_weights` also what the softmax gave, float32 [B, N, T, S].
     Dtypes: float32, bfloat16, float16; scores and softmax in float32; the result has q's dtype.
     Raises: ValueError if shapes or dtypes disagree, only one side has segment ids, or a length that
@@ -59,6 +60,8 @@ def attention(
         "kv_lengths": kv_lengths,
     }
     reference.check("attention", q, k, v, **masks, softcap=softcap, sinks=sinks)
+    if kv_lengths is not None and q.shape[1] == 1:
+        masks["kv_lengths"] = jnp.clip(kv_lengths, 0, k.shape[1])
     kwargs = {
         "causal": causal,
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
@@ -108,7 +111,7 @@ def _why_not_pallas(q, k, v, *, device, return_weights, **kwargs) -> str | None:
         return "returns no weights: it never has them all"
     if _decodes(q, kwargs["q_segment_ids"]):
         lengths = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
-        return why_not_decode(q, k, v, lengths, device=device)
+        return why_not_decode(q, k, v, lengths, scale=kwargs["scale"], device=device)
     return why_not_flash(q, k, v, **kwargs, device=device)
 
 
@@ -123,7 +126,7 @@ def _pallas_not_auto(
     # cuDNN takes packed texts by a mask of T x S, twenty times as slow; a cache has no gradient.
     del k, v, device, rest
     t, width = q.shape[1], q.shape[-1]
-    alone = (q_segment_ids, kv_lengths, softcap, sinks) == (None,) * 4
+    alone = all(x is None for x in (q_segment_ids, kv_lengths, softcap, sinks))
     if not alone or t == 1 or t >= 8192 or width <= 64:
         return None
     return f"{t} tokens of heads of {width} may be a training step, and cudnn trains them faster"

@@ -74,8 +74,8 @@ def _linear_pallas_why_not(x, weight, bias=None, *, out_dtype=None, device):
 
 
 def _linear_pallas_not_auto(x, weight, bias=None, *, out_dtype=None, device):
-    # H200, bfloat16: alone the kernel is 2 to 7 % faster than XLA's at 8192 tokens and up to 30 %
-    # at few, but Qwen2.5-0.5B decodes 1058 tokens a second with it and 1131 with XLA (one row)
+    # H200, bfloat16: alone the kernel is 2 to 7 % faster than XLA's at 8192 tokens, at few up to a
+    # third, but a model decodes slower with it (benchmarks/README.md)
     del x, weight, bias, out_dtype, device
     return "a model decodes faster where XLA joins products with what stands before and behind them"
 

@@ -283,6 +283,7 @@ def test_nothing_keeps_it_from():
         assert why_not(**call, device=H200) is None
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     call = CASES["one key"].arrays()
     with pytest.raises(NotImplementedError, match="decode_attention: cannot run this call: needs"):
@@ -334,6 +335,7 @@ def test_without_a_gpu_it_says_so():
         ),
         ({"config": Config(tile=96)}, "tile must be one of (64, 128, 256)"),
         ({"config": Config(stages=0)}, "stages must be at least 1"),
+        ({"config": Config(), "splits": 2}, "splits and config both say how many blocks"),
         ({"config": Config(splits=3, cluster=2)}, "splits must be a multiple of cluster"),
         ({"config": Config(splits=32, cluster=32)}, "a cluster has 16 blocks at most"),
         ({"config": Config(splits=66, cluster=2)}, "more than 32 parts to add"),

@@ -161,6 +161,16 @@ def test_the_check_can_fail():
         assert_right(case, arrays, (out, lse.at[0, 3, 1].add(1e-3)))
 
 
+def test_a_query_that_sees_nothing_has_no_sink_either():
+    arrays = Case((1, 17, 64, 2, 1, 64), "sinks").arrays()
+    arrays |= {"sinks": jnp.array([-jnp.inf, 0.5], F32), "kv_lengths": jnp.zeros(1, jnp.int32)}
+    kernel = functools.partial(flash_attention, interpret=True, config=SMALL, return_lse=True)
+    out, lse = interpreted(lambda arrays: kernel(**arrays), arrays)
+    assert not jnp.any(out)
+    assert jnp.all(lse[..., 0] == -jnp.inf)
+    assert jnp.all(lse[..., 1] == 0.5)
+
+
 def test_gradients():
     arrays = Case((1, 65, 65, 2, 1, 64), "sinks").arrays()
     d_out = jnp.broadcast_to(jnp.linspace(-1, 1, 64, dtype=BF16), arrays["q"].shape)

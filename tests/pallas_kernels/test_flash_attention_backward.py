@@ -1,10 +1,7 @@
 """The backward pass of attention against float64: interpreted if small, at full sizes on a GPU."""
 
 import dataclasses
-import os
 from typing import Any
-
-os.environ.setdefault("NPROC", "8")  # the interpreter's threads wait for each other on fewer
 
 import hypothesis
 import hypothesis.strategies as st
@@ -76,6 +73,8 @@ INTERPRETED = {
     "window of one": Case((1, 64, 130, 1, 1, 128), {"window": 1}),
     "window on both sides": Case((1, 130, 260, 1, 1, 64), {**FULL, "window": 33}),
     "lengths": Case((3, 64, 257, 1, 1, 128), lengths=(0, 130, 257)),
+    "a length past the end": Case((1, 70, 130, 1, 1, 64), lengths=(150,)),
+    "negative scale": Case((1, 70, 130, 1, 1, 64), {"scale": -0.1}),
     "lengths, all keys": Case((2, 17, 257, 1, 1, 64), FULL, lengths=(1, 200)),
     "soft cap": Case((1, 64, 129, 2, 1, 128), {"softcap": 2.0, "scale": 0.2}, sinks=True),
     "documents": Case((1, 257, 257, 1, 1, 128), segments="sorted"),

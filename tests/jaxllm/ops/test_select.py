@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from absent_device import absent
 
@@ -173,6 +174,13 @@ def test_float32_attention_is_left_to_others_by_name():
             assert ops.chosen("attention", q, q, q) == name
         assert reasons["pallas"] == "the tensor cores would round float32 to 10 bits (tf32)"
         assert reasons["cudnn"] == "takes bfloat16 or float16, got float32"
+
+
+def test_lengths_may_be_numpys():
+    q = jnp.zeros((2, 64, 4, 128), jnp.bfloat16)
+    with absent("NVIDIA H200"):
+        lengths = np.array([3, 64], np.int32)
+        assert ops.chosen("attention", q, q, q, kv_lengths=lengths) == "pallas"
 
 
 def test_chosen_is_what_runs():
