@@ -50,7 +50,6 @@ def kernel(
     cluster_names: Sequence[str] = (),
     approx_math: bool = False,
     unsafe_no_auto_barriers: bool = False,
-    reduction_scratch_bytes: int = 2048,
 ) -> Callable[..., Any]:
     """A Mosaic GPU kernel under a name of its own: `plgpu.kernel` with every default spelled out.
 
@@ -64,7 +63,7 @@ def kernel(
             approx_math=approx_math,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=unsafe_no_auto_barriers,
-            reduction_scratch_bytes=reduction_scratch_bytes,
+            reduction_scratch_bytes=2048,
         ),
         grid=tuple(grid),
         grid_names=tuple(grid_names),

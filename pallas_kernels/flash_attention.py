@@ -36,14 +36,6 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 WIDEST = 256
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What a call is compiled for, forward and backward."""
-
-    forward: Static
-    return_lse: bool
-
-
 def flash_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -105,8 +97,7 @@ def flash_attention(
         softcap=softcap,
         save_lse=return_lse,
     )
-    call = _Call(static, return_lse)
-    results: Any = _attention(call, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks)
+    results: Any = _attention(static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks)
     return (results[0], jnp.swapaxes(results[1], 1, 2)) if return_lse else results[0]
 
 
@@ -229,21 +220,19 @@ def _config_problem(config: Config, q) -> str | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call: _Call, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks):
+def _attention(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks):
     """(out, lse [B, N, T], or None if nobody asked for it)."""
-    return forward(call.forward, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks)
+    return forward(static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks)
 
 
-def _attention_forward(call, *arrays):
-    static = dataclasses.replace(call.forward, save_lse=True)
-    out, lse = forward(static, *arrays)
-    return (out, lse if call.return_lse else None), (*arrays, out, lse)
+def _attention_forward(static, *arrays):
+    out, lse = forward(dataclasses.replace(static, save_lse=True), *arrays)
+    return (out, lse if static.save_lse else None), (*arrays, out, lse)
 
 
-def _attention_backward(call, saved, cotangents):
+def _attention_backward(static, saved, cotangents):
     q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks, out, lse = saved
     d_out, d_lse = cotangents
-    static = call.forward
     d_q, d_k, d_v = backward(
         q,
         k,

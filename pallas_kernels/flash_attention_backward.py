@@ -7,7 +7,7 @@ with delta = rowsum(out dout) - dlse. How it is computed is said in flash_attent
 here is what surrounds it: delta, which tiles meet, and dQ's way from float32 [B, N, T, H] to q's.
 Memory beyond the result: that array, and lse and delta.
 Sources: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
-Imported only by flash_attention.py.
+`flash_attention` is how a user calls it, and says what it refuses.
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import device as device_lib
-from pallas_kernels.device import Device
 from pallas_kernels.flash_attention_backward_kernel import LOG2E, ROWS, Config, Static, gradients
 from pallas_kernels.flash_attention_blocks import block_ranges
-
-WIDEST = 256  # of the heads
 
 
 def _ranges(static: Static, lengths, q_ids, kv_ids):
@@ -105,7 +101,7 @@ def backward(
 ):
     """(dq, dk, dv) in the dtypes of q, k and v. lse and dlse are float32 [B, N, T]."""
     (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
-    config = config or default_config(q, k)
+    config = config or default_config(q)
     if kv_lengths is not None:  # keys past S are not there, but the queries sit where they say
         kv_lengths = kv_lengths.astype(jnp.int32)
     static = Static(
@@ -171,9 +167,8 @@ def _backward(static: Static, q, k, v, out, lse, dout, dlse, q_ids, kv_ids, leng
     return jnp.swapaxes(dq, 1, 2), dk[:, :s], dv[:, :s]
 
 
-def default_config(q, k, v=None, *, device: Device | None = None, **keywords) -> Config:
+def default_config(q) -> Config:
     """By the width of the heads."""
-    del k, v, device, keywords
     if q.shape[-1] > 2 * ROWS:
         # of dout no second tile fits beside what is there; early dV would spill a half more
         return Config(64, do_stages=1, early=False, dq_buffers=1)
@@ -182,17 +177,3 @@ def default_config(q, k, v=None, *, device: Device | None = None, **keywords) ->
     # twice as many scores, and no registers left to hold P in; 448 TFLOP/s against 428 with the
     # buffers of wider heads (8192 tokens, H200)
     return Config(128, early=False, dq_buffers=1, ds_buffers=2)
-
-
-def why_not(q, k, v, *, device: Device | None = None, **keywords) -> str | None:
-    """What keeps the kernel from this call, which is what keeps the forward one."""
-    del keywords
-    if reason := device_lib.why_not_hopper(device or device_lib.current()):
-        return reason
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
-        return f"takes one dtype, bfloat16 or float16, got {q.dtype}, {k.dtype} and {v.dtype}"
-    if q.shape[-1] % 8 or q.shape[-1] > WIDEST:
-        return f"head width {q.shape[-1]} is not a multiple of 8 up to {WIDEST}"
-    if 0 in (*q.shape, *k.shape):
-        return f"nothing to attend to: q is {list(q.shape)}, k is {list(k.shape)}"
-    return None

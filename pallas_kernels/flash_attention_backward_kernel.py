@@ -124,7 +124,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
     group, dtype, block_q, block_kv = n // kv_heads, q.dtype, c.block_q, static.block_kv
     parts = block_q // ROWS  # of a tile of queries; with two, each consumer has one of dQ
     owned = chunks // CONSUMERS if wide else chunks  # of dk's and dv's chunks, by a consumer
-    pieces = CONSUMERS * parts * chunks // 2 // CONSUMERS  # of 64 columns, of a consumer's dQ
+    pieces = parts * chunks // 2  # of 64 columns, of a consumer's dQ
     assert parts * chunks == (4 if wide else 2), (block_q, chunks)
     hand_back = c.ds_buffers == 1 and not wide  # wide: a consumer reads only what it has written
     masked = static.causal or static.window is not None or static.lengths or static.segments
