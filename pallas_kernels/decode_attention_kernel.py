@@ -13,6 +13,7 @@ a second kernel adds. Imported only by decode_attention.py.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -22,9 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.wgmma_tiles import rows_as_copied, wgmma_transforms
 
 LINE = 64  # numbers of 16 bits in 128 bytes, the widest swizzle; also the rows of wgmma
-LOG2E = 1.4426950408889634
+LOG2E = math.log2(math.e)
 LOWEST = -1e30  # no score is lower; finite, so that what sees nothing gives no NaN
 
 
@@ -70,24 +72,6 @@ def shared_bytes(config: Config, width: int, heads: int, scales: int) -> int:
 def _line(size_bytes: int, width: int) -> int:
     """The numbers of a row that one copy takes: 128 bytes, or the 64 of a narrow row of bytes."""
     return 2 * LINE if size_bytes == 1 and width > LINE else LINE
-
-
-def _transforms(dtype: Any = jnp.bfloat16, line: int = LINE):
-    size_bytes = line * jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(size_bytes)
-
-
-def _rows(ref, index, start, size, interpret):
-    """Some rows of a swizzled tile, as the copy engine may write them.
-
-    wgmma reads [rows / 8, 1, 8, columns], which is [rows, columns] in memory; but a copy that is
-    told so wants whole tiles of 8 rows in global memory too.
-    """
-    if interpret:  # it knows no layouts
-        return ref.at[*index, pl.ds(start, size)]
-    unswizzle, untile = ref.transforms
-    view = ref.ref.at[*index, pl.ds(start // 8, size // 8)].reshape(size, untile.tiling[1])
-    return type(ref)(view.ref, (*view.transforms, unswizzle))
 
 
 def _load(ref, layout):
@@ -215,7 +199,7 @@ def attend(
                 for i in range(copies):
                     plgpu.copy_gmem_to_smem(
                         ref.at[number, pl.ds(start, together), head, columns(i, line)],
-                        _rows(scratch[name], (slot, i), inner, together, static.interpret),
+                        rows_as_copied(scratch[name], (slot, i), inner, together, static.interpret),
                         barrier,
                     )
                 if packed:  # of all heads: they lie together
@@ -231,7 +215,7 @@ def attend(
         for chunk in range(chunks):
             plgpu.copy_gmem_to_smem(
                 q_ref.at[row, pl.ds(head * group, heads), columns(chunk, LINE)],
-                _rows(q_s, (chunk,), 0, heads, static.interpret),
+                rows_as_copied(q_s, (chunk,), 0, heads, static.interpret),
                 scratch["q_full"],
             )
         # Tiles are dealt in turn, so that the first does not hang on the length: it is on its way
@@ -434,15 +418,16 @@ def attend(
         if parts == 1:
             plgpu.wait_smem_to_gmem(0)
 
+    of_16_bits = wgmma_transforms(LINE, dtype)
     ring = plgpu.SMEM(
-        (c.stages, copies, c.tile, line), k.dtype, transforms=_transforms(k.dtype, line)
+        (c.stages, copies, c.tile, line), k.dtype, transforms=wgmma_transforms(line, k.dtype)
     )
     per_tile = (copies + packed) * (c.tile // together)
     scratch = {
-        "q": plgpu.SMEM((chunks, heads, LINE), dtype, transforms=_transforms()),
+        "q": plgpu.SMEM((chunks, heads, LINE), dtype, transforms=of_16_bits),
         "k": ring,
         "v": ring,
-        "p": plgpu.SMEM((heads, c.tile), dtype, transforms=_transforms()),
+        "p": plgpu.SMEM((heads, c.tile), dtype, transforms=of_16_bits),
         "q_full": plgpu.Barrier(num_arrivals=chunks),
         "k_full": plgpu.Barrier(num_arrivals=per_tile, num_barriers=c.stages),
         "v_full": plgpu.Barrier(num_arrivals=per_tile, num_barriers=c.stages),
@@ -451,7 +436,7 @@ def attend(
         k_scale, v_scale = (x.reshape(x.shape[0], -1, LINE) for x in (k_scale, v_scale))
         scales = plgpu.SMEM((c.stages, c.tile * kv_heads // LINE, LINE), jnp.float32)
         scratch["k_scale"] = scratch["v_scale"] = scales
-        scratch["wide"] = plgpu.SMEM((c.tile, chunks * LINE), dtype, transforms=_transforms())
+        scratch["wide"] = plgpu.SMEM((c.tile, chunks * LINE), dtype, transforms=of_16_bits)
     out_type: Any = jax.ShapeDtypeStruct((batch, kv_heads, group, width), dtype)
     if parts == 1:
         scratch["out"] = plgpu.SMEM((heads, LINE), dtype)

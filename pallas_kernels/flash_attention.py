@@ -20,11 +20,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import device as device_lib
 from pallas_kernels import tuned
 from pallas_kernels.attention_reference import attention_reference, check
-from pallas_kernels.device import Device
+from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.flash_attention_backward import backward
 from pallas_kernels.flash_attention_forward import (
     REGISTERS,
-    SHARED_BYTES,
     Config,
     Static,
     forward,

@@ -32,6 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.wgmma_tiles import LINE_BYTES, rows_as_copied, wgmma_transforms
 
 ROWS = 64  # of a wgmma; and the columns of 16 bits that the widest swizzle takes
 CONSUMERS = 2
@@ -95,20 +96,6 @@ class Static:
         return -(-t // self.config.block_q), -(-s // self.block_kv)
 
 
-def _transforms(dtype) -> tuple[Any, ...]:
-    """Rows of 128 bytes, as wgmma and the copy engine share them."""
-    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
-
-
-def _rows(ref, index, start, size, interpret):
-    """Some rows of a tile of 128 bytes a row, as the copy engine takes them: not in tiles of 8."""
-    if interpret:  # it knows no layouts
-        return ref.at[*index, pl.ds(start, size)]
-    unswizzle, untile = ref.transforms
-    view = ref.ref.at[*index, pl.ds(start // 8, size // 8)].reshape(size, untile.tiling[1])
-    return type(ref)(view.ref, (*view.transforms, unswizzle))
-
-
 def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids, kv_ids):
     """(sum of dQ's parts without the scale, float32 [B, N, T, H], padded; dk; dv).
 
@@ -168,7 +155,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 for chunk in range(chunks):
                     plgpu.copy_gmem_to_smem(
                         source[what].at[batch, keys, kv_head, columns(chunk)],
-                        _rows(scratch[what], (0, chunk), 0, block_kv, interpret),
+                        rows_as_copied(scratch[what], (0, chunk), 0, block_kv, interpret),
                         scratch["kv_full"],
                     )
             if masked:
@@ -188,7 +175,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 for chunk in range(chunks):
                     plgpu.copy_gmem_to_smem(
                         source[what].at[batch, pl.ds(m * block_q, block_q), head, columns(chunk)],
-                        _rows(scratch[what], (slot, chunk), 0, block_q, interpret),
+                        rows_as_copied(scratch[what], (slot, chunk), 0, block_q, interpret),
                         full,
                     )
                 row = rows_of[what]
@@ -212,7 +199,9 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                         to = pl.ds(chunk * ROWS + half * (ROWS // 2), ROWS // 2)
                         lead = (tile,) if interpret else ()
                         plgpu.copy_smem_to_gmem(
-                            _rows(scratch["dq"], (buffer, consumer, half), 0, ROWS, interpret),
+                            rows_as_copied(
+                                scratch["dq"], (buffer, consumer, half), 0, ROWS, interpret
+                            ),
                             dq_ref.at[*lead, batch, head, rows, to],
                             reduction_op=reduction_op,
                         )
@@ -440,7 +429,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 plgpu.commit_smem()
                 for chunk in which:
                     plgpu.copy_smem_to_gmem(
-                        _rows(scratch["v"], (0, chunk), start, ROWS, interpret),
+                        rows_as_copied(scratch["v"], (0, chunk), start, ROWS, interpret),
                         ref.at[batch, rows, kv_head, columns(chunk)],
                     )
             plgpu.wait_smem_to_gmem(0)
@@ -448,8 +437,8 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
         lax.cond(thread == CONSUMERS, produce, consume)
 
     def lines(*lead, dtype=dtype):
-        shape = (*lead, 128 // jnp.dtype(dtype).itemsize)
-        return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
+        line = LINE_BYTES // jnp.dtype(dtype).itemsize
+        return plgpu.SMEM((*lead, line), dtype, transforms=wgmma_transforms(line, dtype))
 
     def barrier(arrivals, number=1):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)

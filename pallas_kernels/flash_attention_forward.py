@@ -28,10 +28,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.flash_attention_blocks import block_ranges
+from pallas_kernels.wgmma_tiles import WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 LOG2E = math.log2(math.e)
-WGMMA_ROWS = 64
-SHARED_BYTES = 227 * 1024  # of one block, on Hopper
 REGISTERS = {1: (None, None), 2: (24, 240), 3: (32, 160)}  # of the producer and each consumer
 TILE_STEPS = 2  # what a tile takes beside its blocks of keys, in blocks
 L2_BYTES = 24 * 2**20  # of keys and values that the tiles of one section share
@@ -85,24 +84,6 @@ def shared_bytes(config: Config, head_width: int, itemsize: int = 2) -> int:
     rows = c.q_stages * c.consumers * WGMMA_ROWS + 2 * c.stages * c.kv_block
     ids = 4 * (c.q_stages * c.consumers * WGMMA_ROWS + c.stages * c.kv_block)
     return rows * width * itemsize + ids + 2048
-
-
-def _transforms(line: int, dtype) -> tuple[Any, ...]:
-    swizzle = line * jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(swizzle)
-
-
-def _copied(ref, index, interpret):
-    """A tile [rows, line] as the copy engine may write or read it.
-
-    wgmma reads [rows / 8, 1, 8, line], which is [rows, line] in memory; but a copy that is told so
-    wants whole tiles of 8 rows in global memory too.
-    """
-    if interpret:  # it knows no layouts
-        return ref.at[*index]
-    unswizzle, untile = ref.transforms
-    view = ref.ref.at[*index].reshape(ref.shape[-2], untile.tiling[1])
-    return type(ref)(view.ref, (*view.transforms, unswizzle))
 
 
 def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks):
@@ -199,6 +180,10 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     high = jnp.minimum(at + (static.window - 1), high)
             return low, high
 
+        def tile_as_copied(name, *index):
+            tile = scratch[name]
+            return rows_as_copied(tile, index, 0, tile.shape[-2], static.interpret)
+
         def columns(part, traced):
             """A part of a head, whose end may lie past its width: JAX must not know where."""
             return pl.ds(traced * 0 + part * line if h % line else part * line, line)
@@ -226,7 +211,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     for part in range(parts):
                         plgpu.copy_gmem_to_smem(
                             q_ref.at[batch, taken, head, columns(part, batch)],
-                            _copied(scratch["q"], (q_slot, consumer, part), static.interpret),
+                            tile_as_copied("q", q_slot, consumer, part),
                             full,
                         )
                 if segmented:
@@ -247,7 +232,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 for part in range(parts):
                     plgpu.copy_gmem_to_smem(
                         source.at[batch, pl.ds(down, c.kv_block), kv_head, columns(part, batch)],
-                        _copied(scratch[name], (slot, part), static.interpret),
+                        tile_as_copied(name, slot, part),
                         full,
                     )
                 if segmented and name == "k":
@@ -497,7 +482,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 plgpu.commit_smem()
                 for part in range(parts):
                     plgpu.copy_smem_to_gmem(
-                        _copied(scratch["q"], (q_slot, group, part), static.interpret),
+                        tile_as_copied("q", q_slot, group, part),
                         out_ref.at[
                             where["batch"],
                             pl.ds(row, WGMMA_ROWS),
@@ -534,7 +519,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
 
         lax.cond(group == c.consumers, produce, consume)
 
-    transforms = _transforms(line, dtype)
+    transforms = wgmma_transforms(line, dtype)
     tile_of_keys = plgpu.SMEM((c.stages, parts, c.kv_block, line), dtype, transforms=transforms)
     scratch = {
         "q": plgpu.SMEM(
@@ -601,7 +586,7 @@ def _steps(static: Static, t: int, s: int, down: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _schedule(blocks: int, rows: int, section: int, steps: tuple[int, ...]) -> list[int]:
+def _schedule(blocks: int, rows: int, section: int, steps: tuple[int, ...]) -> tuple[int, ...]:
     """How many tiles each block has, then which, as many for each as the most has.
 
     Tiles come by sections of heads, the longest first, heads of one tile side by side; each goes to
@@ -619,4 +604,4 @@ def _schedule(blocks: int, rows: int, section: int, steps: tuple[int, ...]) -> l
     most = max(map(len, lists)) + 1  # one more: the index of the next tile is read ahead
     counts = [len(tiles) for tiles in lists]
     padded = [tiles + [0] * (most - len(tiles)) for tiles in lists]
-    return [*counts, *(tile for tiles in padded for tile in tiles)]
+    return (*counts, *(tile for tiles in padded for tile in tiles))

@@ -22,13 +22,12 @@ from pallas_kernels import tuned
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.matmul_kernel import (
     FORMS,
-    LINE_BYTES,
-    WGMMA_ROWS,
     Config,
     Static,
     product,
     shared_bytes,
 )
+from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS
 
 FP8 = jnp.float8_e4m3fn
 DTYPES = (jnp.bfloat16, jnp.float16, FP8)

@@ -24,14 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, LANES, SHARED_BYTES, WARPS
-from pallas_kernels.matmul_kernel import (
-    LINE_BYTES,
-    WGMMA_ROWS,
-    Config,
-    Static,
-    rows_as_copied,
-    wgmma_transforms,
-)
+from pallas_kernels.matmul_kernel import Config, Static
+from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 ITEMSIZE = 2  # both take 16-bit numbers
 LINE = LINE_BYTES // ITEMSIZE

@@ -24,9 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
-LINE_BYTES = 128  # of K a copy and a step of wgmma: the widest swizzle
-WGMMA_ROWS = 64
 VECTOR_BYTES = 1024  # a bias or scales of a tile, as aligned on chip
 FORMS = ("tiles", "vectors", "split")
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 40 + 2 * 232 of the 512 that three share
@@ -73,26 +72,6 @@ def shared_bytes(config: Config, dtype, vectors: int) -> int:
     slices = 2 * c.consumers * WGMMA_ROWS * LINE_BYTES
     barriers = 8 * (2 * c.stages + 2 * c.consumers + 2)
     return c.stages * stage + slices + max(vectors, 1) * VECTOR_BYTES + barriers
-
-
-def wgmma_transforms(width: int, dtype) -> tuple[Any, ...]:
-    """As wgmma reads shared memory, `width` numbers a row."""
-    size_bytes = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(width * size_bytes * 8)
-    return plgpu.TilingTransform((8, swizzle // size_bytes)), plgpu.SwizzleTransform(swizzle)
-
-
-def rows_as_copied(ref, index, start, size, interpret):
-    """Some rows of a tile of 128 bytes a row, as the copy engine may write or read them.
-
-    wgmma reads [rows / 8, 1, 8, columns], which is [rows, columns] in memory; but a copy that is
-    told so wants whole tiles of 8 rows and 128 bytes in global memory too.
-    """
-    if interpret:  # it knows no layouts
-        return ref.at[*index, pl.ds(start, size)]
-    unswizzle, untile = ref.transforms
-    view = ref.ref.at[*index, pl.ds(start // 8, size // 8)].reshape(size, untile.tiling[1])
-    return type(ref)(view.ref, (*view.transforms, unswizzle))
 
 
 def _load(ref, layout):

@@ -43,13 +43,15 @@ MAY_IMPORT = {
         "pallas_kernels._triton_call pallas_kernels.device pallas_kernels.softmax "
         "pallas_kernels.tuned"
     ),
-    "pallas_kernels.matmul_kernel": "pallas_kernels._compat",
+    "pallas_kernels.wgmma_tiles": "",
+    "pallas_kernels.matmul_kernel": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
     "pallas_kernels.matmul_few_rows": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.matmul_kernel"
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.matmul_kernel "
+        "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.matmul": (
         "pallas_kernels.device pallas_kernels.matmul_few_rows pallas_kernels.matmul_kernel "
-        "pallas_kernels.tuned"
+        "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.row_parts": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.embedding_backward": (
@@ -62,19 +64,20 @@ MAY_IMPORT = {
     "pallas_kernels.attention_reference": "",
     "pallas_kernels.flash_attention_blocks": "",
     "pallas_kernels.flash_attention_forward": (
-        "pallas_kernels._compat pallas_kernels.flash_attention_blocks"
+        "pallas_kernels._compat pallas_kernels.flash_attention_blocks pallas_kernels.wgmma_tiles"
     ),
-    "pallas_kernels.flash_attention_backward_kernel": "pallas_kernels._compat",
+    "pallas_kernels.flash_attention_backward_kernel": (
+        "pallas_kernels._compat pallas_kernels.wgmma_tiles"
+    ),
     "pallas_kernels.flash_attention_backward": (
-        "pallas_kernels.device pallas_kernels.flash_attention_backward_kernel "
-        "pallas_kernels.flash_attention_blocks"
+        "pallas_kernels.flash_attention_backward_kernel pallas_kernels.flash_attention_blocks"
     ),
     "pallas_kernels.flash_attention": (
         "pallas_kernels.attention_reference pallas_kernels.device "
         "pallas_kernels.flash_attention_backward pallas_kernels.flash_attention_forward "
         "pallas_kernels.tuned"
     ),
-    "pallas_kernels.decode_attention_kernel": "pallas_kernels._compat",
+    "pallas_kernels.decode_attention_kernel": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
     "pallas_kernels.decode_attention": (
         "pallas_kernels._compat pallas_kernels.attention_reference "
         "pallas_kernels.decode_attention_kernel pallas_kernels.device pallas_kernels.tuned"
