@@ -20,9 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, rows
 from pallas_kernels.device import SHARED_BYTES, THREADS
-from pallas_kernels.rows import Config, Part, RowTile, Staged
-
-MARGIN_BYTES = 4096  # on chip beside tiles and weights: barriers, scratch for sums, alignment
+from pallas_kernels.rows import MARGIN_BYTES, Config, Part, RowTile, Staged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,13 +168,14 @@ def over_rows(
     assert all(x.dtype == dtype for x, dtype in zip(inputs, outputs, strict=False)), name
     count, width = inputs[0].shape
     sizes = [x.dtype.itemsize for x in inputs]
+    held_bytes = sum(w.dtype.itemsize for w in weights)
     if config is None:
         config = rows.default_config(
             width,
             min(sizes),
             count,
             array_bytes=sum(sizes),
-            held_bytes=sum(w.dtype.itemsize for w in weights),
+            held_bytes=held_bytes,
             num_sms=num_sms,
             sums=sums,
             meetings=meetings,
@@ -196,7 +195,6 @@ def over_rows(
             f"{name}: cannot run this call: {config} has no stream, which takes rows that fill the "
             f"threads, {tile.rows} at a time, and no sums over rows; got {count} rows of {width}"
         )
-    held_bytes = sum(w.dtype.itemsize for w in weights)
     size_bytes = config.stages * tile.rows * tile.padded * sum(sizes) + tile.padded * held_bytes
     if config.stages and size_bytes > SHARED_BYTES - MARGIN_BYTES:
         raise NotImplementedError(

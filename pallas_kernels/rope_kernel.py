@@ -66,7 +66,7 @@ def problem(config: Config, q, k, cos, sin) -> str | None:
 
 def direct_tokens(q, k, half: int) -> int:
     """Of how few tokens a block can have all heads without the copy engine."""
-    rows = THREADS // _lanes_across(half, q.dtype.itemsize)
+    rows = tokens_of(half, q.dtype.itemsize)
     return max(rows // math.gcd(x.shape[-2], rows) for x in (q, k))
 
 
@@ -101,31 +101,8 @@ def tokens_of(half: int, itemsize: int) -> int:
     return THREADS // _lanes_across(half, itemsize)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """Which tokens and columns a thread has; `step` columns at a time."""
-
-    tokens: int
-    step: int
-    layout: Any
-    interpret: bool
-
-    def load(self, ref: Any) -> jax.Array:
-        return ref[...] if self.interpret else _compat.load(ref, self.layout, optimized=False)
-
-
 def turn(static: Static, q, k, cos, sin):
     """q [M, N, H] and k [M, K, H] by cos and sin [M, R2]."""
-    half, itemsize = cos.shape[-1], q.dtype.itemsize
-    across, vector = _lanes_across(half, itemsize), ACCESS_BYTES // itemsize
-    tokens = static.config.repeat * tokens_of(half, itemsize)
-    # Columns at a time: all, or what the registers hold of them.
-    held = tokens * half <= HELD * THREADS
-    warp = (LANES // across, across * vector)
-    layout = _compat.tiled_layout(
-        ((WARPS * warp[0], warp[1]), warp, (vector,)), warp_dims=(-5, -4), lane_dims=(-3, -2)
-    )
-    shape = _Shape(tokens, half if held else across * vector, layout, static.interpret)
     run = functools.partial(
         _compat.kernel,
         name="rope_backward" if static.back else "rope",
@@ -134,24 +111,25 @@ def turn(static: Static, q, k, cos, sin):
         interpret=static.interpret,
     )
     way = _directly if static.config.tokens else _by_copies
-    return way(static, shape, run, q, k, cos, sin)
+    return way(static, run, q, k, cos, sin)
 
 
-def _directly(static: Static, shape: _Shape, run, q, k, cos, sin):
+def _load(static: Static, ref: Any, layout: Any) -> jax.Array:
+    return ref[...] if static.interpret else _compat.load(ref, layout, optimized=False)
+
+
+def _directly(static: Static, run, q, k, cos, sin):
     (count, _, width), half, dtype = q.shape, cos.shape[-1], q.dtype
     tokens = static.config.tokens
     spans = [(0, half), (half, half)] + [(2 * half, width - 2 * half)] * (width > 2 * half)
-
-    def load(ref, layout):
-        return ref[...] if static.interpret else _compat.load(ref, layout, optimized=False)
 
     def body(q_ref, k_ref, cos_ref, sin_ref, q_out, k_out):
         here = pl.ds(jax.lax.axis_index("tokens") * tokens, tokens)
         loaded = []
         for source, target in ((q_ref, q_out), (k_ref, k_out)):
             layout = _layout_of(source.shape[1], half, dtype.itemsize)
-            angles = [load(ref.at[here], layout.reduce(1)) for ref in (cos_ref, sin_ref)]
-            parts = [load(source.at[here, :, pl.ds(*span)], layout) for span in spans]
+            angles = [_load(static, ref.at[here], layout.reduce(1)) for ref in (cos_ref, sin_ref)]
+            parts = [_load(static, source.at[here, :, pl.ds(*span)], layout) for span in spans]
             loaded.append((target, layout, angles, parts))
         for target, layout, angles, (left, right, *rest) in loaded:
 
@@ -181,10 +159,17 @@ def _layout_of(heads: int, half: int, itemsize: int) -> Any:
     )
 
 
-def _by_copies(static: Static, shape: _Shape, run, q, k, cos, sin):
+def _by_copies(static: Static, run, q, k, cos, sin):
     (count, q_heads, width), half, dtype = q.shape, cos.shape[-1], q.dtype
     total, heads = q_heads + k.shape[1], static.config.heads
-    tokens, step, load = shape.tokens, shape.step, shape.load
+    tokens = static.config.repeat * tokens_of(half, dtype.itemsize)
+    across, vector = _lanes_across(half, dtype.itemsize), ACCESS_BYTES // dtype.itemsize
+    # Columns at a time: all, or what the registers hold of them
+    step = half if tokens * half <= HELD * THREADS else across * vector
+    warp = (LANES // across, across * vector)
+    layout = _compat.tiled_layout(
+        ((WARPS * warp[0], warp[1]), warp, (vector,)), warp_dims=(-5, -4), lane_dims=(-3, -2)
+    )
 
     def body(*refs):
         q_ref, k_ref, cos_ref, sin_ref, q_out, k_out, block, cos_block, sin_block, *barriers = refs
@@ -216,7 +201,9 @@ def _by_copies(static: Static, shape: _Shape, run, q, k, cos, sin):
 
         def load_angles(column):
             here = (slice(None), pl.ds(column, step))
-            c, s = (load(ref.at[here]).astype(dtype) for ref in (cos_block, sin_block))
+            c, s = (
+                _load(static, ref.at[here], layout).astype(dtype) for ref in (cos_block, sin_block)
+            )
             c, s = c.astype(jnp.float32), s.astype(jnp.float32)
             return c, -s if static.back else s
 
@@ -229,7 +216,7 @@ def _by_copies(static: Static, shape: _Shape, run, q, k, cos, sin):
                 left, right = (
                     block.at[slot, :, pl.ds(start + column, step)] for start in (0, half)
                 )
-                x1, x2 = (load(ref).astype(jnp.float32) for ref in (left, right))
+                x1, x2 = (_load(static, x, layout).astype(jnp.float32) for x in (left, right))
                 left[...] = (x1 * c - x2 * s).astype(dtype)
                 right[...] = (x2 * c + x1 * s).astype(dtype)
             plgpu.commit_smem()

@@ -39,6 +39,7 @@ from pallas_kernels.device import (
 # the interpreter wants a free thread of the processor for each.
 MAX_WARPGROUPS = 2
 NUMBERS = 64  # that a thread may hold of a row before it reads the row in parts
+MARGIN_BYTES = 4096  # on chip beside tiles and weights: barriers, scratch for sums, alignment
 MAX_ROW_BYTES = 32 * 1024  # two stages of three such arrays, and weights beside them, fit there
 
 
@@ -296,7 +297,8 @@ def default_config(
     while repeat > 1 and tile.rows * repeat * num_sms * 4 > count:  # first rows for all blocks
         repeat //= 2
     stage = repeat * tile.rows * tile.padded * array_bytes
-    held = tile.padded * held_bytes + 4096 * bool(sums) * tile.warps[0] * repeat + 4096
+    lines = 4096 * bool(sums) * tile.warps[0] * repeat  # room for rows of sums
+    held = tile.padded * held_bytes + lines + MARGIN_BYTES
     stages = max(1, min(3, (SHARED_BYTES - held) // stage))
     blocks = min(8, 98304 // (stages * stage), SHARED_BYTES // (stages * stage + held))
     return Config(repeat, stages, max(1, blocks), warpgroups)
@@ -314,7 +316,7 @@ def candidates(
         if fits(Config(repeat, 0, 1, warpgroups), width, itemsize, count):
             found.append(Config(repeat, 0, 1, warpgroups))
         stages = 3  # with two, one is in flight, and 4 never won
-        taken = tile.padded * (stages * tile.rows * array_bytes + held_bytes) + 4096
+        taken = tile.padded * (stages * tile.rows * array_bytes + held_bytes) + MARGIN_BYTES
         blocks = min(8, SHARED_BYTES // taken)
         found += [Config(repeat, stages, n, warpgroups) for n in {blocks, blocks // 2} if n]
     return found

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels import device as device_lib
 from pallas_kernels import softmax_kernel, tuned
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, THREADS, WARPS, Device
+from pallas_kernels.rows import MARGIN_BYTES
 from pallas_kernels.softmax_tiles import (
     MAX_PARTS,
     NUMBERS,
@@ -199,7 +200,7 @@ def candidates(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: Device
             found += [
                 Config(repeat, warps, 3, blocks)
                 for blocks in (4, 8)
-                if blocks * (3 * stage + 4096) <= SHARED_BYTES and numbers <= 2 * NUMBERS
+                if blocks * (3 * stage + MARGIN_BYTES) <= SHARED_BYTES and numbers <= 2 * NUMBERS
             ]
     return found
 
@@ -234,7 +235,7 @@ def _default(
 
     `held_bytes` of each number, in `arrays` arrays and a mask, are on chip.
     """
-    room = SHARED_BYTES - 4096
+    room = SHARED_BYTES - MARGIN_BYTES
     if fits(width, itemsize):
         # A warp that has a row alone sums it without the others; but there must be rows for all
         # warps, registers for a row each, and room for several blocks.

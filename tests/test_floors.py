@@ -91,8 +91,8 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.rows pallas_kernels.softmax_tiles"
     ),
     "pallas_kernels.softmax": (
-        "pallas_kernels.device pallas_kernels.softmax_kernel pallas_kernels.softmax_tiles "
-        "pallas_kernels.tuned"
+        "pallas_kernels.device pallas_kernels.rows pallas_kernels.softmax_kernel "
+        "pallas_kernels.softmax_tiles pallas_kernels.tuned"
     ),
     "pallas_kernels.measure": "",
     "pallas_kernels.tuned": "pallas_kernels.device",
@@ -110,7 +110,7 @@ MAY_IMPORT = {
     "jaxllm.ops.attention": OP,
     "jaxllm.ops.glu": OP,
     "jaxllm.ops.linear": OP,
-    "jaxllm.ops.loss": OP,
+    "jaxllm.ops.loss": f"{OP} jaxllm.ops.linear",
     "jaxllm.ops.norm": OP,
     "jaxllm.ops.rope": OP,
     "jaxllm.ops.softmax": OP,
@@ -126,7 +126,8 @@ MAY_IMPORT = {
         "jaxllm.results jaxllm.sampling jaxllm.tokenizer"
     ),
     "jaxllm.generate": ("jaxllm.model jaxllm.prompts jaxllm.results jaxllm.run jaxllm.tokenizer"),
-    "jaxllm.train": "jaxllm.config jaxllm.model jaxllm.ops",
+    "jaxllm.precision": "",
+    "jaxllm.train": "jaxllm.layers jaxllm.model jaxllm.ops jaxllm.precision",
     "jaxllm.checkpoint.shipped": "",
     "jaxllm.checkpoint.safetensors_file": "",
     "jaxllm.checkpoint.folder": (

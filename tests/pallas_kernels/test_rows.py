@@ -122,3 +122,30 @@ def test_a_config_too_large_for_the_chip_is_refused():
         else:
             with pytest.raises(NotImplementedError, match=f"toy: cannot run this call: .*{words}"):
                 jax.eval_shape(lambda x, c=config: run(inputs=[x], config=c), x)
+
+
+@pytest.mark.parametrize(("width", "sums", "unsafe"), [(256, 2, False), (8192, 2, True)])
+def test_sums_of_narrow_rows_keep_the_barriers_of_jax(monkeypatch, width, sums, unsafe):
+    """Sums of columns follow each other in one place on chip: without JAX's barriers between them
+    a warp overwrote what another still read, on a GPU alone (LayerNorm's backward pass)."""
+    asked = []
+
+    def kernel(body, *, unsafe_no_auto_barriers, **rest):
+        asked.append(unsafe_no_auto_barriers)
+        return lambda *arrays: [jnp.zeros(out.shape, out.dtype) for out in rest["out_type"]]
+
+    monkeypatch.setattr(_compat, "kernel", kernel)
+    x = jax.ShapeDtypeStruct((64, width), jnp.bfloat16)
+    run = functools.partial(
+        over_rows.over_rows,
+        lambda group, inputs, weights, outputs, sums: sums,
+        name="toy",
+        outputs=[jnp.bfloat16],
+        sums=sums,
+        row_sums=2,
+        config=None,
+        num_sms=2,
+        interpret=False,
+    )
+    jax.eval_shape(lambda x: run(inputs=[x]), x)
+    assert asked == [unsafe]
