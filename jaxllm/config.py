@@ -11,7 +11,7 @@ from collections.abc import Mapping
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-REMAT = ("none", "full", "dots")
+REMAT = ("none", "full", "dots", "save_attention", "offload")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Angles are reduced in 32-bit integers (ops/rope.py), which holds for positions below 2**20.
@@ -229,8 +229,11 @@ class Runtime:
     param_dtype: what parameters are stored in (None: dtype, or float32 if that is None too).
     implementation: "auto", the name of an implementation that every op has ("xla"), or a mapping
         from op to name ({"attention": "cudnn"}); ops that the mapping leaves out are "auto".
-    remat: what the backward pass recomputes: "none", "full" (everything but each block's input),
-        "dots" (everything but the products with weights).
+    remat: what the backward pass recomputes: "none"; "full": everything but each block's input;
+        "dots": everything but the products with weights; "save_attention": as full, but attention
+        does not run again (kernels keep its output and log-sum-exp; "xla" has no such statistic,
+        and makes the scores again); "offload": as full, with the blocks' inputs in pinned host
+        memory until they are needed (a CPU has one memory, where it is "full").
     """
 
     dtype: str | None = None

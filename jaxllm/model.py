@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Integer
 
 from jaxllm.cache import KVCache
 from jaxllm.config import GenerationDefaults, ModelConfig, Runtime
 from jaxllm.layers import Block, Embedding, Linear, RMSNorm, Rotary, Tables
 
+_named_by_attention = jax.checkpoint_policies.save_only_these_names(
+    "attention_output", "attention_lse"
+)
+
+
+def _save_attention(primitive: Any, *arrays: Any, **params: Any) -> Any:
+    """What attention's kernels keep for their backward pass: ours name it, cuDNN's is all that its
+    forward call returns.
+    """
+    if primitive.name == "dot_product_attention_fwd_wrapper":
+        return True
+    return _named_by_attention(primitive, *arrays, **params)
+
+
 REMAT_POLICIES = {
     "full": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "save_attention": _save_attention,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["block_input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 
@@ -135,6 +159,7 @@ class Transformer(nnx.Module):
         graph, state = nnx.split(block)
 
         def forward(state, x, tables, segment_ids):
+            x = checkpoint_name(x, "block_input")
             return nnx.merge(graph, state)(x, tables, segment_ids=segment_ids)[0]
 
         again = jax.checkpoint(forward, policy=REMAT_POLICIES[self.runtime.remat])

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
@@ -226,6 +227,8 @@ def _attention(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_length
 
 def _attention_forward(static, *arrays):
     out, lse = forward(dataclasses.replace(static, save_lse=True), *arrays)
+    # A policy of jax.checkpoint may keep both, and the backward pass does not run this again
+    out, lse = checkpoint_name(out, "attention_output"), checkpoint_name(lse, "attention_lse")
     return (out, lse if static.save_lse else None), (*arrays, out, lse)
 
 

@@ -19,6 +19,7 @@ from tiny_models import ALL, LONGROPE, SLIDING, TINY
 
 from jaxllm.config import (
     MAX_POSITIONS,
+    REMAT,
     ModelConfig,
     Rope,
     Runtime,
@@ -688,7 +689,7 @@ def test_a_rope_that_cannot_be(kwargs, sentence):
     [
         ({"dtype": "float64"}, "runtime: dtype 'float64' is not one of float32, bfloat16, float16"),
         ({"param_dtype": "int8"}, "runtime: param_dtype 'int8' is not one of float32, bfloat16"),
-        ({"remat": "some"}, "runtime: remat 'some' is not one of none, full, dots"),
+        ({"remat": "some"}, "runtime: remat 'some' is not one of none, full, dots, "),
     ],
 )
 def test_a_runtime_that_cannot_be(kwargs, sentence):
@@ -845,7 +846,7 @@ RUNTIMES = {
     "dtype": (None, "float32", "bfloat16", "float16"),
     "param_dtype": (None, "float32", "bfloat16", "float16"),
     "implementation": ("auto", "xla", {"attention": "xla"}, {}),
-    "remat": ("none", "full", "dots"),
+    "remat": REMAT,
 }
 
 

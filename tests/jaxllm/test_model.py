@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,12 +13,14 @@ import numpy as np
 import oracles
 import pytest
 import tiny_models
+from absent_device import absent
 from flax import nnx
 from numerics import assert_as_accurate
 from tiny_models import ALL, LONGROPE, SLIDING, TINY
 
+from jaxllm import aot
 from jaxllm.cache import KVCache
-from jaxllm.config import Rope, Runtime
+from jaxllm.config import REMAT, Rope, Runtime
 from jaxllm.model import Transformer
 from jaxllm.ops import cross_entropy
 from pallas_kernels import _compat
@@ -263,7 +266,7 @@ def test_gradient_checkpointing_takes_less_memory():
     assert full < dots < 0.6 * none, (full, dots, none)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", [name for name in REMAT if name != "none"])
 def test_gradient_checkpointing_changes_no_gradient(remat):
     for ours, other in zip(
         jax.tree.leaves(compiled(remat)[1]), jax.tree.leaves(compiled("none")[1]), strict=True
@@ -272,6 +275,56 @@ def test_gradient_checkpointing_changes_no_gradient(remat):
         # The same operations, fused otherwise
         np.testing.assert_allclose(ours, other, atol=1e-5 * scale, rtol=0)
         assert not np.allclose(1.001 * ours, other, atol=1e-5 * scale, rtol=0)
+
+
+def test_a_wrong_gradient_is_seen():
+    other = jax.tree.leaves(compiled("none")[1])[0]
+    assert not np.allclose(1.001 * other, other, atol=1e-5 * float(jnp.max(jnp.abs(other))), rtol=0)
+
+
+def attention_calls(remat: str, implementation: str) -> int:
+    """How often the gradient of a model of three layers runs attention's forward kernel."""
+    config = dataclasses.replace(
+        TINY, num_hidden_layers=3, layer_types=(), head_dim=64, num_attention_heads=2
+    )
+    runtime = Runtime("bfloat16", implementation={"attention": implementation}, remat=remat)
+    model = nnx.eval_shape(lambda: Transformer(config, runtime, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    tokens = jnp.zeros((1, 128), jnp.int32)
+    positions = tokens
+
+    def loss(state):
+        return jnp.sum(nnx.merge(graph, state).hidden(tokens, positions)[0].astype(jnp.float32))
+
+    with absent():
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(state).jaxpr
+    names = [(e.primitive.name, e.params.get("name")) for e in equations(jaxpr)]
+    return sum(
+        primitive == "dot_product_attention_fwd_wrapper" or name == "flash_attention"
+        for primitive, name in names
+    )
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All of a jaxpr's, those of what it calls included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns")
+
+
+@pytest.mark.skipif(
+    aot.why_not() is not None, reason=f"tests of programs for a GPU: {aot.why_not()}"
+)
+@pytest.mark.parametrize("implementation", ["pallas", "cudnn"])
+@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("save_attention", 1), ("full", 2)])
+def test_save_attention_runs_attention_once(remat, times, implementation):
+    assert attention_calls(remat, implementation) == 3 * times
 
 
 # ---------------------------------------------------------------------------- what a program says
