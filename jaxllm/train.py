@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +25,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm import ops
+from jaxllm.layers import Linear
 from jaxllm.model import Transformer
+from jaxllm.precision import NoScale, Scale
 
 IGNORE = -100  # a target that is not counted
 
@@ -35,11 +39,25 @@ Loss = Callable[[Transformer, Batch], tuple[Float[Array, ""], Int[Array, ""]]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What training changes: parameters by name, the optimiser's state, and the count of steps."""
+    """What training changes, and what it needs beside that.
+
+    params: what is trained, by dotted name, in the dtype that the optimiser updates.
+    frozen: the model's other parameters, by dotted name; no step changes them.
+    step: how many batches were taken. skipped: how many of them changed no parameter, because a
+    gradient was not finite. scale: the scale of the loss.
+    """
 
     params: Params
+    frozen: Params
     opt_state: optax.OptState
     step: Int[Array, ""]
+    scale: Scale
+    skipped: Int[Array, ""]
+
+    @property
+    def all_params(self) -> Params:
+        """Trained and frozen parameters, as `update` and `evaluate` take them."""
+        return {**self.params, **self.frozen}
 
 
 def parameters(model: Transformer) -> Params:
@@ -57,20 +75,115 @@ def update(model: Transformer, params: Params) -> None:
         param.set_value(params[name])
 
 
-def init_state(model: Transformer, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    *,
+    trainable: Callable[[str], bool] | None = None,
+    scale: Scale = NoScale(),
+) -> TrainState:
     """The state at step 0.
 
     It takes the model's arrays over: the first step donates them, and the model cannot be used
-    again until `update` has put parameters back.
+    again until `update` has put parameters back. `trainable` tells by its name whether a parameter
+    is trained (None: all are). The optimiser's moments are float32, also those of bfloat16 weights.
+    Raises: ValueError if nothing is to be trained, or something that is no floating-point array.
     """
-    params = parameters(model)
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    every = parameters(model)
+    params = {name: x for name, x in every.items() if trainable is None or trainable(name)}
+    if not params:
+        raise ValueError(f"train: none of the {len(every)} parameters is to be trained")
+    for name, x in params.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"train: {name} is {x.dtype}, which has no gradient; leave it out with trainable="
+            )
+    return TrainState(
+        params,
+        {name: x for name, x in every.items() if name not in params},
+        # In a program of its own, so that no array of the optimiser's is one of the parameters
+        jax.jit(lambda params: optimizer.init(_float32(params)))(params),
+        jnp.zeros((), jnp.int32),
+        jax.tree.map(jnp.array, scale),
+        jnp.zeros((), jnp.int32),
+    )
 
 
 def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """The sum in nats of the losses of the batch's targets, and their count."""
-    logits = model(batch["tokens"], batch.get("positions"), batch.get("segment_ids"))
-    return ops.cross_entropy(logits, batch["targets"])
+    """The sum in nats of the losses of the batch's targets, and their count.
+
+    No array of all logits is made, but where the head is more than a matrix (an adapter beside it).
+    """
+    tokens = batch["tokens"], batch.get("positions"), batch.get("segment_ids")
+    hidden, _ = model.hidden(*tokens)
+    head = model.embed_tokens if model.lm_head is None else model.lm_head
+    with jax.named_scope("loss"):
+        if model.lm_head is not None and type(model.lm_head) is not Linear:
+            return ops.cross_entropy(model.head(hidden), batch["targets"])
+        return ops.linear_cross_entropy(
+            hidden,
+            head.weight[...],
+            batch["targets"],
+            softcap=model.config.final_logit_softcapping,
+        )
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    loss: Loss = token_loss,
+    micro_batches: int = 1,
+) -> tuple[TrainState, dict[str, Array]]:
+    """One step: the pure function that `make_train_step` compiles, for loops of one's own.
+
+    Of the model only its structure and the dtype that it computes in are looked at. Weights of
+    blocks are cast to that dtype once; sums of gradients, the update and the metrics are float32.
+    The rest is told there.
+    """
+    call = _functional(model, loss)
+    # A power of two, so nothing is rounded: the true count is known when all parts are done
+    nominal = 2.0 ** int(math.log2(max(batch["tokens"].size, 1)))
+
+    def objective(weights: Params, part: Batch):
+        total, count = call({**weights, **state.frozen}, part)
+        return state.scale.scale_loss(total / nominal), (total, count)
+
+    def gradient(part: Batch):
+        grads, sums = jax.grad(objective, has_aux=True)(weights, part)
+        return _float32(grads), sums
+
+    weights = _computed(state.params, model.runtime.compute_dtype)
+    grads, (total, count) = _accumulate(gradient, batch, micro_batches)
+    tokens = jnp.maximum(count, 1).astype(jnp.float32)
+    grads = jax.tree.map(lambda g: g * (nominal / tokens), state.scale.unscale(grads))
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm) & jnp.isfinite(total)  # a sum is finite only if each part is
+
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+
+    def keep(new, old):
+        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+    after = TrainState(
+        cast(Params, keep(params, state.params)),
+        state.frozen,
+        keep(opt_state, state.opt_state),
+        state.step + 1,
+        state.scale.adjust(finite),
+        state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
+    )
+    metrics = {
+        "loss": total / tokens,
+        "tokens": count,
+        "grad_norm": norm,
+        "scale": state.scale.value,
+        "skipped": after.skipped,
+    }
+    return after, metrics
 
 
 def make_train_step(
@@ -82,47 +195,18 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """A compiled `step(state, batch) -> (state, metrics)` that donates the state.
 
-    The batch's rows are worked on in `micro_batches` equal parts, one after the other: less memory,
-    same result up to rounding, since the gradient is that of the loss's sum over all parts divided
-    by its count over all parts.
-    Metrics: `loss` (that quotient), `tokens` (the count) and `grad_norm`, before any clipping.
+    What is trained, and the scale of the loss, are the state's. The batch's rows are worked on in
+    `micro_batches` equal parts, one after the other: less memory, same result up to rounding, since
+    the gradient is that of the loss's sum over all parts divided by its count over all parts.
+    A step whose loss or gradient is not finite changes neither parameters nor the optimiser's
+    state, and is counted.
+    Metrics, scalars on the device: `loss` (that quotient), `tokens` (the count), `grad_norm`
+    (before any clipping), `scale` (what the loss was multiplied by) and `skipped` (steps so far
+    that changed nothing).
     """
-    gradient = jax.value_and_grad(_functional(model, loss), has_aux=True)
-
-    def accumulate(params: Params, batch: Batch):
-        if micro_batches == 1:
-            return gradient(params, batch)
-        rows = len(batch["tokens"])
-        if rows % micro_batches:
-            raise ValueError(
-                f"train: {rows} rows cannot be split into {micro_batches} equal micro-batches"
-            )
-        parts = jax.tree.map(
-            lambda x: x.reshape(micro_batches, x.shape[0] // micro_batches, *x.shape[1:]), batch
-        )
-        first = jax.tree.map(lambda x: x[0], parts)
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, first)
-        )
-
-        def add(sums, part):
-            return jax.tree.map(jnp.add, sums, gradient(params, part)), None
-
-        return jax.lax.scan(add, zeros, parts)[0]
-
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        (total, count), grads = accumulate(state.params, batch)
-        scale = 1.0 / jnp.maximum(count, 1).astype(jnp.float32)
-        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {
-            "loss": total * scale,
-            "tokens": count,
-            "grad_norm": optax.tree.norm(grads),
-        }
-        return TrainState(cast(Params, params), opt_state, state.step + 1), metrics
-
+    step = functools.partial(
+        train_step, model=model, optimizer=optimizer, loss=loss, micro_batches=micro_batches
+    )
     return jax.jit(step, donate_argnums=0)
 
 
@@ -130,7 +214,7 @@ def make_evaluate(
     model: Transformer, loss: Loss = token_loss
 ) -> Callable[[Params, Iterable[Batch]], tuple[float, int]]:
     """An `evaluate(params, batches) -> (sum of losses, count)` with one compiled program for each
-    shape; nothing is donated.
+    shape; nothing is donated. The parameters are all of the model's: `TrainState.all_params`.
     """
     call = jax.jit(_functional(model, loss))
 
@@ -139,6 +223,41 @@ def make_evaluate(
         return sum(float(total) for total, _ in sums), sum(int(count) for _, count in sums)
 
     return evaluate
+
+
+def _accumulate(gradient: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
+    """What `gradient` returns for the batch: the sum of what it returns for its parts."""
+    if parts == 1:
+        return gradient(batch)
+    rows = len(batch["tokens"])
+    if parts < 1 or rows % parts:
+        raise ValueError(f"train: {rows} rows cannot be split into {parts} equal micro-batches")
+    split = jax.tree.map(
+        lambda x: jnp.reshape(x, (parts, x.shape[0] // parts, *x.shape[1:])), batch
+    )
+    first = jax.tree.map(lambda x: x[0], split)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, first))
+
+    def add(sums, part):
+        return jax.tree.map(jnp.add, sums, gradient(part)), None
+
+    return jax.lax.scan(add, zeros, split)[0]
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _computed(params: Params, dtype: str) -> Params:
+    """Matrices of blocks in the dtype of the products they go into.
+
+    Those of embedding and head stay: the gradient of a row that many tokens share must be summed
+    in float32, and both are cast where they are used.
+    """
+    return {
+        name: x.astype(dtype) if name.startswith("layers.") and x.ndim > 1 else x
+        for name, x in params.items()
+    }
 
 
 def _functional(model: Transformer, loss: Loss) -> Callable[[Params, Batch], Any]:

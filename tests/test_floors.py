@@ -143,6 +143,14 @@ MAY_IMPORT = {
         "jaxllm.tokenizer"
     ),
     "jaxllm.checkpoint.native": "jaxllm.train",
+    "jaxllm.checkpoint.peft": (
+        "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file "
+        "jaxllm.checkpoint.tensor_names"
+    ),
+    "jaxllm.lora": (
+        "jaxllm.checkpoint.peft jaxllm.config jaxllm.families jaxllm.layers jaxllm.model jaxllm.ops"
+    ),
+    "jaxllm.dpo": "jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
     "jaxllm.checkpoint": "jaxllm.checkpoint.*",
     "jaxllm": "jaxllm.*",
     "jaxllm.cli": "jaxllm jaxllm.*",

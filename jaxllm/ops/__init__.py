@@ -11,7 +11,7 @@ from jaxllm.ops._select import Table, choose
 from jaxllm.ops.attention import ATTENTION, HOLDS_SCORES, attention
 from jaxllm.ops.glu import GLU, glu
 from jaxllm.ops.linear import EMBEDDING, LINEAR, embedding, linear
-from jaxllm.ops.loss import cross_entropy
+from jaxllm.ops.loss import LINEAR_CROSS_ENTROPY, cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm import LAYER_NORM, RMS_NORM, layer_norm, rms_norm
 from jaxllm.ops.rope import ROPE, rope
 from jaxllm.ops.softmax import SCALE_SOFTMAX, scale_softmax
@@ -26,6 +26,7 @@ OPS = {
     "layer_norm": (layer_norm, LAYER_NORM),
     "rope": (rope, ROPE),
     "glu": (glu, GLU),
+    "linear_cross_entropy": (linear_cross_entropy, LINEAR_CROSS_ENTROPY),
 }
 
 
@@ -75,6 +76,7 @@ __all__ = [
     "glu",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "rms_norm",
     "rope",
     "scale_softmax",

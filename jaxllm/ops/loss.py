@@ -1,10 +1,30 @@
-"""Token cross entropy."""
+"""Token cross entropy: of logits, and from hidden states without an array of all logits."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
+
+from jaxllm.ops._select import Implementation, Table, select
+from jaxllm.ops.linear import precision
+
+# Logits that are in memory at one time: 512 MiB in float32. Fewer would make the head's gradient,
+# float32 [V, D], be read and written too often: at 1024 tokens a chunk that takes as long as the
+# products themselves where 4.8 TB/s stand beside 989 TFLOP/s.
+CHUNK_LOGITS = 2**27
+CHUNK_TOKENS = (1024, 8192)  # least and most
+
+# What the probabilities are multiplied by before they are rounded to float16: 2**-38 stays a number
+FLOAT16_SCALE = 2.0**14
 
 
 def cross_entropy(
@@ -21,3 +41,217 @@ def cross_entropy(
     chosen = jnp.take_along_axis(logits, jnp.where(counted, targets, 0)[..., None], axis=-1)[..., 0]
     losses = jax.nn.logsumexp(logits, axis=-1) - chosen
     return jnp.sum(jnp.where(counted, losses, jnp.float32(0))), jnp.sum(counted, dtype=jnp.int32)
+
+
+def linear_cross_entropy(
+    hidden: Float[Array, "*B D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "*B"],
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+    implementation: str | Mapping[str, str] = "auto",
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """`cross_entropy` of the logits hidden @ head.T, of which only a chunk is ever in memory.
+
+    With `softcap`, a logit x is softcap * tanh(x / softcap). `z_loss` adds z_loss * lse**2 for each
+    counted target, where lse is the log-sum-exp of its logits. `chunk` is how many tokens are
+    worked on at a time (None: chosen by V). Under differentiation the gradients are made beside the
+    loss, chunk by chunk, and the head's only if it is asked for.
+    Dtypes: hidden and head in bfloat16, float16 or float32; the head is cast to hidden's dtype for
+    the products, whose sums are float32, as is all between them. A gradient has the dtype of what
+    it is of: that of a float32 head is never rounded to less.
+    Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
+    a traced one makes the loss NaN.
+    """
+    _check(hidden, head, targets, ignore_index, softcap, chunk)
+    kwargs = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss, "chunk": chunk}
+    run = select(
+        "linear_cross_entropy",
+        LINEAR_CROSS_ENTROPY,
+        implementation,
+        hidden,
+        head,
+        targets,
+        **kwargs,
+    )
+    return run(hidden, head, targets, **kwargs)
+
+
+def chunk_tokens(tokens: int, vocab_size: int) -> int:
+    """How many of the tokens to work on at a time: equal parts, as few as memory allows."""
+    least, most = CHUNK_TOKENS
+    limit = min(max(2 ** int(math.log2(max(CHUNK_LOGITS // vocab_size, 1))), least), most)
+    parts = -(-tokens // limit)
+    return max(-(-tokens // max(parts, 1)), 1)
+
+
+def _check(hidden, head, targets, ignore_index, softcap, chunk) -> None:
+    if head.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != head.shape[1]:
+        raise ValueError(
+            f"linear_cross_entropy: hidden {hidden.shape} and head {head.shape} must be [*B, D] "
+            "and [V, D]"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"linear_cross_entropy: targets have shape {targets.shape}, hidden states "
+            f"{hidden.shape} need {hidden.shape[:-1]}"
+        )
+    for name, x in (("hidden", hidden), ("head", head)):
+        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            raise ValueError(
+                f"linear_cross_entropy: {name} is {x.dtype}; bfloat16, float16 or float32 are "
+                "allowed"
+            )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"linear_cross_entropy: targets must be integers, got {targets.dtype}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"linear_cross_entropy: softcap must be positive or None, got {softcap}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"linear_cross_entropy: chunk must be at least 1, got {chunk}")
+    if isinstance(targets, Tracer) or not hasattr(targets, "__array__"):
+        return
+    values = np.asarray(targets)
+    outside = values[(values != ignore_index) & ((values < 0) | (values >= head.shape[0]))]
+    if outside.size:
+        raise ValueError(
+            f"linear_cross_entropy: target {outside[0]} is outside the vocabulary of "
+            f"{head.shape[0]}, and not {ignore_index}, which is not counted"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """The numbers of a call."""
+
+    ignore_index: int
+    softcap: float | None
+    z_loss: float
+    chunk: int | None
+
+
+def _xla(hidden, head, targets, *, ignore_index, softcap, z_loss, chunk):
+    static = _Static(ignore_index, softcap, float(z_loss), chunk)
+    return _loss(static, hidden, head, jnp.asarray(targets))
+
+
+def _chunks(static: _Static, hidden, head, targets):
+    """The head in the products' dtype, and tokens in chunks [P, C, D] and [P, C], filled up."""
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    targets = targets.reshape(-1).astype(jnp.int32)
+    tokens = len(targets)
+    size = static.chunk or chunk_tokens(tokens, head.shape[0])
+    parts = -(-tokens // size)
+    if missing := parts * size - tokens:
+        hidden = jnp.pad(hidden, ((0, missing), (0, 0)))
+        targets = jnp.pad(targets, (0, missing), constant_values=static.ignore_index)
+    chunked = (hidden.reshape(parts, size, hidden.shape[1]), targets.reshape(parts, size))
+    return head.astype(hidden.dtype), chunked
+
+
+def _dot(a, b, contract: tuple[int, int]):
+    """Products of one dtype, with sums in float32."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=precision(a.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _losses(static: _Static, hidden, head, targets):
+    """Of one chunk: the sum, and what its gradient is made of."""
+    logits = _dot(hidden, head, (1, 1))
+    slope = None
+    if static.softcap is not None:
+        bent = jnp.tanh(logits / static.softcap)
+        logits, slope = bent * static.softcap, 1.0 - bent * bent
+    counted = targets != static.ignore_index
+    chosen = jnp.take_along_axis(  # NaN outside the vocabulary
+        logits, jnp.where(counted, targets, 0)[:, None], axis=1, mode="fill"
+    )[:, 0]
+    # A negative target would count from the end
+    chosen = jnp.where(counted & (targets < 0), jnp.float32(np.nan), chosen)
+    lse = jax.nn.logsumexp(logits, axis=1)
+    losses = lse - chosen
+    if static.z_loss:
+        losses = losses + static.z_loss * lse * lse
+    total = jnp.sum(jnp.where(counted, losses, jnp.float32(0)))
+    return total, (logits, slope, lse, counted)
+
+
+def _gradients(static: _Static, hidden, head, targets, saved, want_hidden, want_head):
+    """Of one chunk's sum: by hidden states, float32 [C, D], and by the head, float32 [V, D]."""
+    logits, slope, lse, counted = saved
+    weight = jnp.where(counted, 1.0 + 2.0 * static.z_loss * lse, jnp.float32(0))
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    hit = (ids == targets[:, None]) & counted[:, None]
+    d_logits = jnp.exp(logits - lse[:, None]) * weight[:, None] - hit.astype(jnp.float32)
+    if slope is not None:
+        d_logits = d_logits * slope
+    scale = FLOAT16_SCALE if hidden.dtype == jnp.float16 else 1.0
+    d_logits = (d_logits * scale).astype(hidden.dtype)
+    d_hidden = _dot(d_logits, head, (1, 0)) / scale if want_hidden else None
+    d_head = _dot(d_logits, hidden, (0, 0)) / scale if want_head else None
+    return d_hidden, d_head
+
+
+def _count(static: _Static, targets):
+    return jnp.sum(targets != static.ignore_index, dtype=jnp.int32)
+
+
+def _primal(static: _Static, hidden, head, targets):
+    cast, chunked = _chunks(static, hidden, head, targets)
+
+    def add(total, chunk):
+        return total + _losses(static, chunk[0], cast, chunk[1])[0], None
+
+    total, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), chunked)
+    return total, _count(static, targets)
+
+
+def _forward(static: _Static, hidden, head, targets):
+    wants: Any = (hidden.perturbed, head.perturbed)
+    hidden, head, targets = hidden.value, head.value, targets.value
+    cast, chunked = _chunks(static, hidden, head, targets)
+    # What the loss's own scale may lift out of float16's reach is kept in float32
+    kept = jnp.float32 if hidden.dtype == jnp.float16 else hidden.dtype
+
+    def add(sums, chunk):
+        total, d_head = sums
+        loss, saved = _losses(static, chunk[0], cast, chunk[1])
+        d_hidden, more = _gradients(static, chunk[0], cast, chunk[1], saved, *wants)
+        d_head = None if d_head is None else d_head + more
+        return (total + loss, d_head), None if d_hidden is None else d_hidden.astype(kept)
+
+    start = jnp.zeros(head.shape, jnp.float32) if wants[1] else None
+    (total, d_head), d_hidden = jax.lax.scan(add, (jnp.zeros((), jnp.float32), start), chunked)
+    if d_hidden is not None:
+        tokens = math.prod(hidden.shape[:-1])
+        d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[:tokens].reshape(hidden.shape)
+    like = (jnp.zeros((), hidden.dtype), jnp.zeros((), head.dtype))
+    return (total, _count(static, targets)), (d_hidden, d_head, like)
+
+
+def _backward(static: _Static, saved, cotangents):
+    del static
+    d_hidden, d_head, (like_hidden, like_head) = saved
+    d_total = cotangents[0]
+    if isinstance(d_total, SymbolicZero):
+        d_total = jnp.zeros((), jnp.float32)
+
+    def finish(gradient, like):
+        if gradient is None:
+            return None
+        return (gradient.astype(jnp.float32) * d_total).astype(like.dtype)
+
+    return finish(d_hidden, like_hidden), finish(d_head, like_head), None
+
+
+_loss = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+_loss.defvjp(_forward, _backward, symbolic_zeros=True)
+
+LINEAR_CROSS_ENTROPY: Table = {"xla": Implementation(_xla)}
