@@ -36,6 +36,7 @@ _SHALLOW = frozenset(
     ("batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject")
     + ("rejectattr", "reverse", "select", "selectattr", "slice")
 )
+_MARKS = ("_generation_begins", "_generation_ends")  # variables that a generation block prints
 _WIDE = re.compile(  # "%9999d", "%*d", "{:9999}", "{:{}}"
     r"%[^a-zA-Z%]*(\d{4}|\*)|\{[^{}]*:[^{}]*(\d{4}|\{)"
 )
@@ -48,6 +49,79 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
     Raises: ValueError if the messages are not JSON objects, or if the template has a syntax error,
     calls raise_exception, fails, or asks for what the sandbox refuses.
     """
+    return _render(source, messages, variables, ("", ""))
+
+
+def answer_spans(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    first: int = 0,
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of `messages`, and where in it, in characters, stands what the assistant says in
+    messages[first:].
+
+    A template with `{% generation %}` blocks says it itself. Of another, an answer is what its
+    message adds to the text: from the end of the messages before it, rendered with
+    add_generation_prompt, to the end of the messages up to it, without an EOS token that the
+    template puts at the end of every text.
+    Raises: ValueError as `render`; or if that is not how the template's texts grow.
+    """
+    variables = {**variables, "add_generation_prompt": False}
+    text = render(source, messages, variables)
+
+    def start(i: int) -> int:
+        """Where the answer begins that is message i."""
+        if i == 0:
+            raise ValueError(
+                "chat template: where an answer begins that is the first message cannot be told "
+                "from a template without {% generation %} blocks; put a message before it"
+            )
+        before = render(source, messages[:i], {**variables, "add_generation_prompt": True})
+        return _length_in(text, before, i)
+
+    if re.search(r"\{%[-+]?\s*generation\b", source):
+        spans = _generation_spans(text, source, messages, variables)
+        least = start(first) if first else 0
+        return text, [(max(a, least), b) for a, b in spans if b > least]
+    spans = []
+    for i, message in enumerate(messages):
+        if i >= first and message.get("role") == "assistant":
+            after = render(source, messages[: i + 1], variables)
+            if not text.startswith(after):
+                after = after.removesuffix(variables.get("eos_token") or "")
+            spans.append((start(i), _length_in(text, after, i)))
+    return text, spans
+
+
+def _length_in(text: str, prefix: str, i: int) -> int:
+    if text.startswith(prefix):
+        return len(prefix)
+    raise ValueError(
+        f"chat template: with message {i + 1} the messages before it are written in another way, "
+        "so where its answer begins cannot be told; train on conversations that end with their "
+        "only answer, or give the template {% generation %} blocks"
+    )
+
+
+def _generation_spans(text, source, messages, variables) -> list[tuple[int, int]]:
+    """Where `{% generation %}` blocks stand: rendered again, between two characters that nobody
+    else uses.
+    """
+    used = set(text) | set(source)
+    marks = [c for c in map(chr, range(0xE000, 0xF900)) if c not in used][:2]  # private use
+    pieces = re.split(f"([{''.join(marks)}])", _render(source, messages, variables, marks))
+    if "".join(pieces[::2]) != text or pieces[1::2] != marks * (len(pieces) // 4):
+        raise ValueError(
+            "chat template: its {% generation %} blocks change or overlap one another in the text"
+        )
+    ends = list(itertools.accumulate(map(len, pieces[::2])))
+    return list(zip(ends[:-1:2], ends[1::2], strict=True))
+
+
+def _render(source, messages, variables, marks: Sequence[str]) -> str:
+    """`render`, with the first mark before and the second behind each generation block."""
     if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
         raise ValueError("chat template: messages must be a list of dicts with role and content")
     if not messages:
@@ -61,7 +135,7 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
         ) from None
     sandbox = _Sandbox(_STEPS + _STEPS_A_CHARACTER * len(plain))
     try:
-        code, names = _compile(source), sandbox.make_globals(None)
+        code, names = _compile(source), sandbox.make_globals(dict(zip(_MARKS, marks, strict=True)))
         template = sandbox.template_class.from_code(sandbox, code, names)
         return template.render(json.loads(plain))
     except Exception as error:  # foreign code may raise anything; its user gets one sentence
@@ -77,14 +151,18 @@ def _compile(source: str) -> CodeType:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant said, for training masks; here its body alone."""
+    """`{% generation %}` marks what an assistant said: its body, between the two marks."""
 
     tags = {"generation"}  # noqa: RUF012 (the type is Jinja's)
 
     def parse(self, parser: Any) -> nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=lineno)
+        begin, end = (
+            nodes.Output([nodes.Name(name, "load", lineno=lineno)], lineno=lineno)
+            for name in _MARKS
+        )
+        return nodes.Scope([begin, *body, end], lineno=lineno)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

@@ -122,16 +122,7 @@ class Tokenizer:
 
         A BOS that the text itself begins with is not doubled; an EOS is never added.
         """
-        if not isinstance(text, str):
-            raise ValueError(f"tokenizer: a text must be a str, not {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            what = f"half a surrogate pair, U+{ord(text[error.start]):04X}"
-            raise ValueError(
-                f"tokenizer: the text has {what}, at character {error.start}"
-            ) from None
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._encode(text).ids
         if add_special_tokens and ids[:1] != self._prefix[:1]:
             return self._prefix + ids
         return ids
@@ -196,6 +187,41 @@ class Tokenizer:
         template named "tool_use" is taken where there is one.
         Raises: ValueError if there is no template, or it refuses the messages, or is refused.
         """
+        source, variables = self._template(extra)
+        variables["add_generation_prompt"] = add_generation_prompt
+        text = chat_template.render(source, messages, variables)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def encode_answers(
+        self, messages: Sequence[Mapping[str, Any]], *, first: int = 0, **extra: Any
+    ) -> tuple[list[int], list[bool]]:
+        """The ids of a whole conversation, and of each whether it is of what the assistant says in
+        messages[first:].
+
+        An id is an answer's if its last character is. `extra` as in `apply_chat_template`.
+        Raises: ValueError as there; or if the template does not let answers be told apart.
+        """
+        source, variables = self._template(extra)
+        text, spans = chat_template.answer_spans(source, messages, variables, first=first)
+        encoding = self._encode(text)
+        ends = [end for _, end in encoding.offsets]
+        return encoding.ids, [any(a < end <= b for a, b in spans) for end in ends]
+
+    def _encode(self, text: str) -> tokenizers.Encoding:
+        """A text alone, checked: the library would panic at half a surrogate pair."""
+        if not isinstance(text, str):
+            raise ValueError(f"tokenizer: a text must be a str, not {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"half a surrogate pair, U+{ord(text[error.start]):04X}"
+            raise ValueError(
+                f"tokenizer: the text has {what}, at character {error.start}"
+            ) from None
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _template(self, extra: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The source of the template to use, and its variables but for add_generation_prompt."""
         with_tools = extra.get("tools") is not None and "tool_use" in self._templates
         name = "tool_use" if with_tools else "default"
         if name not in self._templates:
@@ -203,9 +229,7 @@ class Tokenizer:
             found = f"only the chat templates {names}, no default" if names else "no chat template"
             raise ValueError(f"{self._source}: there is {found}; give plain text as the prompt")
         variables = {"tools": None, "documents": None, **self.special_tokens, **extra}
-        variables["add_generation_prompt"] = add_generation_prompt
-        text = chat_template.render(self._templates[name], messages, variables)
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        return self._templates[name], variables
 
     def _json(self, name: str) -> dict[str, Any]:
         """A file that may be absent."""

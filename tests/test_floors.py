@@ -127,6 +127,8 @@ MAY_IMPORT = {
     ),
     "jaxllm.generate": ("jaxllm.model jaxllm.prompts jaxllm.results jaxllm.run jaxllm.tokenizer"),
     "jaxllm.precision": "",
+    "jaxllm.records": "jaxllm.tokenizer",
+    "jaxllm.data": "jaxllm.records",
     "jaxllm.train": "jaxllm.layers jaxllm.model jaxllm.ops jaxllm.precision",
     "jaxllm.checkpoint.shipped": "",
     "jaxllm.checkpoint.safetensors_file": "",
@@ -164,6 +166,7 @@ THIRD_PARTY = {
     "jaxllm": {
         *("jax", "jaxtyping", "flax", "numpy", "ml_dtypes", "optax", "orbax"),
         *("safetensors", "tokenizers", "jinja2", "rich", "huggingface_hub"),
+        "grain",  # of the extra "train"
     },
 }
 

@@ -1,0 +1,451 @@
+"""A file of records -> examples: which tokens a model reads, and which of them it learns to write.
+
+A record is a JSON object of one of three forms: a `text`; a `prompt` with its `completion`; or
+`messages` of a chat. Preference pairs have `chosen` and `rejected` in place of the completion.
+`Example` is what all of them become; `jaxllm.data` makes batches of examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from jaxllm.tokenizer import Tokenizer
+
+IGNORE = -100  # a target that is not counted, as in jaxllm.train
+ON_LONG = ("truncate", "split", "drop")
+Key = str | Sequence[str]
+
+
+class Record(dict[str, Any]):
+    """A JSON object that knows where it stood: `where` is "FILE, line 3", for errors."""
+
+    where = "a record"
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """The objects of a JSONL file (one a line; blank lines are passed over) or of a JSON array.
+
+    Raises: FileNotFoundError if there is no such file. ValueError if it is empty or not UTF-8, or
+    if something in it is no JSON object; the sentence has the line, or the place in the array.
+    """
+    path = Path(path)
+    if not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(f"data: {path} {what}; give a JSONL file or a JSON array")
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"data: {path}, line {line}: the file is not UTF-8") from None
+    if not text.strip():
+        raise ValueError(f"data: {path} is empty; give one JSON object a line, or a JSON array")
+    if text.lstrip()[0] == "[":
+        found = _json(text, lambda line: f"{path}, line {line}")
+        places = [(f"{path}, entry {i}", value) for i, value in enumerate(found, 1)]
+    else:
+        places = [
+            (where, _json(line, lambda _, where=where: where))
+            for i, line in enumerate(text.split("\n"), 1)
+            if line.strip()
+            for where in [f"{path}, line {i}"]
+        ]
+    records = []
+    for where, value in places:
+        if not isinstance(value, dict):
+            raise ValueError(f"data: {where}: a record must be a JSON object, not {value!r:.40}")
+        records.append(Record(value))
+        records[-1].where = where
+    if not records:
+        raise ValueError(f"data: {path} holds an array without records")
+    return records
+
+
+def _json(text: str, where: Callable[[int], str]) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at character {error.colno}"
+        raise ValueError(f"data: {where(error.lineno)}: this is not JSON: {reason}") from None
+    except RecursionError:
+        raise ValueError(f"data: {where(1)}: this JSON is nested too deeply") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """What a model reads, and what it is to write after each token of it.
+
+    tokens, targets: int32 [n]. Targets are shifted already: targets[i] follows tokens[i], or is
+    -100 where nothing is learnt.
+    Raises: ValueError for other dtypes or shapes.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name, array in (("tokens", self.tokens), ("targets", self.targets)):
+            if getattr(array, "dtype", None) != np.int32 or array.ndim != 1:
+                raise ValueError(f"data: an example's {name} must be an int32 array [n]")
+        if self.tokens.shape != self.targets.shape:
+            raise ValueError(
+                f"data: an example's {len(self.tokens)} tokens and {len(self.targets)} targets "
+                "must be equally many"
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def learnt(self) -> int:
+        """How many targets are counted."""
+        return int(np.count_nonzero(self.targets != IGNORE))
+
+    def __getitem__(self, part: slice) -> Example:
+        return Example(self.tokens[part], self.targets[part])
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceExample:
+    """Two answers to one prompt, the better one first; the prompt's tokens are no targets."""
+
+    chosen: Example
+    rejected: Example
+
+
+Kind = TypeVar("Kind", Example, PreferenceExample)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded(Generic[Kind]):
+    """Examples, none longer than `length`, and what became of the records; as a text, a sentence.
+
+    long: records that were longer, of which on_long says what was done. untaught: records left out
+    since no target of theirs is counted, be it that it was cut off.
+    """
+
+    examples: list[Kind]
+    records: int
+    length: int
+    on_long: str
+    long: int
+    untaught: int
+
+    def __str__(self) -> str:
+        parts = [part for example in self.examples for part in _parts(example)]
+        tokens, learnt = sum(map(len, parts)), sum(part.learnt for part in parts)
+        done = {"truncate": "truncated", "split": "split", "drop": "left out"}[self.on_long]
+        said = [
+            f"{self.records} records: {len(self.examples)} examples, {tokens} tokens, "
+            f"{learnt} of them learnt"
+        ]
+        if self.long:
+            said.append(f"{self.long} longer than {self.length} tokens {done}")
+        if self.untaught:
+            said.append(f"{self.untaught} without anything to learn left out")
+        return "; ".join(said)
+
+
+def encode_records(
+    records: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    on_long: str = "truncate",
+    vocab_size: int | None = None,
+    **keys: Any,
+) -> Encoded[Example]:
+    """The examples of all records, by `encode` with its `keys`, none longer than `length` tokens.
+
+    on_long: "truncate" keeps a longer record's beginning, "split" makes several examples of it, in
+    which every target is once, and "drop" leaves it out. vocab_size: the model's.
+    Raises: ValueError as `encode`; if on_long is another word, if a token is outside the
+    vocabulary, or if no record is left.
+    """
+    _check_on_long(on_long, ON_LONG)
+
+    def cut(example: Example) -> list[Example]:
+        starts = range(0, len(example), length) if on_long == "split" else [0]
+        parts = [example[i : i + length] for i in starts]
+        return [part for part in parts if part.learnt]
+
+    one = functools.partial(encode, tokenizer=tokenizer, **keys)
+    return _encode_all(records, one, cut, length, on_long, vocab_size)
+
+
+def encode_preferences(
+    records: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    on_long: str = "truncate",
+    vocab_size: int | None = None,
+    **keys: Any,
+) -> Encoded[PreferenceExample]:
+    """The pairs of all records, by `encode_preference` with its `keys`; else as `encode_records`.
+
+    A pair cannot be split. It is left out if either answer has nothing to learn within `length`.
+    """
+    _check_on_long(on_long, ("truncate", "drop"))
+
+    def cut(pair: PreferenceExample) -> list[PreferenceExample]:
+        short = PreferenceExample(pair.chosen[:length], pair.rejected[:length])
+        return [short] if short.chosen.learnt and short.rejected.learnt else []
+
+    one = functools.partial(encode_preference, tokenizer=tokenizer, **keys)
+    return _encode_all(records, one, cut, length, on_long, vocab_size)
+
+
+def check_vocabulary(example: Example | PreferenceExample, vocab_size: int) -> None:
+    """Raises ValueError if a token or target is no id of a vocabulary of this size."""
+    for part in _parts(example):
+        learnt = part.targets[part.targets != IGNORE]
+        for name, ids in (("token", part.tokens), ("target", learnt)):
+            wrong = ids[(ids < 0) | (ids >= vocab_size)]
+            if len(wrong):
+                raise ValueError(
+                    f"the {name} {wrong[0]} is outside the model's vocabulary of {vocab_size}"
+                )
+
+
+def _encode_all(
+    records: Sequence[Mapping[str, Any]],
+    one: Callable[[Mapping[str, Any]], Kind],
+    cut: Callable[[Kind], list[Kind]],
+    length: int,
+    on_long: str,
+    vocab_size: int | None,
+) -> Encoded[Kind]:
+    if length < 1:
+        raise ValueError(f"data: length must be 1 or more tokens, got {length}")
+    examples, long, untaught = [], 0, 0
+    for record in records:
+        example = one(record)
+        with _place(record):
+            if vocab_size is not None:
+                check_vocabulary(example, vocab_size)
+        longer = max(map(len, _parts(example))) > length
+        long += longer
+        if not (longer and on_long == "drop"):
+            parts = cut(example)
+            untaught += not parts
+            examples += parts
+    result = Encoded(examples, len(records), length, on_long, long, untaught)
+    if not examples:
+        raise ValueError(f"data: there is nothing to train on; {result}")
+    return result
+
+
+def _check_on_long(on_long: str, allowed: Sequence[str]) -> None:
+    if on_long not in allowed:
+        raise ValueError(f"data: on_long must be one of {', '.join(allowed)}, not {on_long!r:.40}")
+
+
+def _parts(example: Example | PreferenceExample) -> tuple[Example, ...]:
+    return (example,) if isinstance(example, Example) else (example.chosen, example.rejected)
+
+
+def encode(
+    record: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    prompt_key: Key = "prompt",
+    completion_key: Key = "completion",
+    text_key: str = "text",
+    messages_key: str = "messages",
+    stop_id: int | None = None,
+) -> Example:
+    r"""The example that a record makes; of several forms in it, the first of these.
+
+    messages: the tokenizer's own chat template; the assistant's messages are targets
+    (`Tokenizer.encode_answers`). prompt and completion: one behind the other as they are, without
+    a space between; the completion is the target. text: all of it is.
+    A BOS comes first where `Tokenizer.encode` writes one, and `stop_id` (the tokenizer's EOS if
+    None) last, as a target, so that the model learns to stop; after a chat, only where its last
+    answer has none.
+
+    A key is the name of a field. prompt_key and completion_key may also be a format with the names
+    of fields, all of which must be there: "Question: {question}\nAnswer:". Or a list of names,
+    which are joined by a line break, those that are absent or empty left out:
+    ["instruction", "input"].
+    Raises: ValueError, with the record's place, if fields are missing or hold something else.
+    """
+    with _place(record):
+        stop = _stop_id(tokenizer, stop_id)
+        if messages_key in record:
+            return _chat(tokenizer, _messages(record, messages_key), stop)
+        if _present(record, prompt_key) and _present(record, completion_key):
+            prompt = _text(record, prompt_key)
+            return _completion(tokenizer, prompt, _text(record, completion_key), stop)
+        if text_key in record:
+            return _completion(tokenizer, "", _text(record, text_key), stop)
+        raise ValueError(
+            f"there is no {messages_key!r}, no {_name(prompt_key)} with {_name(completion_key)} "
+            f"and no {text_key!r}; the record has {_names(record)}"
+        )
+
+
+def encode_preference(
+    record: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    prompt_key: Key = "prompt",
+    chosen_key: str = "chosen",
+    rejected_key: str = "rejected",
+    stop_id: int | None = None,
+) -> PreferenceExample:
+    """The pair of examples that a preference record makes; keys and ends as in `encode`.
+
+    Texts: the prompt, and two completions of it. Chats: chosen and rejected are lists of messages.
+    Their prompt is the list of messages `prompt`; else the messages with which both begin; else
+    the text `prompt`, as the user's message. Only what follows the prompt is a target.
+    Raises: ValueError, with the record's place, as `encode`; also if chosen and rejected are equal.
+    """
+    keys = (chosen_key, rejected_key)
+    with _place(record):
+        stop = _stop_id(tokenizer, stop_id)
+        for key in keys:
+            if key not in record:
+                raise ValueError(f"there is no {key!r}; the record has {_names(record)}")
+        if record[chosen_key] == record[rejected_key]:
+            raise ValueError(f"{chosen_key!r} and {rejected_key!r} are the same")
+        if isinstance(record[chosen_key], str) and isinstance(record[rejected_key], str):
+            prompt = _text(record, prompt_key)
+            answers = (_text(record, key) for key in keys)
+            return PreferenceExample(*(_completion(tokenizer, prompt, a, stop) for a in answers))
+        chats = [_messages(record, key) for key in keys]
+        if isinstance(prompt_key, str) and isinstance(record.get(prompt_key), list):
+            before = _messages(record, prompt_key)
+            chats = [[*before, *chat] for chat in chats]
+        else:
+            before = _common(*chats)
+            if not before:
+                before = [{"role": "user", "content": _text(record, prompt_key)}]
+                chats = [[*before, *chat] for chat in chats]
+        return PreferenceExample(*(_chat(tokenizer, chat, stop, len(before)) for chat in chats))
+
+
+def _common(chosen: list[Any], rejected: list[Any]) -> list[Any]:
+    """The messages with which both chats begin; the last of each stays outside."""
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    return [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+
+def _completion(tokenizer: Tokenizer, prompt: str, completion: str, stop: int) -> Example:
+    before = tokenizer.encode(prompt)
+    after = _continuation(tokenizer, completion) if prompt else tokenizer.encode(completion)
+    if not prompt:  # the tokenizer writes its BOS, if it has one, in front of the completion
+        before = tokenizer.encode("")
+        after = after[len(before) :]
+    if after[-1:] != [stop]:
+        after = [*after, stop]
+    return _example(before + after, [False] * len(before) + [True] * len(after))
+
+
+def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that goes on behind another: without the space that some tokenizers put
+    before every text. No merge reaches over the control character, for none holds one.
+    """
+    mark = tokenizer.encode("\x01", add_special_tokens=False)
+    ids = tokenizer.encode("\x01" + text, add_special_tokens=False)
+    if ids[: len(mark)] == mark:
+        return ids[len(mark) :]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _chat(tokenizer: Tokenizer, messages: list[Any], stop: int, first: int = 0) -> Example:
+    ids, answers = tokenizer.encode_answers(messages, first=first)
+    if not any(answers):
+        raise ValueError("there is no message of the assistant, and so nothing to learn")
+    last = len(answers) - 1 - answers[::-1].index(True)
+    begin = next((i + 1 for i in range(last, -1, -1) if not answers[i]), 0)
+    if stop not in ids[begin:]:
+        ids, answers = [*ids, stop], [*answers, True]
+    return _example(ids, answers)
+
+
+def _example(ids: list[int], learnt: list[bool]) -> Example:
+    """Without the last token, which nothing follows."""
+    tokens = np.asarray(ids, np.int32)
+    targets = np.where(learnt, tokens, np.int32(IGNORE))
+    return Example(tokens[:-1], targets[1:])
+
+
+def _stop_id(tokenizer: Tokenizer, stop_id: int | None) -> int:
+    stop = tokenizer.eos_id if stop_id is None else stop_id
+    if stop is None:
+        raise ValueError("the tokenizer names no EOS token to end texts with; give stop_id")
+    return stop
+
+
+@contextlib.contextmanager
+def _place(record: Mapping[str, Any]) -> Iterator[None]:
+    """Puts the record's place before what is wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"data: {getattr(record, 'where', 'a record')}: {error}") from None
+
+
+def _fields(key: Key) -> list[str]:
+    """The fields that a key names."""
+    if not isinstance(key, str):
+        return list(key)
+    if "{" not in key and "}" not in key:
+        return [key]
+    try:
+        parts = list(string.Formatter().parse(key))
+    except ValueError as error:
+        raise ValueError(f"the format {key!r} cannot be read: {error}") from None
+    names = [name for _, name, _, _ in parts if name is not None]
+    plain = all(not spec and not how for _, _, spec, how in parts)
+    if not names or not plain or not all(re.fullmatch(r"[^\[\].]+", name) for name in names):
+        raise ValueError(f"the format {key!r} must name fields, each as {{name}} and no more")
+    return names
+
+
+def _present(record: Mapping[str, Any], key: Key) -> bool:
+    return any(name in record for name in _fields(key))
+
+
+def _text(record: Mapping[str, Any], key: Key) -> str:
+    """The text that a key makes of a record's fields."""
+    names = _fields(key)
+    several = not isinstance(key, str)
+    missing = [name for name in names if name not in record]
+    if missing and not (several and len(missing) < len(names)):
+        listed = ", ".join(map(repr, missing))
+        raise ValueError(f"there is no {listed}; the record has {_names(record)}")
+    values = {name: record[name] for name in names if name in record}
+    for name, value in values.items():
+        if not isinstance(value, str) and not (several and value is None):
+            raise ValueError(f"{name!r} must be a text, not {value!r:.40}")
+    if several:
+        return "\n".join(value for value in values.values() if value)
+    return values[key] if key in values else key.format_map(values)
+
+
+def _messages(record: Mapping[str, Any], key: str) -> list[Any]:
+    messages = record[key]
+    if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
+        raise ValueError(f"{key!r} must be a list of messages, not {messages!r:.40}")
+    return messages
+
+
+def _name(key: Key) -> str:
+    return repr(key) if isinstance(key, str) else " or ".join(map(repr, key))
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, record)) or "no fields"
