@@ -114,7 +114,6 @@ def wgmma(
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
-    ready: bool = False,
     interpret: bool,
 ) -> jax.Array:
     """acc + a @ b, not done yet: nothing may touch the result before `wgmma_wait` has handed it on.
@@ -122,8 +121,8 @@ def wgmma(
     acc: float32 [M, N] in Layout.WGMMA, None for zeros. a: registers [M, K] in Layout.WGMMA, or
     shared memory as b is. b: shared memory [K, N], tiled and swizzled for wgmma; in several parts
     one beside the other, it is [parts, K, N / parts]. Transposed: [N, K], or [parts, N, K / parts].
-    One call is one group for `wgmma_wait`. ready: acc and a have come through `wgmma_ready` since
-    anything else wrote them; without it, no group may be in flight (the assembler would wait).
+    One call is one group for `wgmma_wait`. acc and a in registers have come through `wgmma_ready`
+    since anything else wrote them.
     The interpreter has neither an `a` in registers nor a sum to begin with, and multiplies at once.
     """
 
@@ -145,11 +144,6 @@ def wgmma(
         plgpu.commit_smem()  # tensor cores read as copies write: there is nothing to tell them
         summed = jnp.dot(left, right, preferred_element_type=jnp.float32)
         return summed if acc is None else acc + summed
-    if not ready:
-        registers = [x for x in (acc, a) if isinstance(x, jax.Array)]
-        registers = list(wgmma_ready(*registers, interpret=interpret))
-        acc = None if acc is None else registers.pop(0)
-        a = registers.pop() if in_registers else a
 
     def swizzle_of(x):
         return next(s for s in (128, 64, 32) if x.shape[-1] * jnp.dtype(x.dtype).itemsize % s == 0)

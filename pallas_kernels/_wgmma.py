@@ -23,7 +23,7 @@ def issue(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
     """acc + a @ b as one group of instructions, float32 [M, N]; zeros if acc is None.
 
     a: registers [M, K], or shared memory as tiles [M / 8, K / line, 8, line]. b: tiles
-    [K / 8, N / line, 8, line]. Both may be views that transpose.
+    [K / 8, N / line, 8, line]. Both are bfloat16 or float16 and may be views that transpose.
     """
     in_registers = isinstance(a, mgpu.FragmentedArray)
     (k, n), dtype = mma_utils.tiled_memref_shape(b)
@@ -82,20 +82,16 @@ def issue(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
 
 
 def _instruction(acc, a, b, n, step, dtype, reads, a_transposed, b_transposed) -> list[Any]:
-    names = {"f8E4M3FN": "e4m3", "f8E5M2": "e5m2"}
-    name = names.get(str(dtype), str(dtype))
     f32: Any = ir.F32Type.get()
-    of_16_bits = mgpu_utils.bytewidth(dtype) == 2
     count = itertools.count()
     take = lambda number: [f"${next(count)}" for _ in range(number)]  # noqa: E731
     sums, _, left, right = take(len(acc)), take(len(acc)), take(len(a)), take(1)
     left = "{" + ",".join(left) + "}" if len(a) > 1 else left[0]
-    transposes = [a_transposed] * (len(a) == 1) + [b_transposed] if of_16_bits else []
-    assert of_16_bits or not (a_transposed or b_transposed)
+    transposes = [a_transposed] * (len(a) == 1) + [b_transposed]
     flags = "".join(f", {int(flag)}" for flag in transposes)
     text = (
         f"{{ .reg .pred p; setp.ne.b32 p, {int(reads)}, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{n}k{step}.f32.{name}.{name} "
+        f"wgmma.mma_async.sync.aligned.m64n{n}k{step}.f32.{dtype}.{dtype} "
         f"{{{','.join(sums)}}}, {left}, {right[0]}, p, 1, 1{flags}; }}\n"
     )
     constraints = ["=f"] * len(acc) + [str(i) for i in range(len(acc))]

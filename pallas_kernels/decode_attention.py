@@ -274,7 +274,8 @@ def bucket(
     """The key of a tuned row: rows and keys that they may see up to powers of two, heads as are."""
     del v_cache, kv_lengths, v_scale
     size = _most_seen(k_cache, page_table, window)
-    names = [k_cache.dtype.name, f"b{_power(q.shape[0])}", f"s{_power(size)}"]
+    names = [k_cache.dtype.name, f"b{tuned.power_of_two(q.shape[0])}"]
+    names += [f"s{tuned.power_of_two(size)}"]
     names += [f"n{q.shape[2]}", f"k{k_cache.shape[2]}", f"h{q.shape[3]}"]
     if page_table is not None:
         names.append(f"page{k_cache.shape[1]}")
@@ -287,10 +288,6 @@ def _most_seen(k_cache, page_table, window: int | None) -> int:
     """How many keys a row may see at most."""
     size = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     return size if window is None else min(size, window)
-
-
-def _power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _sizes(q, k_cache) -> tuple[int, int, int]:

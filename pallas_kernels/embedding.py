@@ -136,7 +136,7 @@ def default_config(table, ids, *, scale=None, dtype=None, device: Device) -> Con
 
 def bucket(table, ids, *, scale=None, dtype=None) -> str:
     """The key of a tuned row: ids up to a power of two, the width as it is; V does not matter."""
-    count = 1 << (math.prod(ids.shape) - 1).bit_length()
+    count = tuned.power_of_two(math.prod(ids.shape))
     out = jnp.dtype(dtype or table.dtype).name
     return f"{table.dtype.name}-{out}-m{count}-d{table.shape[1]}" + "-scaled" * (scale is not None)
 

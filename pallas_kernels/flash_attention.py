@@ -162,7 +162,8 @@ def default_config(
 def bucket(q, k, v, *, causal=True, window=None, **keywords) -> str:
     """The key of a tuned row: tokens up to a power of two, heads and width as they are."""
     del v
-    names = [q.dtype.name, f"t{_power(q.shape[1])}", f"s{_power(k.shape[1])}"]
+    tokens, keys = (tuned.power_of_two(x.shape[1]) for x in (q, k))
+    names = [q.dtype.name, f"t{tokens}", f"s{keys}"]
     names += [f"n{q.shape[2]}", f"k{k.shape[2]}", f"h{q.shape[3]}"]
     names += ["causal"] * bool(causal) + ["window"] * (window is not None)
     names += [name for name in ("softcap", "q_segment_ids") if keywords.get(name) is not None]
@@ -193,10 +194,6 @@ def tuning_calls() -> list[tuned.Call]:
             arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
             calls.append(tuned.Call(arguments, flash_attention))
     return calls
-
-
-def _power(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def _config_problem(config: Config, q) -> str | None:
@@ -235,7 +232,7 @@ def _attention_forward(static, *arrays):
 def _attention_backward(static, saved, cotangents):
     q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks, out, lse = saved
     d_out, d_lse = cotangents
-    d_q, d_k, d_v = backward(
+    d_q, d_k, d_v, d_sinks = backward(
         q,
         k,
         v,
@@ -250,17 +247,9 @@ def _attention_backward(static, saved, cotangents):
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
         kv_lengths=kv_lengths,
+        sinks=sinks,
         interpret=static.interpret,
     )
-    d_sinks = None
-    if sinks is not None:
-        # dL/dscore is weight (dL/dweight - delta), and a sink's weight goes to nothing
-        delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-        delta = jnp.swapaxes(delta, 1, 2)
-        if d_lse is not None:
-            delta = delta - jnp.where(lse == -jnp.inf, jnp.float32(0), d_lse)
-        weights = jnp.exp(jnp.where(lse == -jnp.inf, -jnp.inf, sinks[None, :, None] - lse))
-        d_sinks = -jnp.sum(weights * delta, axis=(0, 2))
     return d_q, d_k, d_v, None, None, None, d_sinks
 
 

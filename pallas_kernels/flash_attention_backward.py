@@ -1,10 +1,11 @@
-"""The backward pass of attention: (dq, dk, dv), with nothing of size T x S in memory.
+"""The backward pass of attention: (dq, dk, dv, dsinks), with nothing of size T x S in memory.
 
     P = exp(score - lse)     dV = P^T dO     dS = P (dO V^T - delta)
     dK = scale dS^T Q        dQ = scale dS K
 
-with delta = rowsum(out dout) - dlse. How it is computed is said in flash_attention_backward_kernel;
-here is what surrounds it: delta, which tiles meet, and dQ's way from float32 [B, N, T, H] to q's.
+with delta = rowsum(out dout) - dlse, and a sink's -sum(exp(sink - lse) delta). How it is computed
+is said in flash_attention_backward_kernel; here is what surrounds it: delta, which tiles meet, and
+dQ's way from float32 [B, N, T, H] to q's.
 Memory beyond the result: that array, and lse and delta.
 Sources: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
 `flash_attention` is how a user calls it, and says what it refuses.
@@ -96,10 +97,14 @@ def backward(
     q_segment_ids=None,
     kv_segment_ids=None,
     kv_lengths=None,
+    sinks=None,
     config: Config | None = None,
     interpret: bool = False,
 ):
-    """(dq, dk, dv) in the dtypes of q, k and v. lse and dlse are float32 [B, N, T]."""
+    """(dq, dk, dv) in the dtypes of q, k and v, and of the sinks, or None.
+
+    lse and dlse are float32 [B, N, T].
+    """
     (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
     config = config or default_config(q)
     if kv_lengths is not None:  # keys past S are not there, but the queries sit where they say
@@ -108,7 +113,7 @@ def backward(
         config,
         (b, t, s, n, kv_heads, h),
         causal,
-        h**-0.5 if scale is None else scale,
+        scale,
         window,
         softcap,
         kv_lengths is not None,
@@ -116,12 +121,12 @@ def backward(
         interpret,
     )
     return _backward(
-        static, q, k, v, out, lse, dout, dlse, q_segment_ids, kv_segment_ids, kv_lengths
+        static, q, k, v, out, lse, dout, dlse, q_segment_ids, kv_segment_ids, kv_lengths, sinks
     )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(static: Static, q, k, v, out, lse, dout, dlse, q_ids, kv_ids, lengths):
+def _backward(static: Static, q, k, v, out, lse, dout, dlse, q_ids, kv_ids, lengths, sinks):
     c, (b, t, s, n, _, h) = static.config, static.shape
     q_tiles, kv_tiles = static.tiles
     rows = q_tiles * c.block_q
@@ -129,6 +134,10 @@ def _backward(static: Static, q, k, v, out, lse, dout, dlse, q_ids, kv_ids, leng
     delta = jnp.swapaxes(delta, 1, 2)
     if dlse is not None:
         delta = delta - jnp.where(lse == -jnp.inf, jnp.float32(0), dlse)
+    dsinks = None
+    if sinks is not None:  # a score's gradient is weight (dweight - delta), and dweight is 0 here
+        weights = jnp.exp(jnp.where(lse == -jnp.inf, -jnp.inf, sinks[None, :, None] - lse))
+        dsinks = -jnp.sum(weights * delta, axis=(0, 2))
 
     def by_tile(x, fill):
         x = jnp.pad(x, ((0, 0), (0, 0), (0, rows - t)), constant_values=fill)
@@ -164,7 +173,7 @@ def _backward(static: Static, q, k, v, out, lse, dout, dlse, q_ids, kv_ids, leng
     if not (isinstance(seen, np.ndarray) and seen.all()):
         dq = jnp.where(seen[:, None, :, None, None], dq, jnp.float32(0))
     dq = dq.reshape(b, n, rows, -1)[:, :, :t, :h].astype(q.dtype)
-    return jnp.swapaxes(dq, 1, 2), dk[:, :s], dv[:, :s]
+    return jnp.swapaxes(dq, 1, 2), dk[:, :s], dv[:, :s], dsinks
 
 
 def default_config(q) -> Config:

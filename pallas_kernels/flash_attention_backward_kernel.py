@@ -266,7 +266,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
 
         def consume():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            wgmma = functools.partial(_compat.wgmma, ready=True, interpret=interpret)
+            wgmma = functools.partial(_compat.wgmma, interpret=interpret)
             ready = functools.partial(_compat.wgmma_ready, interpret=interpret)
             wait = _compat.wgmma_wait
             start = 0 if wide else thread * ROWS

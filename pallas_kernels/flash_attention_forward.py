@@ -354,7 +354,6 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     scratch["q"].at[q_slot_of(i), group],
                     scratch["k"].at[slot_of(at)],
                     transpose_b=True,
-                    ready=True,
                     interpret=static.interpret,
                 )
 
@@ -363,7 +362,6 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     sums,
                     weights,
                     scratch["v"].at[slot_of(at)],
-                    ready=True,
                     interpret=static.interpret,
                 )
 

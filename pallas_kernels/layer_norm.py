@@ -114,7 +114,7 @@ def bucket(x, weight, bias, *, eps) -> str:
     """The key of a tuned row: the width exactly, the rows to a power of two."""
     del eps
     width, _, count = _size(x)
-    rounded = 1 << (count - 1).bit_length()
+    rounded = tuned.power_of_two(count)
     return f"{x.dtype}-m{rounded}-d{width}-{weight.dtype}{'' if bias is None else '-bias'}"
 
 

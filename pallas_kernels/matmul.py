@@ -257,7 +257,7 @@ def bucket(
     """The key of a tuned row: rows of a up to a power of two, N and K as they are."""
     del residual
     m, n, k = _sizes(a, b, transpose_b)
-    names = [a.dtype.name, f"m{1 << (m - 1).bit_length()}", f"n{n}", f"k{k}"]
+    names = [a.dtype.name, f"m{tuned.power_of_two(m)}", f"n{n}", f"k{k}"]
     names += ["nk" if transpose_b else "kn", jnp.dtype(_out_dtype(a, out_dtype)).name]
     if epilogue:
         names.append(epilogue)

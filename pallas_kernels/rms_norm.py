@@ -108,7 +108,7 @@ def bucket(x, weight, residual=None, *, eps, zero_centered=False) -> str:
     """The key of a tuned row: the width exactly, the rows to a power of two."""
     del eps, zero_centered
     width, _, count = _size(x)
-    rounded = 1 << (count - 1).bit_length()
+    rounded = tuned.power_of_two(count)
     return f"{x.dtype}-m{rounded}-d{width}-{weight.dtype}{'' if residual is None else '-residual'}"
 
 

@@ -134,7 +134,7 @@ def default_config(q, k, cos, sin, *, rotary_dim=None, device: Device) -> Config
 def bucket(q, k, cos, sin, *, rotary_dim=None) -> str:
     """The key of a tuned row: tokens up to a power of two, heads and widths as they are."""
     del sin, rotary_dim
-    tokens = 1 << (math.prod(q.shape[:2]) - 1).bit_length()
+    tokens = tuned.power_of_two(math.prod(q.shape[:2]))
     heads = f"n{q.shape[2]}-k{k.shape[2]}-h{q.shape[3]}"
     return f"{q.dtype.name}-m{tokens}-{heads}-r{2 * cos.shape[-1]}-{cos.dtype.name}"
 

@@ -174,7 +174,7 @@ def bucket(x, *, scale=1.0, mask=None, causal=False, axis=-1) -> str:
     del scale
     count = x.size // max(x.shape[axis], 1)
     kind = (" mask" if mask is not None else "") + (" causal" if causal else "")
-    return f"{x.dtype} {1 << max(count - 1, 0).bit_length()}x{x.shape[axis]}{kind}"
+    return f"{x.dtype} {tuned.power_of_two(count)}x{x.shape[axis]}{kind}"
 
 
 def candidates(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: Device) -> list[Config]:

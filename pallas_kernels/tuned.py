@@ -37,6 +37,11 @@ class Call:
     make: Callable[[jax.Array], tuple[jax.Array, ...]] | None = None
 
 
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not less: how a key rounds a size."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def lookup(op: str, key: str, device: Device, config: Callable[..., Config]) -> Config | None:
     """The measured config of `op` for this bucket on this GPU, if there is one."""
     if device.platform != "gpu":

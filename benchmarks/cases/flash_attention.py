@@ -135,7 +135,7 @@ def _ours(keywords: dict[str, Any], q, k, v, ids=None) -> jax.Array:
 def _ours_backward(keywords: dict[str, Any], q, k, v, *rest) -> Any:
     *ids, out, lse, d_out = rest
     ids = ids[0] if ids else None
-    return flash_attention_backward(
+    d_q, d_k, d_v, _ = flash_attention_backward(
         q,
         k,
         v,
@@ -149,6 +149,7 @@ def _ours_backward(keywords: dict[str, Any], q, k, v, *rest) -> Any:
         kv_segment_ids=ids,
         kv_lengths=None,
     )
+    return d_q, d_k, d_v
 
 
 def _plain(keywords: dict[str, Any], q, k, v, ids=None, *, return_lse: bool = False) -> Any:
