@@ -13,7 +13,7 @@ export PYTHON TORCH
 python := .venv/bin/python
 # Compiling takes most of the time; more processes than this take too much memory.
 pytest := -m pytest -n auto --maxprocesses 4
-shapes := tests/jaxllm/ops tests/jaxllm/test_layers.py tests/jaxllm/test_cache.py tests/jaxllm/test_sampling.py tests/jaxllm/test_generate.py
+shapes := tests/jaxllm/ops tests/jaxllm/test_layers.py tests/jaxllm/test_cache.py tests/jaxllm/test_sampling.py tests/jaxllm/test_generate.py tests/jaxllm/test_programs.py tests/jaxllm/test_run.py
 shapes += --jaxtyping-packages=jaxllm,pallas_kernels,shape_check.check -m "not slow and not reference and not own_errors"
 
 .PHONY: help generate test test-reference test-shapes gpu-compile lint format clean
