@@ -145,6 +145,12 @@ MAY_IMPORT = {
         "jaxllm.tokenizer"
     ),
     "jaxllm.checkpoint.native": "jaxllm.train",
+    "jaxllm.metrics": "",
+    "jaxllm.trace": "",
+    "jaxllm.trainer": (
+        "jaxllm.checkpoint.native jaxllm.config jaxllm.metrics jaxllm.model jaxllm.precision "
+        "jaxllm.trace jaxllm.train"
+    ),
     "jaxllm.checkpoint.peft": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file "
         "jaxllm.checkpoint.tensor_names"
@@ -166,6 +172,7 @@ THIRD_PARTY = {
     "jaxllm": {
         *("jax", "jaxtyping", "flax", "numpy", "ml_dtypes", "optax", "orbax"),
         *("safetensors", "tokenizers", "jinja2", "rich", "huggingface_hub"),
+        *("matplotlib", "tensorboardX", "wandb"),  # where used
         "grain",  # of the extra "train"
     },
 }

@@ -4,16 +4,22 @@ leaves this file out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
@@ -33,38 +39,58 @@ class Saved:
     loss: float | None
 
 
-class Checkpoints:
-    """The checkpoints of one training run: a folder that keeps the latest, and the one with the
-    lowest validation loss.
+class TornError(ValueError):
+    """A checkpoint that is there and cannot be read."""
 
-    A checkpoint gets its name when it is whole: a run that dies while it writes leaves those
-    before.
+
+def _to_stderr(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
+
+
+class Checkpoints:
+    """The checkpoints of one training run: a folder that keeps the latest ones, and the one with
+    the lowest validation loss.
+
+    A checkpoint is written while training goes on, and gets its name when it is whole: a run that
+    dies while it writes leaves those before. A save that fails (a full disk) is said with `say`, in
+    one sentence, and leaves them too; the next save tries again.
+    keep: how many of the latest are kept. Two, so that a torn one has one before it.
     Raises: ValueError if the folder is a file.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        say: Callable[[str], None] = _to_stderr,
+    ):
+        if keep < 1:
+            raise ValueError(f"checkpoints: keep must be at least 1, got {keep}")
         self.folder = Path(folder).expanduser().resolve()
         existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
         if not existing.is_dir():
             raise ValueError(f"checkpoints: {existing} is a file; give a folder")
+        self._say = say
+        self._saving: int | None = None
+        for step in self._broken_metrics():
+            self._say(f"{self._set_aside(step)}; it is left out")
         best = BestN(
             get_metric_fn=_measure, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "notes": ocp.JsonCheckpointHandler(),
-            },
-            options=ocp.CheckpointManagerOptions(
-                best_fn=_measure,
-                best_mode="min",
-                preservation_policy=AnyPreservationPolicy([LatestN(1), best]),
-                # The next step donates the arrays, and on a CPU they are written from where they
-                # lie.
-                enable_async_checkpointing=False,
-            ),
-        )
+        with _quiet():
+            self._manager = ocp.CheckpointManager(
+                self.folder,
+                item_handlers={
+                    "state": ocp.StandardCheckpointHandler(),
+                    "notes": ocp.JsonCheckpointHandler(),
+                },
+                options=ocp.CheckpointManagerOptions(
+                    best_fn=_measure,
+                    best_mode="min",
+                    preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
+                ),
+            )
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -75,16 +101,19 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.wait()
         self._manager.close()
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint; None if there is none."""
+        """The step of the newest checkpoint that is whole; None if there is none."""
+        self.wait()
         return self._manager.latest_step()
 
     @property
     def best_step(self) -> int | None:
         """The step of the checkpoint with the lowest loss; None if none has one."""
+        self.wait()
         step = self._manager.best_step()
         return None if step is None or self._loss(step) is None else step
 
@@ -96,53 +125,110 @@ class Checkpoints:
         position: Mapping[str, Any] | None = None,
         loss: float | None = None,
     ) -> None:
-        """Writes a checkpoint under the state's step, and removes those that are neither the latest
-        nor the best. It returns when all is on disk. A step that is there already is left alone.
+        """Begins to write a checkpoint under the state's step, and then removes those that are
+        neither among the latest nor the best. The state may be donated at once. `wait` returns when
+        all is on disk; a save waits for the one before. A step that is there already is left alone.
 
-        `key` is a typed random key. `position` is what else a resumed run needs, as JSON: how far
-        it had read its data.
+        The state's `frozen` parameters are not written. `key` is a typed random key. `position` is
+        what else a resumed run needs, as JSON: how far it had read its data.
         """
+        self.wait()
         step = int(state.step)
         if step in self._manager.all_steps():
             return
         # Never without a number, for Orbax would warn; one that is no number would be the best.
         measure = math.inf if loss is None or math.isnan(loss) else float(loss)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave({"train": state, "key": jax.random.key_data(key)}),
-                notes=ocp.args.JsonSave({"position": dict(position or {}), "key": _kind(key)}),
-            ),
-            metrics={"loss": measure},
-        )
+        self._saving = step
+        with self._saying_what_fails(), _quiet():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(jax.tree.map(_own, _leaves(state, key))),
+                    notes=ocp.args.JsonSave({"position": dict(position or {}), "key": _kind(key)}),
+                ),
+                metrics={"loss": measure},
+            )
 
-    def restore(self, like: TrainState, *, step: int | None = None) -> Saved:
-        """The checkpoint of a step (None: the latest), with the shapes, dtypes and placement of
+    def wait(self) -> None:
+        """Returns when what was begun is on disk, or has failed and was said."""
+        if self._saving is not None:
+            with self._saying_what_fails(), _quiet():
+                self._manager.wait_until_finished()
+            self._saving = None
+
+    def restore(
+        self,
+        like: TrainState,
+        *,
+        step: int | None = None,
+        check: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> Saved:
+        """The checkpoint of a step, with the shapes, dtypes, placement and frozen parameters of
         `like`, which is not changed.
 
-        Raises: FileNotFoundError if there is none. ValueError if it is torn, or of another model or
-        optimiser.
+        None: the newest that can be read. One that is torn is said, and set aside as `torn-STEP`.
+        `check` is called with the position before any array is compared or read; it may raise.
+        Raises: FileNotFoundError if there is none. ValueError if the one that was asked for, or
+        every one, is torn (`TornError`), or it is of another model or optimiser.
         """
+        self.wait()
         steps = sorted(self._manager.all_steps())
         if not steps:
             raise FileNotFoundError(f"{self.folder}: no training was saved here")
-        step = steps[-1] if step is None else step
-        if step not in steps:
-            listed = ", ".join(map(str, steps))
-            raise FileNotFoundError(
-                f"{self.folder}: step {step} was not saved here; the steps that were: {listed}"
-            )
+        if step is not None:
+            if step not in steps:
+                listed = ", ".join(map(str, steps))
+                raise FileNotFoundError(
+                    f"{self.folder}: step {step} was not saved here; the steps that were: {listed}"
+                )
+            return self._read(step, like, check)
+        while True:
+            step = steps.pop()
+            try:
+                return self._read(step, like, check)
+            except TornError:
+                if not steps:
+                    raise
+            self._say(f"{self._set_aside(step)}; going back to step {steps[-1]}")
+            self._manager.reload()
+
+    def parameters(self, *, step: int | None = None) -> dict[str, Array]:
+        """The trained parameters of a step (None: the best; without losses, the latest), by name,
+        as they were saved.
+
+        Raises: FileNotFoundError if there is none; TornError.
+        """
+        step = self.best_step if step is None else step
+        step = self.latest_step if step is None else step
+        if step is None:
+            raise FileNotFoundError(f"{self.folder}: no training was saved here")
+        with self._torn(step):
+            saved = self._manager.item_metadata(step)["state"].tree
+            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            like = {
+                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
+                for name, x in saved.items()
+            }
+            leaves = self._manager.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))
+            )["state"]
+        return {
+            name.removeprefix(_PARAMS): x for name, x in leaves.items() if name.startswith(_PARAMS)
+        }
+
+    def _read(
+        self, step: int, like: TrainState, check: Callable[[Mapping[str, Any]], None] | None
+    ) -> Saved:
         stored = self.folder / str(step)
-        try:
+        with self._torn(step):
             notes = self._manager.restore(
                 step, args=ocp.args.Composite(notes=ocp.args.JsonRestore())
             )
             notes = notes["notes"]
-            data = jax.random.key_data(jax.random.key(0, impl=notes["key"]))
-            wanted = {"train": like, "key": data}
+            wanted = _leaves(like, jax.random.key(0, impl=notes["key"]))
             saved_shapes = _shapes(self._manager.item_metadata(step)["state"].tree)
-        except Exception as error:  # Orbax and the file layers below raise many kinds
-            raise ValueError(_torn(stored)) from error
+        if check is not None:
+            check(notes["position"])
         shapes = _shapes(wanted)
         for name in sorted(saved_shapes.keys() | shapes.keys()):  # Orbax would cut or fill
             if saved_shapes.get(name) != shapes.get(name):
@@ -150,41 +236,120 @@ class Checkpoints:
                     f"{stored}: {name} is {saved_shapes.get(name, 'absent')} there, but "
                     f"{shapes.get(name, 'absent')} in the model or optimiser that is to go on"
                 )
-        try:
+        with self._torn(step):
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
             restored = self._manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
             )["state"]
-        except Exception as error:
-            raise ValueError(_torn(stored)) from error
-        key = jax.random.wrap_key_data(restored["key"], impl=notes["key"])
-        return Saved(restored["train"], key, notes["position"], self._loss(step))
+        key = jax.random.wrap_key_data(restored.pop("key"), impl=notes["key"])
+        thawed = dataclasses.replace(like, frozen={})
+        leaves = [restored[name] for name in _names(thawed)]
+        state = jax.tree.unflatten(jax.tree.structure(thawed), leaves)
+        state = dataclasses.replace(state, frozen=like.frozen)
+        return Saved(state, key, notes["position"], self._loss(step))
 
     def _loss(self, step: int) -> float | None:
         loss = (self._manager.metrics(step) or {}).get("loss", math.inf)
         return loss if math.isfinite(loss) else None
 
+    @contextlib.contextmanager
+    def _torn(self, step: int) -> Iterator[None]:
+        try:
+            with _quiet():
+                yield
+        except Exception as error:  # Orbax and the file layers below raise many kinds
+            raise TornError(
+                f"{self.folder / str(step)}: this checkpoint cannot be read, a part of it is "
+                "missing or broken; remove that folder to go back to the one before"
+            ) from error
 
-def _torn(checkpoint: Path) -> str:
-    return (
-        f"{checkpoint}: this checkpoint cannot be read, a part of it is missing or broken; remove "
-        "that folder to go back to the one before"
-    )
+    def _broken_metrics(self) -> list[int]:
+        """Steps whose loss is not JSON: Orbax would not open the folder."""
+        broken = []
+        for file in self.folder.glob("*/metrics/metrics"):
+            if file.parts[-3].isdecimal():
+                try:
+                    json.loads(file.read_bytes())
+                except ValueError:
+                    broken.append(int(file.parts[-3]))
+        return sorted(broken)
+
+    def _set_aside(self, step: int) -> str:
+        """Renames a torn checkpoint, so that its step can be saved again; the sentence's start."""
+        torn = self.folder / f"torn-{step}"
+        shutil.rmtree(torn, ignore_errors=True)
+        (self.folder / str(step)).rename(torn)
+        return (
+            f"{self.folder / str(step)}: this checkpoint cannot be read, a part of it is missing "
+            f"or broken (it is now {torn.name})"
+        )
+
+    @contextlib.contextmanager
+    def _saying_what_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:  # what the layers below Orbax raise
+            step, self._saving = self._saving, None
+            for left in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(left, ignore_errors=True)  # a full disk needs the room
+            last = self._manager.latest_step()
+            rest = "there is none yet" if last is None else f"the last good one is step {last}"
+            self._say(f"{self.folder}: step {step} was not saved: {_reason(error)}; {rest}")
+
+
+_PARAMS = "params."
+
+
+def _own(x: Array) -> Array:
+    """An array that no step donates: on a CPU, arrays are written from where they lie."""
+    return jnp.copy(x) if next(iter(x.devices())).platform == "cpu" else x
+
+
+def _leaves(state: TrainState, key: Array) -> dict[str, Array]:
+    """All that is written, by name."""
+    thawed = dataclasses.replace(state, frozen={})
+    leaves = dict(zip(_names(thawed), jax.tree.leaves(thawed), strict=True))
+    return {**leaves, "key": jax.random.key_data(key)}
+
+
+def _names(tree: Any) -> list[str]:
+    return [
+        ".".join(re.findall(r"[^\[\]'.]+", jax.tree_util.keystr(path)))
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _shapes(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """dtype and shape of each array."""
+    return {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
 
 
 def _kind(key: Array) -> str:
     return str(jax.random.key_impl(key))
 
 
-def _shapes(tree: Any) -> dict[str, str]:
-    """dtype and shape of each array, by its path: the same words for a pytree and for what Orbax
-    makes of it (dictionaries and lists).
-    """
-    return {
-        ".".join(re.findall(r"[^\[\]'.]+", jax.tree_util.keystr(path))): f"{x.dtype}{list(x.shape)}"
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
 def _measure(metrics: Mapping[str, float]) -> float:
     return metrics["loss"]
+
+
+def _reason(error: Exception) -> str:
+    """What the system said, of an error with many lines."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(code[1])) if code else str(error).partition("\n")[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What Orbax logs of an error is left out: the error itself becomes a sentence of ours."""
+
+    def is_not_orbax(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_not_orbax)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_not_orbax)

@@ -1,5 +1,7 @@
 import dataclasses
 import gc
+import resource
+import shutil
 import subprocess
 import sys
 import types
@@ -15,6 +17,7 @@ from tiny_models import TINY
 from jaxllm import train
 from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.model import Transformer
+from jaxllm.precision import DynamicScale
 
 ONE_LAYER = dataclasses.replace(TINY, num_hidden_layers=1, layer_types=())
 OPTIMIZER = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 8))
@@ -76,8 +79,8 @@ def test_the_best_and_the_latest_are_kept(tmp_path):
         assert (checkpoints.latest_step, checkpoints.best_step) == (5, 2)
         best = checkpoints.restore(state, step=2)
         latest = checkpoints.restore(state)
-        with pytest.raises(FileNotFoundError, match="step 4 was not saved here; .* were: 2, 5"):
-            checkpoints.restore(state, step=4)
+        with pytest.raises(FileNotFoundError, match="step 3 was not saved here; .* were: 2, 4, 5"):
+            checkpoints.restore(state, step=3)
     assert (best.state.step, best.loss) == (2, 1.5)
     assert (latest.state.step, latest.loss) == (5, None)
     assert_same(latest.state, state)
@@ -100,18 +103,39 @@ def test_a_file_is_not_a_folder(tmp_path):
             Checkpoints(path)
 
 
+def save_two(folder, **options):
+    """Checkpoints of steps 1 and 2 with unlike weights; the state of step 1."""
+    first, _ = start()
+    first = dataclasses.replace(first, step=jnp.int32(1))
+    second = dataclasses.replace(
+        first, step=jnp.int32(2), params=jax.tree.map(lambda x: x + 1, first.params)
+    )
+    with Checkpoints(folder, **options) as checkpoints:
+        for state in (first, second):
+            checkpoints.save(state, key=jax.random.key(0), position={"at": int(state.step)})
+    return first
+
+
+def tear(file):
+    """Takes a folder away, or most of a file."""
+    if file.is_dir():
+        shutil.rmtree(file)
+    else:
+        file.write_bytes(file.read_bytes()[:9])
+
+
 # What Orbax gave up on halfway (tasks of a loop that is closed) complains when it is collected.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("part", ["state", "notes", "state/manifest.ocdbt"])
-def test_a_torn_checkpoint_is_one_sentence(tmp_path, part):
+late_reports = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+PARTS = ("state", "notes", "state/manifest.ocdbt", "metrics/metrics", "_CHECKPOINT_METADATA")
+
+
+@late_reports
+@pytest.mark.parametrize("part", PARTS[:3])
+def test_the_only_checkpoint_is_torn(tmp_path, part):
     state, _ = start()
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, key=jax.random.key(0))
-    torn = tmp_path / "0" / part
-    if torn.is_dir():
-        torn.rename(tmp_path / "elsewhere")
-    else:
-        torn.write_bytes(torn.read_bytes()[:9])
+    tear(tmp_path / "0" / part)
     with (
         Checkpoints(tmp_path) as checkpoints,
         pytest.raises(ValueError, match="0: this checkpoint cannot be read, a part of it") as error,
@@ -120,6 +144,102 @@ def test_a_torn_checkpoint_is_one_sentence(tmp_path, part):
     assert "\n" not in str(error.value)
     del error
     gc.collect()
+
+
+@late_reports
+@pytest.mark.parametrize("part", PARTS)
+def test_behind_a_torn_checkpoint_the_one_before_is_taken(tmp_path, part):
+    state = save_two(tmp_path)
+    tear(tmp_path / "2" / part)
+    said = []
+    with Checkpoints(tmp_path, say=said.append) as checkpoints:
+        saved = checkpoints.restore(state)
+        if part == "_CHECKPOINT_METADATA":  # only Orbax's own dates were there
+            assert saved.position == {"at": 2}
+            return
+        assert saved.position == {"at": 1}
+        assert_same(saved.state, state)
+        [sentence] = said
+        assert "2: this checkpoint cannot be read" in sentence
+        assert "(it is now torn-2)" in sentence
+        # The run comes to the step again, and can save it
+        again = dataclasses.replace(state, step=jnp.int32(2))
+        checkpoints.save(again, key=saved.key, position={"at": "again"})
+        assert checkpoints.latest_step == 2
+    with Checkpoints(tmp_path, say=said.append) as checkpoints:
+        assert checkpoints.restore(state).position == {"at": "again"}
+    assert len(said) == 1
+    gc.collect()
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_last_good_checkpoint(tmp_path, capfd):
+    state, _ = start()
+    key, said = jax.random.key(0), []
+    with Checkpoints(tmp_path, say=said.append) as checkpoints:
+        checkpoints.save(state, key=key)
+        checkpoints.wait()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # files end here, as on a full disk
+        try:
+            checkpoints.save(dataclasses.replace(state, step=jnp.int32(1)), key=key)
+            checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        [sentence] = said
+        assert sentence == (
+            f"{tmp_path}: step 1 was not saved: File too large; the last good one is step 0"
+        )
+        assert [file.name for file in tmp_path.iterdir()] == ["0"]  # the room is free again
+        assert checkpoints.latest_step == 0
+        assert_same(checkpoints.restore(state).state, state)
+        checkpoints.save(dataclasses.replace(state, step=jnp.int32(2)), key=key)
+        assert checkpoints.latest_step == 2
+    assert len(said) == 1
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_state_may_be_donated_while_it_is_written(tmp_path):
+    state, step = start()
+    state, _ = run(state, step, jax.random.key(3), 1)
+    before = jax.tree.map(np.array, state.params)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, key=jax.random.key(0))
+        state, _ = run(state, step, jax.random.key(4), 3)
+        saved = checkpoints.restore(state, step=1)
+    assert_same(saved.state.params, before)
+
+
+def test_frozen_parameters_are_not_written_and_come_from_the_model(tmp_path):
+    def begin(seed):
+        model = Transformer(ONE_LAYER, rngs=nnx.Rngs(seed))
+        return train.init_state(model, OPTIMIZER, trainable=lambda name: name.startswith("norm"))
+
+    state = begin(0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, key=jax.random.key(0))
+        assert_same(checkpoints.parameters(), state.params)
+        other = begin(1)
+        saved = checkpoints.restore(other)
+    assert_same(saved.state.params, state.params)
+    assert_same(saved.state.frozen, other.frozen)
+    written = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert written < sum(x.nbytes for x in state.frozen.values())
+
+
+def test_a_dynamic_scale_is_stored(tmp_path):
+    model = Transformer(ONE_LAYER, rngs=nnx.Rngs(0))
+    state = train.init_state(model, OPTIMIZER, scale=DynamicScale())
+    changed = dataclasses.replace(state, scale=state.scale.adjust(jnp.array(False)))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(changed, key=jax.random.key(0))
+        assert_same(checkpoints.restore(state).state, changed)
+    assert changed.scale.value != state.scale.value
+
+
+def test_keep_must_be_positive(tmp_path):
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        Checkpoints(tmp_path, keep=0)
 
 
 def test_a_checkpoint_of_another_model_names_what_differs(tmp_path):

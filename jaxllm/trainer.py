@@ -1,0 +1,417 @@
+"""`Trainer`: the loop around a training step, for one device and a data set.
+
+It evaluates, shows a live bar, writes metrics, saves, and resumes bit for bit. The loop reads
+nothing back that the device still works on: numbers come `LAG` steps late, and the next batch is
+placed while a step runs. Those who want another loop write one with `train.make_train_step`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import optax
+from rich.console import Console
+
+from jaxllm import metrics, trace, train
+from jaxllm.checkpoint.native import Checkpoints
+from jaxllm.config import ModelConfig
+from jaxllm.model import Transformer
+from jaxllm.precision import NoScale, Scale
+from jaxllm.train import Batch, Params
+
+LAG = 2  # steps between a dispatch and a look at its numbers: the device always has one to do
+SMOOTHED = 20  # steps that a speed is the mean of
+
+# Dense peak in floating-point operations a second, 16 bits in and float32 accumulated, by what
+# `device_kind` contains; of NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+
+
+class Batches(Protocol):
+    """What a Trainer reads: an iterator of batches that can say, and take, how far it has got."""
+
+    def __next__(self) -> Batch: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """How a run ended.
+
+    params: those with the lowest held-out loss, or the last ones if nothing is held out; with the
+        frozen ones. `step` is theirs.
+    base_loss, loss: held-out nats a token before training and with `params` (None: nothing is held
+        out). `before`, `after`: samples of text at the same places (None without `sample`).
+    """
+
+    params: Params
+    step: int
+    base_loss: float | None
+    loss: float | None
+    before: str | None
+    after: str | None
+
+
+class StoppedError(Exception):
+    """Ctrl-C: the run is saved at `step`."""
+
+    def __init__(self, step: int):
+        super().__init__(f"saved at step {step}")
+        self.step = step
+
+
+class Trainer:
+    """Trains a model on batches and keeps what it makes in a folder.
+
+    out: gets `checkpoints/`, `metrics.jsonl` and `metrics.csv`, and at the end `loss.png`.
+    steps: how many batches in all.
+    trainable, scale: as in `train.init_state`; what is not trained is never written. loss,
+        micro_batches: as in `train.make_train_step`.
+    held_out: batches whose loss is measured at the start, every `eval_every` steps (None: ten times
+        in all) and at the end. sample: text from the model at the same places.
+    save_every: steps between two checkpoints (None: with each evaluation). keep: how many are kept
+        beside the best.
+    schedule: the learning rate of a step, for the metrics.
+    settings: what JSON can say, and a resumed run must have been given alike.
+    writers: `metrics.tensorboard(...)` and the like.
+    profile: how many steps, from the third on, are traced into `out/profile`; 0: none.
+    Raises: ValueError for numbers below what they must be.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: optax.GradientTransformation,
+        batches: Batches,
+        out: str | os.PathLike[str],
+        *,
+        steps: int,
+        loss: train.Loss = train.token_loss,
+        trainable: Callable[[str], bool] | None = None,
+        scale: Scale = NoScale(),
+        micro_batches: int = 1,
+        held_out: Sequence[Batch] = (),
+        sample: Callable[[Transformer], str] | None = None,
+        eval_every: int | None = None,
+        save_every: int | None = None,
+        keep: int = 2,
+        schedule: Callable[[int], Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        writers: Sequence[metrics.Writer] = (),
+        profile: int = 0,
+        console: Console | None = None,
+    ):
+        for name, value, least in (
+            ("steps", steps, 1),
+            ("eval_every", eval_every, 1),
+            ("save_every", save_every, 1),
+            ("keep", keep, 1),
+            ("profile", profile, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"trainer: {name} must be at least {least}, got {value}")
+        self.model, self.batches, self.out = model, batches, Path(out)
+        self.steps, self.keep, self.profile = steps, keep, profile
+        self.eval_every = eval_every or -(-steps // 10)
+        self.save_every = save_every or self.eval_every
+        self.held_out, self.sample = list(held_out), sample
+        self.schedule, self.writers = schedule, writers
+        self.console = console or Console(stderr=True, highlight=False, markup=False)
+        self.key = jax.random.key(seed)
+        self.step = train.make_train_step(model, optimizer, loss, micro_batches=micro_batches)
+        self.evaluate = train.make_evaluate(model, loss)
+        self.state = train.init_state(model, optimizer, trainable=trainable, scale=scale)
+        base = fingerprint(self.state.frozen or self.state.params)
+        self.settings = {"base weights": base, **(settings or {}), "steps": steps}
+
+    def fit(self, *, resume: bool = False) -> Fitted:
+        """Trains to the last step; with `resume`, from the newest good checkpoint of the folder on.
+
+        Afterwards the model holds the parameters that are returned.
+        Raises: ValueError, with nothing overwritten, if the folder holds a run and `resume` is not
+        set, or if it holds one with other settings, another model or optimiser; FileNotFoundError
+        if there is none to resume; StoppedError after Ctrl-C.
+        """
+        folder = self.out / "checkpoints"
+        with Checkpoints(folder, keep=self.keep, say=self._say) as checkpoints:
+            if resume:
+                saved = checkpoints.restore(self.state, check=self._check)
+                self.state, self.key = saved.state, saved.key
+                self.batches.restore(saved.position["batches"])
+            elif checkpoints.latest_step is not None:
+                raise ValueError(
+                    f"{self.out} holds a run, at step {checkpoints.latest_step}; resume it, or "
+                    "give another folder"
+                )
+            begun = int(self.state.step)
+            with (
+                metrics.Rows(self.out, resume_at=begun if resume else None) as rows,
+                train.catch_interrupt() as stop,
+            ):
+                self._run(checkpoints, rows, begun, stop)
+                fitted = self._end(checkpoints, rows.rows)
+                metrics.draw_curve(rows.rows, self.out / "loss.png")
+        return fitted
+
+    def _say(self, sentence: str) -> None:
+        self.console.print(sentence, soft_wrap=True)
+
+    def _check(self, position: Mapping[str, Any]) -> None:
+        """Raises ValueError unless a checkpoint belongs to a run like this one."""
+        was = position.get("settings", {})
+        for name in sorted(was.keys() | self.settings.keys()):
+            if was.get(name) != self.settings.get(name):
+                raise ValueError(
+                    f"{self.out}: the run there has other {name}: {was.get(name)}, and not "
+                    f"{self.settings.get(name)}; resume it with what it began with, or give "
+                    "another folder"
+                )
+
+    def _run(
+        self, checkpoints: Checkpoints, rows: metrics.Rows, begun: int, stop: threading.Event
+    ) -> None:
+        """Steps `begun + 1` to the last."""
+        pending: collections.deque[tuple[dict[str, Any], dict[str, Any]]] = collections.deque()
+        speed = _Speed(self.model, trains_all=not self.state.frozen)
+        progress, move = metrics.bar(self.steps, completed=begun, console=self.console)
+
+        def read(leave: int) -> None:
+            """Writes the rows of all steps but the last `leave`."""
+            while len(pending) > leave:
+                row, numbers = pending.popleft()
+                row |= {name: x.item() for name, x in jax.device_get(numbers).items()}
+                if "work" in row:
+                    row |= speed.of(row.pop("work"))
+                rows.write(row)
+                move(row["step"], row)
+                for write in self.writers:
+                    write(row["step"], metrics.numbers(row))
+
+        with progress, _Profile(self, begun + 3) as profile:
+            if begun == 0:
+                rows.write({"step": 0, **self._measure(0)})
+            for i in range(begun + 1, self.steps + 1):
+                batch, work, place = self._next_batch(i)
+                profile.before(i)
+                self.state, numbers = self.step(self.state, batch)
+                for x in numbers.values():
+                    x.copy_to_host_async()
+                rate = None if self.schedule is None else float(self.schedule(i - 1))
+                row = {"step": i, "epoch": place.get("epoch"), "learning_rate": rate, "work": work}
+                pending.append((row, numbers))
+                read(LAG)
+                profile.after(i)
+                evaluates = i % self.eval_every == 0 or i == self.steps
+                saves = i % self.save_every == 0 or i == self.steps or stop.is_set()
+                if evaluates:
+                    read(1)
+                    jax.block_until_ready(numbers)
+                    row |= speed.of(row.pop("work"))
+                    row |= self._measure(i)
+                if evaluates or saves:
+                    read(0)  # its rows are there before the checkpoint that goes on from them
+                    speed.pause()
+                if saves:
+                    notes = {"settings": self.settings, "batches": place}
+                    loss = row.get("held_out_loss")
+                    checkpoints.save(self.state, key=self.key, position=notes, loss=loss)
+                if stop.is_set() and i < self.steps:
+                    checkpoints.wait()
+                    raise StoppedError(i)
+
+    def _next_batch(self, i: int) -> tuple[Batch, _Work, dict[str, Any]]:
+        """A batch on its way to the device, which still works on the last one; what there is to do
+        in it; and the place in the data behind it.
+        """
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            raise ValueError(
+                f"trainer: the batches ended before step {i} of {self.steps}"
+            ) from None
+        return jax.device_put(dict(batch)), _Work.of(batch), self.batches.state()
+
+    def _measure(self, i: int) -> dict[str, Any]:
+        """Held-out loss and sample of the parameters as they are."""
+        measured: dict[str, Any] = {}
+        if self.held_out:
+            total, count = self.evaluate(self.state.all_params, self.held_out)
+            measured["held_out_loss"] = total / max(count, 1)
+        if self.sample is not None:
+            train.update(self.model, self.state.all_params)
+            measured["sample"] = self.sample(self.model)
+        if self.held_out:
+            self._say(f"step {i}: held-out loss {measured['held_out_loss']:.4f}")
+        return measured
+
+    def _end(self, checkpoints: Checkpoints, rows: list[dict[str, Any]]) -> Fitted:
+        by_step = {row["step"]: row for row in rows}
+        params, step = self.state.all_params, int(self.state.step)
+        best = checkpoints.best_step if self.held_out else None
+        if best is not None and best != step:
+            params, step = {**params, **checkpoints.parameters(step=best)}, best
+        train.update(self.model, params)
+        first, last = by_step.get(0, {}), by_step.get(step, {})
+        return Fitted(
+            params,
+            step,
+            *(row.get("held_out_loss") for row in (first, last)),
+            *(row.get("sample") for row in (first, last)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What there is to compute in a batch: tokens that are no padding, and the pairs of a token and
+    one that it sees (sliding windows not taken off).
+    """
+
+    tokens: int
+    pairs: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Work:
+        shape = np.shape(batch["tokens"])
+        real = np.ones(shape, bool)
+        if batch.get("segment_ids") is not None:
+            real = np.asarray(batch["segment_ids"]) != 0
+        positions = batch.get("positions")
+        positions = np.arange(shape[1]) if positions is None else np.asarray(positions)
+        return cls(int(real.sum()), int(((positions + 1) * real).sum(dtype=np.int64)))
+
+
+class _Speed:
+    """Tokens a second, MFU and memory, by when the numbers of the last steps came."""
+
+    def __init__(self, model: Transformer, *, trains_all: bool):
+        config = self.config = model.config
+        self.device = jax.devices()[0]
+        kind = self.device.device_kind
+        peaks = [flops for name, flops in PEAK_FLOPS.items() if name in kind]
+        half = model.runtime.compute_dtype != "float32"
+        self.peak = peaks[0] if peaks and half else None
+        self.weights = matrix_weights(config)
+        # Forward, the gradient of the activations, and, of trained weights, that of the weights
+        self.passes = 3 if trains_all else 2
+        self.seen: collections.deque[tuple[float, _Work]] = collections.deque(maxlen=SMOOTHED + 1)
+
+    def pause(self) -> None:
+        """What lies between this look and the next is no training."""
+        self.seen.clear()
+
+    def of(self, work: _Work) -> dict[str, Any]:
+        self.seen.append((time.perf_counter(), work))
+        row: dict[str, Any] = {"memory_bytes": _memory_bytes(self.device)}
+        seconds = self.seen[-1][0] - self.seen[0][0]
+        if seconds:
+            done = [work for _, work in self.seen][1:]
+            tokens = sum(work.tokens for work in done)
+            row["tokens_per_s"] = tokens / seconds
+            if self.peak is not None:
+                heads = self.config.num_attention_heads * self.config.head_dim
+                flops = 2 * self.passes * self.weights * tokens
+                pairs = sum(work.pairs for work in done)
+                flops += 12 * self.config.num_hidden_layers * heads * pairs
+                row["mfu"] = flops / seconds / self.peak
+        return row
+
+
+class _Profile:
+    """Traces some steps of a run, and says which kernels took longest in them."""
+
+    def __init__(self, trainer: Trainer, first: int):
+        self.trainer, self.first = trainer, min(first, trainer.steps)
+        self.last = min(self.first + trainer.profile - 1, trainer.steps)
+        self.folder = trainer.out / "profile"
+        self.runs = False
+
+    def before(self, i: int) -> None:
+        if self.trainer.profile and i == self.first:
+            jax.block_until_ready(self.trainer.state.step)
+            jax.profiler.start_trace(str(self.folder))
+            self.runs = True
+
+    def after(self, i: int) -> None:
+        if self.runs and i == self.last:
+            jax.block_until_ready(self.trainer.state.step)
+            self._stop()
+            kernels = trace.longest(self.folder)
+            self.trainer._say(f"{self.folder}: steps {self.first} to {i}; what took longest:")
+            for kernel in kernels:
+                self.trainer._say(
+                    f"{kernel.total_us / 1e3:10.2f} ms  {kernel.launches:6} x  {kernel.name}"
+                    f"  {kernel.scope}".rstrip()
+                )
+
+    def _stop(self) -> None:
+        self.runs = False
+        jax.profiler.stop_trace()
+
+    def __enter__(self) -> _Profile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.runs:
+            self._stop()
+
+
+def matrix_weights(config: ModelConfig) -> int:
+    """How many weights a token is multiplied with: those of all products, the head among them."""
+    heads = config.num_attention_heads + config.num_key_value_heads
+    attention = 2 * config.hidden_size * config.head_dim * heads
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    head = config.vocab_size * config.hidden_size
+    return config.num_hidden_layers * (attention + mlp) + head
+
+
+def fingerprint(params: Params) -> str:
+    """A digest of names, shapes, dtypes and some numbers of each parameter: it tells two
+    checkpoints of one shape apart without reading all of them back.
+    """
+
+    @jax.jit
+    def some(params: Params) -> dict[str, Any]:
+        return {n: x.reshape(-1)[:: max(1, x.size // 64)][:64] for n, x in params.items()}
+
+    digest = hashlib.sha256()
+    numbers = jax.device_get(some(params))
+    for name in sorted(params):
+        x = params[name]
+        digest.update(f"{name} {x.dtype}{x.shape}".encode() + np.asarray(numbers[name]).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _memory_bytes(device: Any) -> int:
+    """The most that the device, or on a CPU this process, has held so far."""
+    stats = device.memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
