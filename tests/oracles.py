@@ -422,6 +422,31 @@ def cross_entropy(logits: np.ndarray, targets: np.ndarray, ignore_index: int = -
     return sum(-float(log_softmax(row)[t]) for row, t in rows if t != ignore_index)
 
 
+def linear_cross_entropy(
+    hidden: np.ndarray,
+    head: np.ndarray,
+    targets: np.ndarray,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """Of hidden states [S, D] and a head [V, D]: the sum, and its gradients by both."""
+    hidden, head = hidden.astype(np.float64), head.astype(np.float64)
+    logits, slope = hidden @ head.T, np.ones(())
+    if softcap is not None:
+        bent = np.tanh(logits / softcap)
+        logits, slope = softcap * bent, 1 - bent**2
+    counted = targets != ignore_index
+    log_p = log_softmax(logits)
+    lse = (logits - log_p)[:, 0]
+    hit = np.eye(len(head))[np.where(counted, targets, 0)]
+    losses = -(log_p * hit).sum(axis=1) + z_loss * lse**2
+    d_logits = np.exp(log_p) * (1 + 2 * z_loss * lse)[:, None] - hit
+    d_logits = d_logits * counted[:, None] * slope
+    return float(losses[counted].sum()), d_logits @ head, d_logits.T @ hidden
+
+
 def decoder(
     config: Mapping[str, Any],
     weights: Mapping[str, np.ndarray],

@@ -1,5 +1,7 @@
 """Token cross entropy against float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import oracles
 import pytest
 from numerics import assert_as_accurate
 
-from jaxllm.ops import cross_entropy
+from jaxllm import ops
+from jaxllm.ops import cross_entropy, linear_cross_entropy
+from jaxllm.ops.loss import chunk_tokens
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -67,3 +71,201 @@ def test_another_ignored_index():
     total, count = cross_entropy(logits, targets, ignore_index=3)
     assert int(count) == int(np.sum(np.asarray(targets) != 3))
     assert float(total) == pytest.approx(truth(logits, targets, ignore_index=3), rel=1e-6)
+
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+KINDS = [
+    {},
+    {"softcap": 3.0},
+    {"z_loss": 0.1},
+    {"softcap": 5.0, "z_loss": 1e-2, "ignore_index": 4},
+]
+
+
+def hidden_case(dtype=jnp.float32, head_dtype=None, *, tokens=(3, 7), vocab=29, width=12):
+    rng = np.random.default_rng(1)
+    hidden = jnp.asarray(rng.standard_normal((*tokens, width)), dtype)
+    head = jnp.asarray(rng.standard_normal((vocab, width)), head_dtype or dtype)
+    targets = rng.integers(0, vocab, tokens)
+    targets[0, 1] = targets[1, 3:] = -100
+    return hidden, head, jnp.asarray(targets, jnp.int32)
+
+
+def with_gradients(*operands, **kwargs):
+    """The sum, and its gradients by hidden states and head."""
+    hidden, head, targets = operands
+    f = lambda *x: linear_cross_entropy(*x, targets, **kwargs)[0]  # noqa: E731
+    total, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, head)
+    return total, *gradients
+
+
+def plain(hidden, head, targets, *, ignore_index=-100, softcap=None, z_loss=0.0):
+    """The same with all logits, rounded where the op must: its gradient by logits, and results."""
+    dtype = hidden.dtype
+    rows = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
+    matrix, targets = head.astype(dtype).astype(jnp.float32), targets.reshape(-1)
+
+    def sum_of(logits):
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        counted = targets != ignore_index
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, jnp.where(counted, targets, 0)[:, None], 1)[:, 0]
+        losses = lse - chosen + z_loss * lse * lse
+        return jnp.sum(jnp.where(counted, losses, jnp.float32(0)))
+
+    total, d_logits = jax.value_and_grad(sum_of)(jnp.dot(rows, matrix.T, precision="highest"))
+    d_logits = d_logits.astype(dtype).astype(jnp.float32)
+    d_hidden = jnp.dot(d_logits, matrix, precision="highest").astype(dtype)
+    d_head = jnp.dot(d_logits.T, rows, precision="highest").astype(head.dtype)
+    return total, d_hidden.reshape(hidden.shape), d_head
+
+
+def exact(hidden, head, targets, **kwargs):
+    """float64, of the numbers as they are; the head's are rounded to hidden's dtype by contract."""
+    head = np.asarray(head.astype(hidden.dtype).astype(jnp.float32))
+    rows = np.asarray(hidden.astype(jnp.float32)).reshape(-1, hidden.shape[-1])
+    total, d_hidden, d_head = oracles.linear_cross_entropy(
+        rows, head, np.asarray(targets).reshape(-1), **kwargs
+    )
+    return np.array(total), d_hidden.reshape(hidden.shape), d_head
+
+
+def as_float32(x):
+    return np.asarray(x.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("kwargs", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_cross_entropy_and_its_gradients(dtype, kwargs):
+    hidden, head, targets = hidden_case(dtype)
+    ignored = kwargs.get("ignore_index", -100)
+    operands = hidden, head, jnp.where(targets == -100, jnp.int32(ignored), targets)
+    truth = exact(*operands, **kwargs)
+    plainly = plain(*operands, **kwargs)
+    for chunk in (None, 4):  # one chunk; the last one to be filled up
+        found = with_gradients(*operands, chunk=chunk, **kwargs)
+        assert [x.dtype for x in found] == [jnp.float32, dtype, dtype]
+        for ours, other, true in zip(found, plainly, truth, strict=True):
+            assert_as_accurate(as_float32(ours), as_float32(other), true)
+    with pytest.raises(AssertionError, match="error is"):
+        assert_as_accurate(1.02 * as_float32(found[2]), as_float32(plainly[2]), truth[2])
+    with pytest.raises(AssertionError, match="error is"):
+        assert_as_accurate(1.0001 * as_float32(found[0]), as_float32(plainly[0]), truth[0])
+
+
+@pytest.mark.parametrize("head_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_states_and_head_may_differ_in_dtype(dtype, head_dtype):
+    operands = hidden_case(dtype, head_dtype)
+    found = with_gradients(*operands, chunk=5)
+    assert [x.dtype for x in found] == [jnp.float32, dtype, head_dtype]
+    for ours, other, true in zip(found, plain(*operands), exact(*operands), strict=True):
+        assert_as_accurate(as_float32(ours), as_float32(other), true)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4, 21, 100])
+def test_it_is_cross_entropy_of_the_logits(chunk):
+    hidden, head, targets = hidden_case()
+    logits = ops.linear(hidden, head)
+    f = functools.partial(linear_cross_entropy, chunk=chunk)
+    total, count = jax.jit(f)(hidden, head, targets)
+    other, other_count = cross_entropy(logits, targets)
+    assert (total.dtype, count.dtype, int(count)) == (jnp.float32, jnp.int32, int(other_count))
+    np.testing.assert_allclose(total, other, rtol=1e-6)  # both sum 16 terms in float32
+
+
+def test_the_gradient_is_scaled_by_what_stands_above():
+    operands = hidden_case()
+    _, d_hidden, d_head = with_gradients(*operands)
+    f = lambda h, w: 8.0 * linear_cross_entropy(h, w, operands[2])[0]  # noqa: E731
+    scaled = jax.jit(jax.grad(f, (0, 1)))(*operands[:2])
+    np.testing.assert_array_equal(scaled[0], 8 * d_hidden)  # a power of two is exact
+    np.testing.assert_array_equal(scaled[1], 8 * d_head)
+
+
+def test_small_probabilities_have_gradients_in_float16():
+    """One of 1e-9 is far below float16's least number; a loss scale of 2**15 brings it back."""
+    head = jnp.asarray([[20.0], [0.0]], jnp.float16)  # p of the second word is exp(-20)
+    hidden, targets = jnp.ones((1, 1), jnp.float16), jnp.zeros(1, jnp.int32)
+
+    def scaled(head):
+        return 2.0**15 * linear_cross_entropy(hidden, head, targets)[0]
+
+    gradient = jax.jit(jax.grad(scaled))(head.astype(jnp.float32))
+    np.testing.assert_allclose(gradient[1, 0], 2.0**15 * np.exp(-20), rtol=0.01)  # 7 bits are left
+
+
+def dots(f, *args) -> int:
+    return str(jax.make_jaxpr(f)(*args)).count("dot_general")
+
+
+def test_no_gradient_is_made_that_is_not_asked_for():
+    hidden, head, targets = hidden_case()
+    f = lambda h, w: linear_cross_entropy(h, w, targets)[0]  # noqa: E731
+    assert dots(f, hidden, head) == 1
+    assert dots(jax.grad(f, 0), hidden, head) == 2
+    assert dots(jax.grad(f, 1), hidden, head) == 2
+    assert dots(jax.grad(f, (0, 1)), hidden, head) == 3
+
+
+def temporary_bytes(f, *args) -> int:
+    program = jax.jit(jax.value_and_grad(f, (0, 1))).lower(*args).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def test_no_array_of_all_logits_is_made():
+    tokens, vocab, width = 8192, 4096, 16
+    hidden, head = jnp.zeros((tokens, width)), jnp.zeros((vocab, width))
+    targets = jnp.zeros(tokens, jnp.int32)
+    all_logits = 4 * tokens * vocab
+    chunked = lambda h, w: linear_cross_entropy(h, w, targets, chunk=512)[0]  # noqa: E731
+    whole = lambda h, w: cross_entropy(ops.linear(h, w)[None], targets[None])[0]  # noqa: E731
+    assert temporary_bytes(chunked, hidden, head) < all_logits / 4  # a sixteenth, three times
+    assert temporary_bytes(whole, hidden, head) >= all_logits
+
+
+def test_chunks_are_few_and_equal():
+    assert chunk_tokens(65536, 32_000) == 4096  # 500 MiB of logits
+    assert chunk_tokens(65536, 128_256) == 1024
+    assert chunk_tokens(65536, 1_000) == 8192
+    assert chunk_tokens(100, 128_256) == 100
+    assert chunk_tokens(1025, 128_256) == 513
+    assert chunk_tokens(0, 10) == 1
+
+
+def test_nothing_to_count_has_no_gradient():
+    hidden, head, targets = hidden_case()
+    total, *gradients = with_gradients(hidden, head, jnp.full_like(targets, -100))
+    assert float(total) == 0.0
+    assert not any(np.any(np.asarray(g)) for g in gradients)
+    total, *_ = with_gradients(hidden[:0], head, targets[:0])
+    assert float(total) == 0.0
+
+
+@pytest.mark.own_errors
+def test_what_cannot_be_is_refused():
+    hidden, head, targets = hidden_case()
+    with pytest.raises(ValueError, match=r"hidden \(3, 7, 12\) and head \(29, 11\) must be"):
+        linear_cross_entropy(hidden, head[:, 1:], targets)
+    with pytest.raises(ValueError, match=r"targets have shape \(2, 7\)"):
+        linear_cross_entropy(hidden, head, targets[1:])
+    with pytest.raises(ValueError, match="hidden is int32"):
+        linear_cross_entropy(hidden.astype(jnp.int32), head, targets)
+    with pytest.raises(ValueError, match="targets must be integers"):
+        linear_cross_entropy(hidden, head, targets.astype(jnp.float32))
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        linear_cross_entropy(hidden, head, targets, softcap=0.0)
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        linear_cross_entropy(hidden, head, targets, chunk=0)
+    with pytest.raises(ValueError, match="no implementation is named 'pallas'"):
+        linear_cross_entropy(hidden, head, targets, implementation="pallas")
+
+
+@pytest.mark.parametrize("bad", [29, 1000, -1])
+def test_a_target_outside_the_vocabulary_is_refused_or_shows(bad):
+    hidden, head, targets = hidden_case()
+    targets = targets.at[2, 2].set(bad)
+    with pytest.raises(ValueError, match=f"target {bad} is outside the vocabulary of 29"):
+        linear_cross_entropy(hidden, head, targets)
+    assert np.isnan(jax.jit(linear_cross_entropy)(hidden, head, targets)[0])
