@@ -217,11 +217,9 @@ class _Batches(Iterator[Batch]):
             raise ValueError(
                 f"data: process_index must be in [0, {process_count}), got {process_index}"
             )
-        if rows < 1 or (epochs is not None and epochs < 1) or seed < 0:
-            raise ValueError(
-                "data: rows and epochs must be 1 or more and seed 0 or more, got "
-                f"rows={rows}, epochs={epochs}, seed={seed}"
-            )
+        for name, value, least in (("rows", rows, 1), ("epochs", epochs, 1), ("seed", seed, 0)):
+            if value is not None and value < least:
+                raise ValueError(f"data: {name} must be {least} or more, got {value}")
         if not units:
             raise ValueError("data: there are no examples to load")
         self._order = _Order(units, rows, process_index, process_count, seed)
@@ -274,15 +272,10 @@ class _Batches(Iterator[Batch]):
 
         Raises: ValueError if its data, its rows over all processes, its length or seed differ.
         """
-        names = {"rows": "rows a batch", "length": "tokens a row", "seed": "as seed"}
         for key, mine in self._settings.items():
             if state.get(key) != mine:
-                differ = f"{state.get(key)} {names[key]}" if key in names else "other data"
-                now = f", not {mine}" if key in names else ""
-                raise ValueError(
-                    f"data: the run to go on with had {differ}{now}; it can only be resumed as it "
-                    "was"
-                )
+                had = "other data" if key == "data" else f"{key}={state.get(key)}, not {mine}"
+                raise ValueError(f"data: the run to resume had {had}; it can only go on as it was")
         self._iterator.set_state({"next_index": int(state["position"])})
 
     def close(self) -> None:

@@ -217,3 +217,101 @@ def test_a_rendering_leaves_nothing_to_the_next():
         with pytest.raises(ValueError, match="steps"):
             render(template)
         assert render("{{ messages[0].content }}") == "hi"
+
+
+# Where the assistant's words stand
+
+CHAT = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "ONE"},
+    {"role": "user", "content": "two"},
+    {"role": "assistant", "content": "TWO"},
+]
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<assistant>"
+    "{% generation %}{{ m.content }}<end>{% endgeneration %}"
+    "{% else %}<{{ m.role }}>{{ m.content }}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As Phi-3's: an EOS token behind every text that is not to be continued
+CLOSED = PLAIN.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+# As Qwen3's: what was thought is dropped from all answers but the last
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content if loop.last else m.content.split('~')[-1] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def answers(template, messages=CHAT, first=0, **variables):
+    text, spans = chat_template.answer_spans(template, messages, variables, first=first)
+    assert text == render(template, messages, add_generation_prompt=False, **variables)
+    return [text[a:b] for a, b in spans]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_answers_stand_where_the_template_puts_them(template):
+    assert answers(template) == ["ONE<end>", "TWO<end>"]
+    assert answers(template, first=3) == ["TWO<end>"]
+    assert answers(template, CHAT[:2]) == []
+
+
+def test_an_eos_behind_every_text_belongs_to_the_last_answer_only():
+    assert answers(CLOSED, eos_token="<eos>") == ["ONE<end>", "TWO<end><eos>"]
+
+
+def test_generation_blocks_decide_even_where_they_differ_from_the_messages():
+    own = MARKED.replace("{{ m.content }}<end>{% end", "{{ m.content | lower }}{% end")
+    assert answers(own) == ["one", "two"]
+    around = MARKED.replace("<assistant>{% gen", "{% gen").replace(
+        "%}{{ m.content }}<end>{% end", "%}<assistant>{{ m.content }}<end>{% end"
+    )
+    assert answers(around)[1] == "<assistant>TWO<end>"
+    assert answers(around, first=4) == ["TWO<end>"]  # the prompt of generation is given
+
+
+def test_characters_of_private_use_are_no_marks():
+    chat = [CHAT[1], {"role": "assistant", "content": "\ue000A\ue001"}]
+    assert answers(MARKED, chat) == ["\ue000A\ue001<end>"]
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused():
+    chat = [*CHAT[1:2], {"role": "assistant", "content": "hm~ONE"}, *CHAT[3:]]
+    with pytest.raises(ValueError, match="the first 2 messages are written in another way where"):
+        answers(THINKING, chat)
+    assert answers(THINKING, chat[:2]) == ["hm~ONE<end>"]
+
+
+def test_an_answer_without_a_question_needs_generation_blocks():
+    with pytest.raises(ValueError, match="an answer begins that is the first message cannot be"):
+        answers(PLAIN, CHAT[2:])
+    assert answers(MARKED, CHAT[2:]) == ["ONE<end>", "TWO<end>"]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"]
+    + ["{% set x %}{% generation %}ab{% endgeneration %}{% endset %}{{ x }}{{ x | length }}"],
+)
+def test_generation_blocks_that_cannot_be_told_apart_are_refused(inner):
+    with pytest.raises(ValueError, match="generation %} blocks change or overlap one another"):
+        answers(inner, CHAT)
+
+
+def test_answer_spans_are_refused_as_render_refuses():
+    with pytest.raises(ValueError, match="chat template: refuses these messages: no system"):
+        answers("{{ raise_exception('no system') }}")
+    with pytest.raises(ValueError, match="messages must be a list of dicts"):
+        answers(PLAIN, "text")
+
+
+@pytest.mark.reference
+def test_generation_blocks_as_transformers(transformers):
+    theirs = transformers.utils.chat_template_utils.render_jinja_template
+    texts, indices = theirs([CHAT], chat_template=MARKED, return_assistant_tokens_mask=True)
+    assert answers(MARKED) == [texts[0][a:b] for a, b in indices[0]]

@@ -1,0 +1,375 @@
+"""Records become examples; what is wrong with a file is one sentence that says where."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import tiny_tokenizers
+
+from jaxllm import records, train
+from jaxllm.records import Example, Record, encode, encode_preference, encode_records
+from jaxllm.tokenizer import Tokenizer
+
+IGNORE = records.IGNORE
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+KINDS = {
+    "byte level": (tiny_tokenizers.byte_level, {}),
+    "byte level, BOS": (tiny_tokenizers.byte_level, {"add_bos_token": True}),
+    "byte fallback": (tiny_tokenizers.byte_fallback, {}),
+    "byte fallback, BOS": (lambda: tiny_tokenizers.byte_fallback(bos=True), {}),
+    "no strip": (lambda: tiny_tokenizers.byte_fallback(strip=False), {}),
+}
+
+
+def make(kind="byte level", **config) -> Tokenizer:
+    build, settings = KINDS[kind]
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT} | settings | config
+    return Tokenizer(tiny_tokenizers.files(build(), **settings))
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request) -> Tokenizer:
+    return make(request.param)
+
+
+TINY = make()
+
+
+def whole(example: Example) -> list[int]:
+    """The ids that an example was made of."""
+    last = [] if example.targets[-1] == IGNORE else [int(example.targets[-1])]
+    return example.tokens.tolist() + last
+
+
+def learnt(example: Example) -> list[int]:
+    return example.targets[example.targets != IGNORE].tolist()
+
+
+def write(folder, text, name="data.jsonl"):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+# Files
+
+
+def test_jsonl_and_arrays_hold_the_same_records(tmp_path):
+    rows = [{"text": "a\u2028b"}, {"text": "é"}, {}]
+    lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    jsonl = records.read_records(write(tmp_path, lines))
+    windows = records.read_records(write(tmp_path, "\ufeff" + lines.replace("\n", "\r\n")))
+    array = records.read_records(write(tmp_path, " \n" + json.dumps(rows, indent=1), "data.json"))
+    assert jsonl == windows == array == rows
+    assert [r.where for r in jsonl] == [f"{tmp_path}/data.jsonl, line {i}" for i in (1, 3, 5)]
+    assert array[2].where == f"{tmp_path}/data.json, entry 3"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    {
+        "": "{} is empty; give one JSON object a line, or a JSON array",
+        " \n\n": "{} is empty; give one JSON object a line, or a JSON array",
+        "[]": "{} holds an array without records",
+        '{"a": 1}\n\n{"a": \n': "{}, line 3: this is not JSON: Expecting value at character 7",
+        '{"a": 1}\nhello': "{}, line 2: this is not JSON: Expecting value at character 1",
+        '[{"a": 1},\n{"a" 1}]': (
+            "{}, line 2: this is not JSON: Expecting ':' delimiter at character 6"
+        ),
+        '{"a": 1}\n[1]': "{}, line 2: a record must be a JSON object, not [1]",
+        '[{}, "b"]': "{}, entry 2: a record must be a JSON object, not 'b'",
+        b'{"a": 1}\n\xff': "{}, line 2: the file is not UTF-8",
+        "[" * 99999: "{}, line 1: this JSON is nested too deeply",
+    }.items(),
+)
+def test_bad_files(tmp_path, content, sentence):
+    path = write(tmp_path, content)
+    with pytest.raises(ValueError, match=f"^data: {re.escape(sentence.format(path))}$"):
+        records.read_records(path)
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="data: .*/none does not exist; give a JSONL file"):
+        records.read_records(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="data: .* is a folder, not a file; give a JSONL"):
+        records.read_records(tmp_path)
+
+
+# Examples
+
+
+def test_a_text_is_learnt_whole_and_ends(tokenizer):
+    ids = [*tokenizer.encode("hello there"), tokenizer.eos_id]
+    example = encode({"text": "hello there"}, tokenizer)
+    assert example.tokens.tolist() == ids[:-1]
+    assert example.targets.tolist() == ids[1:]
+    assert example.tokens.dtype == example.targets.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("hell", "o there"), ("the ", "the"), ("a\n", " b")]
+)
+def test_a_completion_goes_on_as_generation_would(tokenizer, prompt, completion):
+    example = encode({"prompt": prompt, "completion": completion}, tokenizer)
+    before = tokenizer.encode(prompt)
+    assert whole(example)[: len(before)] == before  # what `generate` gives to the model
+    assert whole(example)[len(before) :] == learnt(example)
+    assert learnt(example)[-1] == tokenizer.eos_id
+    decoder = tokenizer.stream(after=before)
+    assert decoder.push(learnt(example)[:-1]) + decoder.finish() == completion
+
+
+def test_without_a_prompt_everything_is_learnt(tokenizer):
+    a = encode({"prompt": "", "completion": "hello"}, tokenizer)
+    b = encode({"text": "hello"}, tokenizer)
+    assert whole(a) == whole(b)
+    assert learnt(a) == learnt(b)
+
+
+def test_the_end_is_not_doubled_and_may_be_another():
+    eos = TINY.eos_id
+    assert learnt(encode({"prompt": "a", "completion": "b</s>"}, TINY)).count(eos) == 1
+    assert learnt(encode({"prompt": "a", "completion": "b"}, TINY, stop_id=0))[-1] == 0
+    endless = make(eos_token=None)
+    with pytest.raises(ValueError, match="a record: the tokenizer names no EOS token to end texts"):
+        encode({"text": "a"}, endless)
+    assert whole(encode({"text": "a"}, endless, stop_id=2))[-1] == 2
+
+
+RECORD = {"question": "Q", "more": "M", "empty": "", "none": None, "answer": "A"}
+
+
+@pytest.mark.parametrize(
+    ("key", "prompt"),
+    [
+        ("question", "Q"),
+        ("Say {question}: {answer}{empty}\n", "Say Q: A\n"),
+        ("{{{question}}}", "{Q}"),
+        (["question", "more"], "Q\nM"),
+        (["question", "empty", "none", "absent", "more"], "Q\nM"),
+        (["absent", "question"], "Q"),
+    ],
+)
+def test_other_keys(key, prompt):
+    example = encode(RECORD, TINY, prompt_key=key, completion_key=" {answer}")
+    expected = encode({"prompt": prompt, "completion": " A"}, TINY)
+    assert whole(example) == whole(expected)
+    assert learnt(example) == learnt(expected)
+
+
+def test_keys_of_texts_and_chats():
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert whole(encode({"content": "a"}, TINY, text_key="content")) == whole(
+        encode({"text": "a"}, TINY)
+    )
+    assert whole(encode({"dialog": chat}, TINY, messages_key="dialog")) == whole(
+        encode({"messages": chat, "text": "a", "prompt": "b", "completion": "c"}, TINY)
+    )
+    assert whole(encode({"text": "no", "prompt": "a", "completion": "b"}, TINY)) != whole(
+        encode({"text": "no", "prompt": "a"}, TINY)
+    )
+
+
+NO_FORM = "there is no 'messages', no 'prompt' with 'completion' and no 'text'; the record has {}"
+
+
+@pytest.mark.parametrize(
+    ("record", "keys", "sentence"),
+    [
+        ({}, {}, NO_FORM.format("no fields")),
+        ({"prompt": "a", "b": 1}, {}, NO_FORM.format("'prompt', 'b'")),
+        ({"text": 3}, {}, "'text' must be a text, not 3"),
+        ({"text": None}, {}, "'text' must be a text, not None"),
+        ({"prompt": "a", "completion": ["b"]}, {}, "'completion' must be a text, not ['b']"),
+        (
+            {"a": "x", "completion": "y"},
+            {"prompt_key": "{a} {b}"},
+            "there is no 'b'; the record has 'a', 'completion'",
+        ),
+        (
+            {"a": "x", "completion": "y"},
+            {"prompt_key": "{a.b}"},
+            "must name fields, each as {name}",
+        ),
+        (
+            {"a": "x", "completion": "y"},
+            {"prompt_key": "{a!r}"},
+            "must name fields, each as {name}",
+        ),
+        ({"a": "x", "completion": "y"}, {"prompt_key": "{a"}, "the format '{a' cannot be read: "),
+        ({"a": 1, "completion": "y"}, {"prompt_key": ["a", "b"]}, "'a' must be a text, not 1"),
+        ({"messages": "hi"}, {}, "'messages' must be a list of messages, not 'hi'"),
+        ({"messages": []}, {}, "the list of messages is empty"),
+        ({"messages": [{"role": "user", "content": "a"}]}, {}, "no message of the assistant"),
+        ({"text": "\ud800"}, {}, "the text has half a surrogate pair"),
+    ],
+)
+def test_bad_records(record, keys, sentence):
+    record = Record(record)
+    record.where = "file, line 7"
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        encode(record, TINY, **keys)
+    assert str(caught.value).startswith("data: file, line 7: ")
+    assert "\n" not in str(caught.value)
+
+
+# Chats
+
+
+def chat(*contents):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def test_only_answers_of_a_chat_are_learnt(tokenizer):
+    messages = chat("hello", "there", "the", "hello there")
+    example = encode({"messages": messages}, tokenizer)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    assert whole(example) == [*text, tokenizer.eos_id]  # this template ends nothing itself
+    assert tokenizer.decode(learnt(example)[:-1]).strip() == "there\nhello there"
+    # The first answer is learnt from its first token on: at the last of the prompt for it
+    first = len(tokenizer.apply_chat_template(messages[:1]))
+    assert (example.targets[: first - 1] == IGNORE).all()
+    assert example.targets[first - 1] != IGNORE
+
+
+def test_a_template_that_ends_its_answers_gets_no_second_end():
+    tokenizer = make(chat_template=CHAT.replace("}}\n", "}}</s>\n"))
+    example = encode({"messages": chat("a", "b", "c", "d")}, tokenizer)
+    assert learnt(example).count(tokenizer.eos_id) == 2
+
+
+@pytest.mark.parametrize("name", ["phi3-mini", "qwen2.5"])
+def test_templates_of_real_checkpoints(shared, name):
+    tokenizer = Tokenizer.from_folder(shared / "data" / "tokenizers" / name)
+    messages = [{"role": "system", "content": "Be kind."}, *chat("Hi", "Hello!", "Who?", "Me.")]
+    example = encode({"messages": messages}, tokenizer)
+    text = tokenizer.decode(learnt(example), skip_special_tokens=False)
+    ends = {"phi3-mini": ("<|end|>", "<|endoftext|>"), "qwen2.5": ("<|im_end|>\n", "")}[name]
+    assert text.replace(" ", "").replace("\n", "") == (
+        f"Hello!{ends[0]}Me.{ends[0]}{ends[1]}".replace("\n", "")
+    )
+    first = len(tokenizer.apply_chat_template(messages[:2]))
+    assert tokenizer.decode([example.targets[first - 1]]).strip() == "Hello"
+
+
+# Preference pairs
+
+
+def test_a_pair_of_texts():
+    pair = encode_preference({"prompt": "a", "chosen": "b", "rejected": "c"}, TINY)
+    for side, answer in ((pair.chosen, "b"), (pair.rejected, "c")):
+        expected = encode({"prompt": "a", "completion": answer}, TINY)
+        assert whole(side) == whole(expected)
+        assert learnt(side) == learnt(expected)
+
+
+def test_a_pair_of_chats_in_each_form():
+    before, good, bad = chat("one", "ONE", "two"), chat("", "TWO")[1:], chat("", "no")[1:]
+    prompt = {"prompt": before, "chosen": good, "rejected": bad}
+    implicit = {"chosen": before + good, "rejected": before + bad}
+    both = {"prompt": "two", **implicit}
+    pairs = [encode_preference(record, TINY) for record in (prompt, implicit, both)]
+    for pair in pairs:
+        assert TINY.decode(learnt(pair.chosen)) == "TWO\n"  # not ONE, which the prompt holds
+        assert TINY.decode(learnt(pair.rejected)) == "no\n"
+        assert whole(pair.chosen) == whole(encode({"messages": before + good}, TINY))
+    text = encode_preference({"prompt": "one", "chosen": good, "rejected": bad}, TINY)
+    assert whole(text.chosen) == whole(encode({"messages": before[:1] + good}, TINY))
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "no 'rejected'; the record has 'prompt', 'chosen'"),
+        ({"chosen": "b", "rejected": "c"}, "no 'prompt'; the record has 'chosen', 'rejected'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are the same"),
+        ({"prompt": "a", "chosen": "b", "rejected": 1}, "'chosen' must be a list of messages"),
+        ({"chosen": chat("a", "b"), "rejected": chat("c", "b")}, "there is no 'prompt'"),
+    ],
+)
+def test_bad_pairs(record, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        encode_preference(record, TINY)
+
+
+# All of a file
+
+
+TEXTS = [{"text": "x" * n} for n in (3, 10, 4, 25)]  # each makes as many tokens as letters
+
+
+def test_longer_records_are_truncated_split_or_left_out():
+    results = {}
+    for on_long in records.ON_LONG:
+        found = encode_records(TEXTS, TINY, length=10, on_long=on_long)
+        results[on_long] = [len(example) for example in found.examples]
+        assert (found.records, found.long, found.untaught) == (4, 1, 0)
+        assert "1 longer than 10 tokens" in str(found)
+    assert results == {
+        "truncate": [3, 10, 4, 10],
+        "split": [3, 10, 4, 10, 10, 5],
+        "drop": [3, 10, 4],
+    }
+    parts = encode_records(TEXTS[3:], TINY, length=10, on_long="split").examples
+    one = encode(TEXTS[3], TINY)
+    np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), one.tokens)
+    np.testing.assert_array_equal(np.concatenate([p.targets for p in parts]), one.targets)
+    with pytest.raises(ValueError, match="on_long must be one of truncate, split, drop, not 'cut'"):
+        encode_records(TEXTS, TINY, length=10, on_long="cut")
+
+
+def test_the_summary_counts():
+    rows = [{"prompt": "abcdefghijkl", "completion": "m"}, {"prompt": "ab", "completion": "cd"}]
+    found = encode_records(rows, TINY, length=10)
+    assert str(found) == (
+        "2 records: 1 examples, 4 tokens, 3 of them learnt; 1 longer than 10 tokens truncated; "
+        "1 without anything to learn left out"
+    )
+    with pytest.raises(ValueError, match="data: there is nothing to train on; 1 records: 0 exam"):
+        encode_records(rows[:1], TINY, length=10)
+    with pytest.raises(ValueError, match="data: length must be 1 or more tokens, got 0"):
+        encode_records(rows, TINY, length=0)
+
+
+def test_pairs_are_cut_and_left_out_whole():
+    rows = [
+        {"prompt": "ab", "chosen": "c", "rejected": "d"},
+        {"prompt": "ab", "chosen": "c", "rejected": "d" * 20},
+        {"prompt": "a" * 20, "chosen": "c", "rejected": "d"},
+    ]
+    found = records.encode_preferences(rows, TINY, length=10)
+    assert [(len(p.chosen), len(p.rejected)) for p in found.examples] == [(3, 3), (3, 10)]
+    assert (found.long, found.untaught) == (2, 1)
+    dropped = records.encode_preferences(rows, TINY, length=10, on_long="drop")
+    assert len(dropped.examples) == 1
+    with pytest.raises(ValueError, match="on_long must be one of truncate, drop, not 'split'"):
+        records.encode_preferences(rows, TINY, length=10, on_long="split")
+
+
+def test_tokens_outside_the_vocabulary(tmp_path):
+    path = write(tmp_path, '{"text": "a"}\n{"text": "hello"}')
+    rows = records.read_records(path)
+    top = max(TINY.encode("hello"))
+    encode_records(rows, TINY, length=9, vocab_size=top + 1)
+    with pytest.raises(ValueError, match=f", line 2: the token {top} is outside the model's vocab"):
+        encode_records(rows, TINY, length=9, vocab_size=top)
+    bad = Example(np.array([1], np.int32), np.array([-1], np.int32))
+    with pytest.raises(ValueError, match="the target -1 is outside the model's vocabulary of 9"):
+        records.check_vocabulary(bad, 9)
+
+
+def test_examples_are_checked():
+    ids = np.arange(3, dtype=np.int32)
+    with pytest.raises(ValueError, match="an example's targets must be an int32 array"):
+        Example(ids, ids.astype(np.int64))
+    with pytest.raises(ValueError, match="an example's 3 tokens and 2 targets must be equally"):
+        Example(ids, ids[1:])
+
+
+def test_what_is_ignored_is_what_the_loss_ignores():
+    assert records.IGNORE == train.IGNORE
