@@ -129,7 +129,9 @@ MAY_IMPORT = {
     "jaxllm.precision": "",
     "jaxllm.records": "jaxllm.tokenizer",
     "jaxllm.data": "jaxllm.records",
-    "jaxllm.train": "jaxllm.layers jaxllm.model jaxllm.ops jaxllm.precision",
+    "jaxllm.train": ("jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision"),
+    "jaxllm.quantize": "jaxllm.layers jaxllm.ops jaxllm.ops.linear",
+    "jaxllm.fp8": "jaxllm.layers jaxllm.quantize",
     "jaxllm.checkpoint.shipped": "",
     "jaxllm.checkpoint.safetensors_file": "",
     "jaxllm.checkpoint.folder": (

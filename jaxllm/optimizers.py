@@ -1,0 +1,206 @@
+"""AdamW with moments of eight bits, and the step of bfloat16 weights that rounds stochastically.
+
+    optimizer = adamw_8bit(1e-4, weight_decay=0.1)
+    params = apply_updates_stochastically(params, updates, key)
+
+Moments cost 2 bytes a parameter instead of 8, plus a scale for each block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, UInt8
+
+BLOCK = 256  # numbers that share a scale
+MIN_SIZE = 4096  # a smaller parameter keeps its moments in float32
+
+
+def dynamic_code(signed: bool) -> np.ndarray:
+    """The 256 numbers in [-1, 1], or in [0, 1], that a byte stands for, in ascending order.
+
+    Dynamic tree quantisation: seven decades, the upper ones divided into more equal parts; zero and
+    one are among the numbers.
+    Source: Dettmers et al. 2021, arXiv:2110.02861, section 1.2.
+    """
+    decades = 7
+    values = [0.0, 1.0]
+    for decade in range(decades):
+        parts = 2 ** (decade if signed else decade + 1)
+        ends = np.linspace(0.1, 1.0, parts + 1)
+        middles = 10.0 ** (decade - decades + 1) * (ends[:-1] + ends[1:]) / 2
+        values += [*middles, *(-middles if signed else [])]
+    assert len(set(values)) == 256, len(set(values))
+    return np.sort(np.asarray(values, np.float32))
+
+
+_CODES = {signed: dynamic_code(signed) for signed in (True, False)}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A moment in eight bits: codes with the parameter's shape, and a float32 scale for each block
+    of `BLOCK` numbers of its last axis (the last block may be shorter).
+    """
+
+    codes: UInt8[Array, "*B I"]
+    scales: Float[Array, "*B I_blocks"]
+
+
+def quantize(x: Float[Array, "*B I"], *, signed: bool) -> Quantized:
+    """The nearest code of each number over the largest magnitude of its block.
+
+    A positive number of an unsigned moment never becomes zero: what is divided by its root would
+    go astray.
+    """
+    code = _CODES[signed]
+    blocks = _blocks(x)
+    scales = jnp.max(jnp.abs(blocks), axis=-1)
+    ratios = blocks / jnp.where(scales > 0, scales, 1)[..., None]
+    borders = (code[:-1] + code[1:]) / 2
+    if not signed:
+        borders[0] = 0.0
+    # A border belongs to the code below it, so that zero is zero
+    found = jnp.searchsorted(jnp.asarray(borders), ratios, side="left", method="scan_unrolled")
+    codes = found.astype(jnp.uint8).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    return Quantized(codes, scales)
+
+
+def dequantize(x: Quantized, *, signed: bool) -> Float[Array, "*B I"]:
+    """The numbers that the codes stand for, float32."""
+    values = jnp.asarray(_CODES[signed])[x.codes.astype(jnp.int32)]
+    blocks = _blocks(values) * x.scales[..., None]
+    return blocks.reshape(*x.codes.shape[:-1], -1)[..., : x.codes.shape[-1]]
+
+
+def _blocks(x: Array) -> Array:
+    """[..., I] as [..., blocks, BLOCK], filled up with zeros."""
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % BLOCK)])
+    return x.reshape(*x.shape[:-1], -1, BLOCK)
+
+
+class Adam8BitState(NamedTuple):
+    """The count of steps, and the moments: `Quantized`, or float32 where a parameter is small."""
+
+    count: Int[Array, ""]
+    mu: Any
+    nu: Any
+
+
+def scale_by_adam_8bit(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, min_size: int = MIN_SIZE
+) -> optax.GradientTransformation:
+    """`optax.scale_by_adam` with moments in eight bits between the steps.
+
+    A parameter of fewer than `min_size` numbers or less than two axes keeps float32 moments.
+    Within a step the moments are float32, and so are the updates.
+    Source: Dettmers et al. 2021, arXiv:2110.02861; blocks of 256, of the last axis only.
+    """
+
+    def small(param: Any) -> bool:
+        return param.ndim < 2 or param.size < min_size
+
+    def start(param: Any, signed: bool) -> Any:
+        zeros = jnp.zeros(param.shape, jnp.float32)
+        return zeros if small(param) else quantize(zeros, signed=signed)
+
+    def init(params: optax.Params) -> Adam8BitState:
+        moments = [jax.tree.map(lambda p, s=s: start(p, s), params) for s in (True, False)]
+        return Adam8BitState(jnp.zeros((), jnp.int32), *moments)
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, Adam8BitState]:
+        del params
+        count = state.count + 1
+        steps = count.astype(jnp.float32)
+        corrections = [1 - jnp.float32(b) ** steps for b in (b1, b2)]
+
+        def leaf(g, mu, nu):
+            packed = isinstance(mu, Quantized)
+            g = g.astype(jnp.float32)
+            if packed:
+                mu, nu = dequantize(mu, signed=True), dequantize(nu, signed=False)
+            mu = np.float32(b1) * mu + np.float32(1 - b1) * g
+            nu = np.float32(b2) * nu + np.float32(1 - b2) * (g * g)
+            step = (mu / corrections[0]) / (jnp.sqrt(nu / corrections[1]) + np.float32(eps))
+            if packed:
+                mu, nu = quantize(mu, signed=True), quantize(nu, signed=False)
+            return step, mu, nu
+
+        leaves, tree = jax.tree.flatten(updates)
+        results = [
+            leaf(*each)
+            for each in zip(
+                leaves, tree.flatten_up_to(state.mu), tree.flatten_up_to(state.nu), strict=True
+            )
+        ]
+        steps_, mu, nu = (tree.unflatten(part) for part in zip(*results, strict=True))
+        return steps_, Adam8BitState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def adamw_8bit(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
+    min_size: int = MIN_SIZE,
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.adamw` over `scale_by_adam_8bit`; the other arguments are those of optax."""
+    return optax.chain(
+        scale_by_adam_8bit(b1, b2, eps, min_size=min_size),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def apply_updates_stochastically(
+    params: optax.Params, updates: optax.Updates, key: Array
+) -> optax.Params:
+    """params + updates, where a bfloat16 parameter gets one of the two bfloat16 numbers around the
+    float32 sum, the nearer one likelier: on average it is the sum.
+
+    So a step far smaller than a weight's last digit is not lost. The key must be new at each step.
+    Float32 parameters get the sum. Raises: ValueError for another dtype.
+    Source: Gupta et al. 2015, arXiv:1502.02551, section 3.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    results = []
+    for i, (param, update) in enumerate(zip(leaves, tree.flatten_up_to(updates), strict=True)):
+        total = param.astype(jnp.float32) + update.astype(jnp.float32)
+        if param.dtype == jnp.bfloat16:
+            total = round_stochastically(total, jax.random.fold_in(key, i))
+        elif param.dtype != jnp.float32:
+            raise ValueError(
+                f"optimizers: a parameter is {param.dtype}, but weights that are rounded "
+                "stochastically are bfloat16 (float32 ones are added to as they are)"
+            )
+        results.append(total)
+    return tree.unflatten(results)
+
+
+def round_stochastically(x: Float[Array, "*B"], key: Array) -> Float[Array, "*B"]:
+    """float32 to bfloat16, up or down by chance, so that the mean is x.
+
+    What is not finite stays so; a number above the largest bfloat16 may become infinite.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    # The lower half of a float32 says how far it is from the bfloat16 towards zero: to that, a
+    # uniform draw is added, and what carries over moves the number away from zero.
+    moved = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    finite = jnp.isfinite(x)
+    upper = (jnp.where(finite, moved, bits) >> np.uint32(16)).astype(jnp.uint16)
+    rounded = jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+    return jnp.where(finite, rounded, x.astype(jnp.bfloat16))

@@ -1,0 +1,175 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxllm import optimizers
+from jaxllm.optimizers import Quantized
+
+KEY = jax.random.key(0)
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    """Numbers of very different sizes."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * 10.0 ** rng.uniform(-3, 0, shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_code_has_256_numbers_and_its_ends(signed):
+    code = optimizers.dynamic_code(signed)
+    assert len(code) == 256
+    assert np.all(np.diff(code) > 0)
+    assert 0.0 in code
+    assert code[-1] == 1.0
+    assert code[0] == (0.0 if not signed else -code[-2])
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("shape", [(3, 256), (2, 3, 300), (5, 7)])
+def test_each_number_gets_the_nearest_code_of_its_block(signed, shape):
+    x = draw(*shape) if signed else np.abs(draw(*shape))
+    x[0] = 0.0
+    ours = optimizers.quantize(jnp.asarray(x), signed=signed)
+    blocks = -(-shape[-1] // 256)
+    assert (ours.codes.shape, ours.codes.dtype) == (shape, jnp.uint8)
+    assert (ours.scales.shape, ours.scales.dtype) == ((*shape[:-1], blocks), jnp.float32)
+    code = optimizers.dynamic_code(signed).astype(np.float64)
+    back = np.asarray(optimizers.dequantize(ours, signed=signed))
+    assert not np.any(back[0])
+    for block in range(blocks):
+        part = (..., slice(256 * block, 256 * (block + 1)))
+        scale = np.max(np.abs(x[part]), axis=-1, keepdims=True).astype(np.float64)
+        safe = np.where(scale > 0, scale, 1)
+        distance = np.min(np.abs(x[part][..., None] / safe[..., None] - code), axis=-1)
+        found = np.abs(back[part] - x[part]) / safe
+        # The ratio and the code are float32
+        assert np.max(found - distance) < 1e-6
+        assert np.max(distance) > 1e-3
+
+
+def test_a_positive_second_moment_never_becomes_zero():
+    x = jnp.asarray([[1.0, 1e-30, 0.0]])
+    back = np.asarray(optimizers.dequantize(optimizers.quantize(x, signed=False), signed=False))
+    assert back[0, 1] > 0
+    assert back[0, 2] == 0
+
+
+def run(optimizer, steps: int = 60) -> tuple[np.ndarray, list[float]]:
+    """Least squares with a matrix of 4096 numbers; the weights at the end, and the losses."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((128, 64)), jnp.float32)
+    truth = jnp.asarray(rng.standard_normal((64, 64)), jnp.float32)
+    params = {"w": jnp.zeros((64, 64)), "b": jnp.zeros(64)}
+    state = optimizer.init(params)
+
+    def loss(params):
+        return jnp.mean((x @ params["w"] + params["b"][None, :] - x @ truth) ** 2)
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(loss)(params)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+    losses = []
+    for _ in range(steps):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    return np.asarray(params["w"]), losses
+
+
+def test_it_goes_where_adamw_goes():
+    ours, our_losses = run(optimizers.adamw_8bit(0.05, weight_decay=0.01))
+    other, losses = run(optax.adamw(0.05, weight_decay=0.01))
+    assert losses[-1] < 0.05 * losses[0]
+    assert our_losses[-1] < 1.5 * losses[-1]
+    # A code of the upper decades is within 1 % of its number; of the second moment the root is
+    assert np.linalg.norm(ours - other) < 0.05 * np.linalg.norm(other)
+    assert np.linalg.norm(ours - other) > 1e-4 * np.linalg.norm(other)
+
+
+def test_small_parameters_are_exactly_adamw():
+    ours, _ = run(optimizers.adamw_8bit(0.05, weight_decay=0.01, min_size=10**9), steps=5)
+    other, _ = run(optax.adamw(0.05, weight_decay=0.01), steps=5)
+    # The same formula, associated otherwise
+    np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_packed_and_what_it_weighs():
+    shapes = {"w": (64, 256), "few": (8, 8), "long": (10_000,)}
+    params = {k: jax.ShapeDtypeStruct(v, jnp.bfloat16) for k, v in shapes.items()}
+    state = jax.eval_shape(optimizers.scale_by_adam_8bit().init, params)
+    for moments in (state.mu, state.nu):
+        assert isinstance(moments["w"], Quantized)
+        assert (moments["few"].dtype, moments["long"].dtype) == (jnp.float32, jnp.float32)
+    weighs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.mu["w"], state.nu["w"])))
+    assert weighs == 64 * 256 * 2 + 64 * 2 * 4
+
+
+def test_the_state_keeps_its_types_through_a_step():
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    optimizer = optimizers.scale_by_adam_8bit()
+    state = optimizer.init(params)
+    updates, after = jax.jit(optimizer.update)(params, state)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(state)]
+    assert updates["w"].dtype == jnp.float32
+    np.testing.assert_allclose(updates["w"], 1.0, rtol=1e-5)  # the first step's size
+
+
+# ---------------------------------------------------------------------------- rounding by chance
+
+
+def test_rounding_is_to_a_neighbour_and_right_on_average():
+    x = jnp.asarray(draw(200))
+    keys = jax.random.split(KEY, 2000)
+    drawn = jax.vmap(lambda key: optimizers.round_stochastically(x, key))(keys)
+    drawn = np.asarray(drawn, np.float64)
+    exact = np.asarray(x, np.float64)
+    step = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
+    assert np.all(np.abs(drawn - exact) < step)
+    # The mean of 2000 draws has a standard error of at most half a step / sqrt(2000)
+    error = (drawn.mean(axis=0) - exact) / (0.5 * step / np.sqrt(2000))
+    assert np.max(np.abs(error)) < 5
+    assert abs(np.mean(error)) < 5 / np.sqrt(len(error))
+    nearest = np.asarray(x.astype(jnp.bfloat16), np.float64)
+    assert np.max(np.abs((nearest - exact) / (0.5 * step / np.sqrt(2000)))) > 5
+
+
+def test_what_bfloat16_holds_stays_and_what_is_not_finite_too():
+    kept = jnp.asarray([0.0, -0.0, 1.5, -3.0, np.inf, -np.inf, 2.0**-130], jnp.float32)
+    ours = optimizers.round_stochastically(kept, KEY)
+    assert ours.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(ours, np.float32), kept)
+    assert np.isnan(np.asarray(optimizers.round_stochastically(jnp.asarray([np.nan]), KEY)))[0]
+
+
+def test_small_steps_add_up():
+    params = {"w": jnp.ones(4000, jnp.bfloat16), "norm": jnp.ones(3, jnp.float32)}
+    plain, updates = params, jax.tree.map(lambda p: jnp.full(p.shape, 1e-4), params)
+    apply = jax.jit(optimizers.apply_updates_stochastically)
+    for i in range(20):
+        params = apply(params, updates, jax.random.fold_in(KEY, i))
+        with jax.numpy_dtype_promotion("standard"):
+            plain = optax.apply_updates(plain, updates)
+    assert {k: p.dtype for k, p in params.items()} == {"w": jnp.bfloat16, "norm": jnp.float32}
+    assert np.all(np.asarray(plain["w"], np.float32) == 1.0)  # each step is lost
+    # Of 4000 weights, steps of 2^-7 with a probability of 1e-4 * 2^7: the standard error is 8e-6
+    assert np.mean(np.asarray(params["w"], np.float64)) == pytest.approx(1.002, abs=4e-5)
+    np.testing.assert_allclose(params["norm"], 1.002, rtol=1e-6)
+
+
+def test_two_parameters_do_not_share_their_draws():
+    x = jnp.full(64, 1.001, jnp.float32)
+    params = {k: jnp.zeros(64, jnp.bfloat16) for k in "ab"}
+    ours = optimizers.apply_updates_stochastically(params, {"a": x, "b": x}, KEY)
+    assert np.any(np.asarray(ours["a"], np.float32) != np.asarray(ours["b"], np.float32))
+
+
+def test_another_dtype_is_refused():
+    params = {"w": jnp.zeros(3, jnp.float16)}
+    with pytest.raises(ValueError, match="^optimizers: a parameter is float16, but weights that"):
+        optimizers.apply_updates_stochastically(params, params, KEY)
