@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -373,3 +374,25 @@ def test_examples_are_checked():
 
 def test_what_is_ignored_is_what_the_loss_ignores():
     assert records.IGNORE == train.IGNORE
+
+
+# What ships
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "read"),
+    [
+        ("clerk.jsonl", 128, encode_records),
+        ("clerk-chat.jsonl", 48, encode_records),
+        ("courtesy-pairs.jsonl", 40, records.encode_preferences),
+    ],
+)
+def test_shipped_data_suits_the_shipped_model(name, count, read):
+    repo = Path(__file__).parents[2]
+    tokenizer = Tokenizer.from_folder(repo / "checkpoints" / "tiny-shakespeare")
+    rows = records.read_records(repo / "examples" / "data" / name)
+    found = read(rows, tokenizer, length=512, vocab_size=1024)
+    assert len(rows) == len(found.examples) == count
+    assert (found.long, found.untaught) == (0, 0)
+    assert len({json.dumps(row) for row in rows}) == count
+    assert f"| `{name}` | {count} of" in (repo / "examples" / "data" / "README.md").read_text()
