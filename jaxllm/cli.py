@@ -1,4 +1,4 @@
-"""The `jaxllm` command: generate, chat, inspect.
+"""The `jaxllm` command: generate, chat, inspect; `cli_train.py` adds those that train.
 
 It parses, prints and calls; the library does the work. It is over its budget of 250 lines, for the
 options with their help and the tables of `inspect` are half of it.
@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 import jaxllm
-from jaxllm import ops
+from jaxllm import cli_train, ops
 from jaxllm.cache import KVCache
 from jaxllm.checkpoint import folder as checkpoint_folder
 from jaxllm.checkpoint.shipped import shipped_checkpoint
@@ -137,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
     inspect.set_defaults(run=_inspect)
+    cli_train.add_commands(commands)
     return parser
 
 

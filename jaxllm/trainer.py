@@ -195,6 +195,7 @@ class Trainer:
         """Steps `begun + 1` to the last."""
         pending: collections.deque[tuple[dict[str, Any], dict[str, Any]]] = collections.deque()
         speed = _Speed(self.model, trains_all=not self.state.frozen)
+        per_epoch = getattr(self.batches, "batches_per_epoch", None)
         progress, move = metrics.bar(self.steps, completed=begun, console=self.console)
 
         def read(leave: int) -> None:
@@ -219,7 +220,8 @@ class Trainer:
                 for x in numbers.values():
                     x.copy_to_host_async()
                 rate = None if self.schedule is None else float(self.schedule(i - 1))
-                row = {"step": i, "epoch": place.get("epoch"), "learning_rate": rate, "work": work}
+                epoch = i / per_epoch if per_epoch else None
+                row = {"step": i, "epoch": epoch, "learning_rate": rate, "work": work}
                 pending.append((row, numbers))
                 read(LAG)
                 profile.after(i)

@@ -111,6 +111,7 @@ MAY_IMPORT = {
     "jaxllm.ops.glu": OP,
     "jaxllm.ops.linear": OP,
     "jaxllm.ops.loss": f"{OP} jaxllm.ops.linear",
+    "jaxllm.ops.log_probs": "jaxllm.ops.linear jaxllm.ops.loss",
     "jaxllm.ops.norm": OP,
     "jaxllm.ops.rope": OP,
     "jaxllm.ops.softmax": OP,
@@ -126,6 +127,7 @@ MAY_IMPORT = {
         "jaxllm.results jaxllm.sampling jaxllm.tokenizer"
     ),
     "jaxllm.generate": ("jaxllm.model jaxllm.prompts jaxllm.results jaxllm.run jaxllm.tokenizer"),
+    "jaxllm.optimizers": "",
     "jaxllm.precision": "",
     "jaxllm.records": "jaxllm.tokenizer",
     "jaxllm.data": "jaxllm.records",
@@ -154,13 +156,19 @@ MAY_IMPORT = {
         "jaxllm.trace jaxllm.train"
     ),
     "jaxllm.checkpoint.peft": (
-        "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file "
-        "jaxllm.checkpoint.tensor_names"
+        "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file jaxllm.checkpoint.tensor_names"
     ),
     "jaxllm.lora": (
         "jaxllm.checkpoint.peft jaxllm.config jaxllm.families jaxllm.layers jaxllm.model jaxllm.ops"
     ),
-    "jaxllm.dpo": "jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
+    "jaxllm.dpo": "jaxllm.data jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
+    "jaxllm.finetune": (
+        "jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.checkpoint.native jaxllm.config "
+        "jaxllm.data jaxllm.fp8 jaxllm.generate jaxllm.lora jaxllm.metrics jaxllm.model "
+        "jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.tokenizer jaxllm.train "
+        "jaxllm.trainer"
+    ),
+    "jaxllm.cli_train": "jaxllm.config jaxllm.finetune jaxllm.precision jaxllm.trainer",
     "jaxllm.checkpoint": "jaxllm.checkpoint.*",
     "jaxllm": "jaxllm.*",
     "jaxllm.cli": "jaxllm jaxllm.*",

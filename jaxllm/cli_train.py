@@ -1,0 +1,196 @@
+"""The commands `jaxllm finetune`, `jaxllm export` and `jaxllm plan`; `cli.py` registers them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from jaxllm.config import REMAT
+from jaxllm.precision import POLICIES
+
+
+def add_commands(commands: Any) -> None:
+    """Puts the three commands beside the others."""
+    _add_finetune(commands)
+    export = commands.add_parser("export", help="what a run has learnt, for transformers or PEFT")
+    export.add_argument("run_folder", metavar="RUN_DIR", help="the --out of jaxllm finetune")
+    export.add_argument("--out", required=True, metavar="FOLDER", help="a new folder")
+    export.add_argument(
+        "--adapter", action="store_true", help="a PEFT folder, and not the merged model"
+    )
+    export.set_defaults(run=_export)
+
+
+def _add_method(parser: argparse.ArgumentParser, *, default_rank: int) -> None:
+    method = parser.add_argument_group("what is trained (default: adapters of rank 16)")
+    method.add_argument(
+        "--lora", type=int, metavar="RANK", help=f"adapters of this rank (default {default_rank})"
+    )
+    method.add_argument(
+        "--qlora", choices=("int4",), metavar="int4", help="adapters beside packed base weights"
+    )
+    method.add_argument("--full", action="store_true", help="all weights")
+
+
+def _method(args: argparse.Namespace) -> str:
+    if args.full and (args.lora is not None or args.qlora is not None):
+        raise ValueError("--full trains all weights; give it without --lora and --qlora")
+    return "full" if args.full else "qlora" if args.qlora else "lora"
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory")
+    group.add_argument(
+        "--precision", choices=tuple(POLICIES), help="default: bf16 on a GPU, fp32 on a CPU"
+    )
+    group.add_argument(
+        "--remat", choices=REMAT, default="none", help="what the backward pass computes again"
+    )
+    group.add_argument(
+        "--optimizer", choices=("adamw", "adamw-8bit"), default="adamw", help="8-bit moments"
+    )
+
+
+def _add_finetune(commands: Any) -> None:
+    parser = commands.add_parser("finetune", help="train a checkpoint on a file of records")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a Hugging Face folder or hub id")
+    add(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="JSONL or a JSON array: text, or prompt and completion, or messages of a chat",
+    )
+    add("--out", required=True, metavar="DIR", help="a new folder for all that the run makes")
+    add("--resume", action="store_true", help="go on from the newest checkpoint of --out")
+    _add_method(parser, default_rank=16)
+    parser.add_argument_group().add_argument(
+        "--targets",
+        default="all-linear",
+        metavar="PATTERN",
+        help="which linears get adapters: a regular expression, such as 'q_proj|v_proj'",
+    )
+    group = parser.add_argument_group("data")
+    add = group.add_argument
+    add(
+        "--held-out",
+        metavar="FILE|PART",
+        help="records only measured: a file, or a part of --data such as 0.05 (default: a tenth)",
+    )
+    key = "a field's name, several with commas, or a format such as '{question}\\nAnswer: '"
+    add("--prompt-key", default="prompt", metavar="KEY", help=key)
+    add("--completion-key", default="completion", metavar="KEY", help="likewise")
+    add("--seq", type=int, metavar="T", help="tokens a row (default: the model's, 1024 at most)")
+    add("--batch", type=int, default=8, metavar="B", help="rows a step (default 8)")
+    group = parser.add_argument_group("steps")
+    add = group.add_argument
+    add(
+        "--epochs",
+        type=int,
+        metavar="N",
+        help="times through the data (default: 3, and 100 steps at least)",
+    )
+    add("--steps", type=int, metavar="N", help="or how many batches")
+    add(
+        "--learning-rate",
+        type=float,
+        metavar="R",
+        help="at the end of the warm-up (default: by method and width)",
+    )
+    add("--micro-batches", type=int, metavar="N", help="compute a batch in so many parts")
+    add("--eval-every", type=int, metavar="N", help="steps (default: ten times in all)")
+    add("--save-every", type=int, metavar="N", help="steps (default: with each evaluation)")
+    add("--seed", type=int, default=0, help="of adapters and of the order of the data")
+    _add_memory(parser)
+    group = parser.add_argument_group("seeing")
+    group.add_argument("--log", choices=("tensorboard", "wandb"), help="beside JSONL and CSV")
+    group.add_argument(
+        "--profile",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="trace so many steps and print the ten longest kernels",
+    )
+    parser.add_argument(
+        "--no-compile-cache",
+        dest="compile_cache",
+        action="store_false",
+        help="do not keep compiled programs in ~/.cache/jaxllm",
+    )
+    parser.set_defaults(run=_finetune)
+
+
+def _finetune(args: argparse.Namespace) -> int:
+    # Orbax, grain and optax are slow to import, and of no use to the other commands
+    from jaxllm.finetune import Recipe, finetune
+    from jaxllm.trainer import StoppedError
+
+    method = _method(args)
+    recipe = Recipe(
+        model=args.model,
+        data=args.data,
+        held_out=_held_out(args.held_out),
+        prompt_key=_key(args.prompt_key),
+        completion_key=_key(args.completion_key),
+        method=method,
+        rank=16 if args.lora is None else args.lora,
+        targets=args.targets,
+        learning_rate=args.learning_rate,
+        epochs=args.epochs,
+        steps=args.steps,
+        rows=args.batch,
+        length=args.seq,
+        micro_batches=args.micro_batches,
+        precision=args.precision,
+        remat=args.remat,
+        optimizer=args.optimizer,
+        eval_every=args.eval_every,
+        save_every=args.save_every,
+        seed=args.seed,
+    )
+    options = {"resume": args.resume, "profile": args.profile, "log": args.log}
+    try:
+        fitted = finetune(recipe, args.out, **options)
+    except StoppedError as stopped:
+        Console(stderr=True, highlight=False, markup=False).print(
+            f"jaxllm: saved at step {stopped.step}; the same command with --resume goes on",
+            soft_wrap=True,
+        )
+        return 130
+    kind = "model" if method == "full" else "adapter"
+    assert fitted.loss is not None
+    if fitted.base_loss is not None:
+        fall = 100 * (1 - fitted.loss / fitted.base_loss)
+        print(
+            f"held-out loss: {fitted.base_loss:.4f} before, {fitted.loss:.4f} after "
+            f"(step {fitted.step}): {fall:.1f} % less"
+        )
+    print(f"\nbefore: {fitted.before}\n\nafter: {fitted.after}\n")
+    print(f"{args.out}/{kind}, loss.png, metrics.csv")
+    if method != "full":
+        print(f"jaxllm export {args.out} --out FOLDER merges it into the model")
+    return 0
+
+
+def _held_out(text: str | None) -> str | float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
+
+
+def _key(text: str) -> str | list[str]:
+    """A format, where a backslash and an n are a line break; names between commas; or a name."""
+    if "{" in text:
+        return text.replace("\\n", "\n")
+    return text.split(",") if "," in text else text
+
+
+def _export(args: argparse.Namespace) -> int:
+    from jaxllm.finetune import export
+
+    step = export(args.run_folder, args.out, adapter=args.adapter)
+    print(f"{args.out}: {'the adapter' if args.adapter else 'the model'} of step {step}")
+    return 0

@@ -1,0 +1,364 @@
+"""Fine-tuning from a file of records to a folder: what `jaxllm finetune` and `jaxllm export` do.
+
+It puts the library's pieces together in the usual way. `examples/finetune.py` shows them one by
+one, to be edited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+
+from jaxllm import data, fp8, lora, metrics, optimizers, precision, quantize, train
+from jaxllm.checkpoint import hf
+from jaxllm.checkpoint.folder import find_folder, read_config, stated_dtype
+from jaxllm.checkpoint.native import Checkpoints
+from jaxllm.config import DTYPES, ModelConfig, Runtime
+from jaxllm.generate import generate
+from jaxllm.model import Transformer
+from jaxllm.tokenizer import Tokenizer
+from jaxllm.trainer import Fitted, Trainer
+
+METHODS = ("lora", "qlora", "full")
+OPTIMIZERS = ("adamw", "adamw-8bit")
+# Learning rates at a width of 4096, as they are in use for models of 7 to 8 billion parameters.
+# Adam's best step size falls as 1 / width (Yang et al. 2022, arXiv:2203.03466), and so does ours.
+RATES = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
+LEAST_STEPS = 100  # else a hundred records would be over before the warm-up is
+LONGEST = 1024  # tokens a row, if the model has more
+HELD_OUT = 256  # records held out at most, where no file of them is given
+SAMPLE = 64  # tokens of a sample
+RUN = "run.json"
+FREE = ("model", "data", "held_out", "eval_every", "save_every")  # compared by content, or free
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to fine-tune; None: chosen from the model, the data and the device.
+
+    model: a folder or hub id. data: a file for `data.read_records`. held_out: another one, or the
+    fraction of the records whose loss is only measured (None: a tenth, 256 records at most).
+    method: "lora" and "qlora" (the base in int4) train adapters of `rank` beside all linears, or
+    those that `targets` names; "full" trains all.
+    learning_rate: at the end of the warm-up, a twentieth of the steps; a cosine takes it down to a
+    tenth. epochs, or else steps, of batches of `rows` rows of `length` tokens (both None: three
+    epochs, and 100 steps at least; the best step counts).
+    micro_batches: parts that a batch is computed in (None: 1, and row by row on a CPU, where that
+    is fastest). precision, remat: by their names in `jaxllm.precision` and `Runtime`.
+    """
+
+    model: str
+    data: str
+    held_out: str | float | None = None
+    prompt_key: str | Sequence[str] = "prompt"
+    completion_key: str | Sequence[str] = "completion"
+    method: str = "lora"
+    rank: int = 16
+    targets: str = "all-linear"
+    learning_rate: float | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    rows: int = 8
+    length: int | None = None
+    micro_batches: int | None = None
+    precision: str | None = None
+    remat: str = "none"
+    optimizer: str = "adamw"
+    eval_every: int | None = None
+    save_every: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, names in (("method", METHODS), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in names:
+                raise ValueError(
+                    f"finetune: {name} {getattr(self, name)!r} is not one of {', '.join(names)}"
+                )
+        for name in "rank epochs steps rows length micro_batches".split():
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"finetune: {name} must be at least 1, got {value}")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise ValueError(f"finetune: learning_rate must be positive, got {self.learning_rate}")
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("finetune: give epochs or steps, not both")
+        if self.precision is not None:
+            precision.policy(self.precision)
+
+
+def finetune(
+    recipe: Recipe,
+    out: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    profile: int = 0,
+    log: str | None = None,
+    console: Console | None = None,
+) -> Fitted:
+    """Fine-tune as the recipe says; afterwards `out` holds the result and all that led to it.
+
+    `model/` (a Hugging Face folder) or `adapter/` (a PEFT folder), `metrics.jsonl`, `metrics.csv`,
+    `loss.png`, `checkpoints/`, and `run.json`, the recipe with nothing left open.
+    log: "tensorboard" or "wandb" beside that.
+    Raises: ValueError and OSError, one sentence each, with nothing overwritten: for what the recipe
+    names and is not there, an `out` that holds something else, a run to resume that began with
+    another recipe. StoppedError after Ctrl-C.
+    """
+    out = Path(out).expanduser()
+    console = console or Console(stderr=True, highlight=False, markup=False)
+    _check_out(out, resume)
+    if resume:
+        recipe = _resumed(recipe, out)
+    config, _ = read_config(find_folder(recipe.model))
+    recipe = _with_model(recipe, config)
+    assert recipe.length is not None
+    assert recipe.precision is not None
+    policy = precision.policy(recipe.precision)
+
+    # What is cheap and can be wrong comes before the weights
+    records = data.read_records(recipe.data)
+    training, held_out = _split(recipe, records)
+    tokenizer = Tokenizer.from_folder(find_folder(recipe.model))
+    keys = {"prompt_key": recipe.prompt_key, "completion_key": recipe.completion_key}
+    options = {"length": recipe.length, "vocab_size": config.vocab_size, **keys}
+    encoded = data.encode_records(training, tokenizer, **options)
+    measured = data.encode_records(held_out, tokenizer, **options)
+    evaluation = data.batches(measured.examples, rows=recipe.rows, length=recipe.length)
+    console.print(f"training: {encoded}", soft_wrap=True)
+    console.print(f"held out: {measured}", soft_wrap=True)
+
+    with console.status(f"loading {recipe.model}"):
+        model = _build(recipe)
+    with data.Loader(
+        encoded.examples, rows=recipe.rows, length=recipe.length, seed=recipe.seed
+    ) as loader:
+        recipe = _with_steps(recipe, loader.batches_per_epoch)
+        assert recipe.steps is not None
+        assert recipe.micro_batches is not None
+        schedule, optimizer = _optimizer(recipe)
+        prompt = _prompt(measured.examples[0])
+        settings = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in FREE}
+        trainer = Trainer(
+            model,
+            optimizer,
+            loader,
+            out,
+            steps=recipe.steps,
+            trainable=None if recipe.method == "full" else lora.is_adapter,
+            scale=policy.scale(),
+            micro_batches=recipe.micro_batches,
+            held_out=evaluation,
+            sample=lambda model: _sample(model, tokenizer, prompt),
+            eval_every=recipe.eval_every,
+            save_every=recipe.save_every,
+            schedule=schedule,
+            settings=settings,
+            seed=recipe.seed,
+            writers=_writers(log, out, settings),
+            profile=profile,
+            console=console,
+        )
+        if not resume:
+            _write_json(out / RUN, dataclasses.asdict(recipe))
+        fitted = trainer.fit(resume=resume)
+    if recipe.method == "full":
+        _cast(model, recipe.model)
+        hf.save(model, tokenizer, out / "model")
+    else:
+        lora.save_peft(model, out / "adapter", base_model_name=recipe.model)
+    return fitted
+
+
+def export(
+    run: str | os.PathLike[str], folder: str | os.PathLike[str], *, adapter: bool = False
+) -> int:
+    """Writes what a run has learnt at its best step so far, and returns that step.
+
+    A Hugging Face folder in the dtype of the base, with adapters merged into the weights of the
+    original model (also where they were trained beside int4 ones); or, with `adapter`, a PEFT
+    folder.
+    Raises: FileNotFoundError if there is no run, or it has saved nothing; ValueError if `folder` is
+    not empty, or `adapter` is asked of a full run.
+    """
+    run, folder = Path(run).expanduser(), Path(folder).expanduser()
+    recipe = _read_recipe(run)
+    if adapter and recipe.method == "full":
+        raise ValueError(f"{run}: a full fine-tuning has no adapter; leave --adapter out")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already; give a new folder")
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        step = checkpoints.best_step
+        step = checkpoints.latest_step if step is None else step
+        params = checkpoints.parameters(step=step)
+    assert step is not None
+    model, tokenizer = hf.load(recipe.model, dtype=None)
+    if recipe.method != "full":
+        rngs = nnx.Rngs(recipe.seed)
+        lora.add_adapters(model, rank=recipe.rank, targets=recipe.targets, rngs=rngs)
+    own = train.parameters(model)
+    for name, x in params.items():
+        if name not in own or own[name].shape != x.shape:
+            raise ValueError(
+                f"{run}: {name}{list(x.shape)} was trained, and {recipe.model} has no such "
+                "parameter now"
+            )
+    train.update(model, {**own, **{n: x.astype(own[n].dtype) for n, x in params.items()}})
+    if adapter:
+        lora.save_peft(model, folder, base_model_name=recipe.model)
+    else:
+        lora.merge(model)
+        hf.save(model, tokenizer, folder)
+    return step
+
+
+def _check_out(out: Path, resume: bool) -> None:
+    begun = (out / RUN).is_file()
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; give a folder")
+    if resume and not begun:
+        raise FileNotFoundError(f"{out}: there is no run to go on with")
+    if not resume and out.exists():
+        saved = [path for path in out.glob("checkpoints/*") if path.name.isdecimal()]
+        if begun and saved:
+            raise ValueError(
+                f"{out} holds a run; --resume goes on with it, another --out begins one"
+            )
+        if not begun and any(out.iterdir()):
+            raise ValueError(f"{out} is not empty and holds no run; give a new folder")
+
+
+def _read_recipe(out: Path) -> Recipe:
+    file = out / RUN
+    try:
+        return Recipe(**json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{out}: there is no run here ({RUN} is missing)") from None
+    except (TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file}: this is no recipe of jaxllm finetune: {error}") from None
+
+
+def _resumed(recipe: Recipe, out: Path) -> Recipe:
+    """The recipe that the run began with; what is said anew must agree."""
+    began = dataclasses.asdict(_read_recipe(out))
+    plain = {field.name: field.default for field in dataclasses.fields(Recipe)}
+    for name, value in dataclasses.asdict(recipe).items():
+        if isinstance(value, tuple):
+            value = list(value)
+        if name in FREE:
+            began[name] = began[name] if value is None else value
+        # Epochs were turned into steps
+        elif name != "epochs" and value != began[name] and value != plain[name]:
+            raise ValueError(
+                f"{out}: the run began with {name} {began[name]}, and not {value}; resume it with "
+                "what it began with, or give another folder"
+            )
+    return Recipe(**began)
+
+
+def _with_model(recipe: Recipe, config: ModelConfig) -> Recipe:
+    """With what the model and the device decide."""
+    gpu, limit = jax.default_backend() == "gpu", config.max_position_embeddings
+    if recipe.length is not None and recipe.length > limit:
+        raise ValueError(
+            f"finetune: a length of {recipe.length} is more than the model's {limit} positions"
+        )
+    rate = float(f"{RATES[recipe.method] * 4096 / config.hidden_size:.2g}")
+    return dataclasses.replace(
+        recipe,
+        length=recipe.length or min(limit, LONGEST),
+        learning_rate=recipe.learning_rate or rate,
+        precision=recipe.precision or ("bf16" if gpu else "fp32"),
+        micro_batches=recipe.micro_batches or (1 if gpu else recipe.rows),
+    )
+
+
+def _with_steps(recipe: Recipe, batches_per_epoch: int) -> Recipe:
+    steps = recipe.steps or (recipe.epochs or 3) * batches_per_epoch
+    if recipe.steps is None and recipe.epochs is None:
+        steps = max(steps, LEAST_STEPS)
+    return dataclasses.replace(recipe, steps=steps, epochs=None)
+
+
+def _split(recipe: Recipe, records: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    if isinstance(recipe.held_out, str):
+        return records, data.read_records(recipe.held_out)
+    fraction = recipe.held_out
+    if fraction is None:
+        fraction = min(0.1, HELD_OUT / len(records))
+    return data.hold_out(records, fraction=fraction, seed=recipe.seed)
+
+
+def _build(recipe: Recipe) -> Transformer:
+    """The model with what is trained in the policy's dtype, and what is not in that of compute."""
+    assert recipe.precision is not None
+    policy = precision.policy(recipe.precision)
+    dtype = policy.param_dtype if recipe.method == "full" else policy.compute_dtype
+    runtime = Runtime(dtype=policy.compute_dtype, param_dtype=dtype, remat=recipe.remat)
+    model, _ = hf.load(recipe.model, dtype, runtime)
+    if recipe.method == "qlora":
+        quantize.quantize_linears(model, "int4")
+    elif policy.fp8:
+        fp8.use_fp8(model)
+    if recipe.method != "full":
+        rngs = nnx.Rngs(recipe.seed)
+        lora.add_adapters(model, rank=recipe.rank, targets=recipe.targets, rngs=rngs)
+    return model
+
+
+def _optimizer(recipe: Recipe) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    rate, steps = recipe.learning_rate, recipe.steps
+    assert rate is not None
+    assert steps is not None
+    warm = max(1, steps // 20)
+    schedule = optax.warmup_cosine_decay_schedule(
+        rate / (warm + 1), rate, warm, max(steps, warm + 1), rate / 10
+    )
+    make = optimizers.adamw_8bit if recipe.optimizer == "adamw-8bit" else optax.adamw
+    adam = make(schedule, weight_decay=0.0)
+    return schedule, optax.chain(optax.clip_by_global_norm(1.0), adam)
+
+
+def _prompt(example: data.Example) -> list[int]:
+    """The tokens before the answer; of a text that is all answer, the first ones."""
+    first = int(np.argmax(example.targets != data.IGNORE))
+    return example.tokens[: first + 1 if first else 8].tolist()
+
+
+def _sample(model: Transformer, tokenizer: Tokenizer, prompt: list[int]) -> str:
+    result = generate(model, tokenizer, [prompt], max_new_tokens=SAMPLE)
+    assert result.texts is not None
+    return result.texts[0]
+
+
+def _writers(log: str | None, out: Path, settings: dict[str, Any]) -> list[metrics.Writer]:
+    if log is None:
+        return []
+    if log == "tensorboard":
+        return [metrics.tensorboard(out / "tensorboard")]
+    if log == "wandb":
+        return [metrics.wandb(out, settings)]
+    raise ValueError(f"finetune: log {log!r} is not one of tensorboard, wandb")
+
+
+def _cast(model: Transformer, base: str) -> None:
+    """The parameters in the dtype that the base is stored in."""
+    stated = stated_dtype(read_config(find_folder(base))[1])
+    if stated in DTYPES:
+        train.update(model, {n: x.astype(stated) for n, x in train.parameters(model).items()})
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, file)
