@@ -11,6 +11,7 @@ from jaxllm.ops._select import Table, choose
 from jaxllm.ops.attention import ATTENTION, HOLDS_SCORES, attention
 from jaxllm.ops.glu import GLU, glu
 from jaxllm.ops.linear import EMBEDDING, LINEAR, embedding, linear
+from jaxllm.ops.log_probs import linear_log_probs
 from jaxllm.ops.loss import LINEAR_CROSS_ENTROPY, cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm import LAYER_NORM, RMS_NORM, layer_norm, rms_norm
 from jaxllm.ops.rope import ROPE, rope
@@ -77,6 +78,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_log_probs",
     "rms_norm",
     "rope",
     "scale_softmax",

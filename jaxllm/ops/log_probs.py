@@ -1,0 +1,60 @@
+"""Log-probabilities of given tokens from hidden states, without an array of all logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxllm.ops.linear import linear
+from jaxllm.ops.loss import chunk_tokens
+
+
+def linear_log_probs(
+    hidden: Float[Array, "*B D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "*B"],
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> Float[Array, "*B"]:
+    """log softmax(hidden @ head.T)[target] in nats, and 0 where the target is `ignore_index`.
+
+    What `linear_cross_entropy` sums, token by token, for losses that are no sum over tokens. A
+    chunk of logits is in memory at a time, and the backward pass makes it again. With `softcap`, a
+    logit x is softcap * tanh(x / softcap). `chunk`: tokens at a time (None: chosen by V).
+    Dtypes: products in hidden's dtype with sums in float32, as is the result; a gradient has the
+    dtype of what it is of, and the head's is summed over the chunks in that.
+    Raises: ValueError if shapes disagree. A target outside the vocabulary makes its result NaN.
+    """
+    if head.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != head.shape[1]:
+        raise ValueError(
+            f"linear_log_probs: hidden {hidden.shape} and head {head.shape} must be [*B, D] and "
+            "[V, D]"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"linear_log_probs: targets have shape {targets.shape}, hidden states {hidden.shape} "
+            f"need {hidden.shape[:-1]}"
+        )
+    rows, ids = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(targets).reshape(-1)
+    size = chunk or chunk_tokens(len(ids), len(head))
+    parts = -(-len(ids) // size)
+    rows = jnp.pad(rows, ((0, parts * size - len(ids)), (0, 0)))
+    padded = jnp.pad(ids, (0, parts * size - len(ids)), constant_values=ignore_index)
+
+    @jax.checkpoint
+    def one(chunk):
+        x, wanted = chunk
+        logits = linear(x, head, out_dtype=jnp.dtype(jnp.float32))
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        counted = wanted != ignore_index
+        at = jnp.where(counted, wanted, 0)
+        at = jnp.where(at < 0, len(head), at)[:, None]  # a negative one would count from the end
+        found = jnp.take_along_axis(logits, at, axis=1, mode="fill")[:, 0]
+        return jnp.where(counted, found - jax.nn.logsumexp(logits, axis=1), jnp.float32(0))
+
+    chunks = rows.reshape(parts, size, -1), padded.reshape(parts, size)
+    return jax.lax.map(one, chunks).reshape(-1)[: len(ids)].reshape(targets.shape)

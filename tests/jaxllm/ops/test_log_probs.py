@@ -1,0 +1,92 @@
+"""Against float64, with the gradient, in every chunking."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import assert_as_accurate
+
+from jaxllm.ops import linear_log_probs
+
+V, D = 37, 12
+
+
+def make(dtype="float32", rows=(3, 5)):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.standard_normal((*rows, D)), dtype)
+    head = jnp.asarray(rng.standard_normal((V, D)), dtype)
+    targets = rng.integers(0, V, rows).astype(np.int32)
+    targets[0, :2] = -100
+    return hidden, head, jnp.asarray(targets)
+
+
+def plain(hidden, head, targets, softcap=None, xp=jnp):
+    logits = hidden @ head.T
+    if softcap is not None:
+        logits = softcap * xp.tanh(logits / softcap)
+    logits = logits - xp.max(logits, axis=-1, keepdims=True)
+    logits = logits - xp.log(xp.sum(xp.exp(logits), axis=-1, keepdims=True))
+    found = xp.take_along_axis(logits, xp.where(targets == -100, 0, targets)[..., None], axis=-1)
+    return xp.where(targets == -100, 0, found[..., 0])
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk", [None, 1, 4, 15, 100])
+def test_each_token(chunk, softcap):
+    hidden, head, targets = make()
+    wide = [np.asarray(x, np.float64) for x in (hidden, head)]
+    truth = plain(*wide, np.asarray(targets), softcap, np)
+    ours = linear_log_probs(hidden, head, targets, softcap=softcap, chunk=chunk)
+    other = plain(hidden, head, targets, softcap)
+    assert_as_accurate(ours, other, truth)
+    assert ours.dtype == jnp.float32
+    with pytest.raises(AssertionError):
+        assert_as_accurate(ours.at[1, 1].multiply(1.001), other, truth)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_gradients_of_a_weighted_sum(chunk):
+    hidden, head, targets = make()
+    weights = jnp.asarray(np.random.default_rng(1).standard_normal((3, 5)), jnp.float32)
+
+    def total(function, **kwargs):
+        return jax.grad(
+            lambda h, w: jnp.sum(weights * function(h, w, targets, softcap=3.0, **kwargs)), (0, 1)
+        )(hidden, head)
+
+    for ours, other in zip(total(linear_log_probs, chunk=chunk), total(plain), strict=True):
+        # float32 sums of 15 terms of order 1
+        np.testing.assert_allclose(ours, other, atol=5e-6)
+
+
+@pytest.mark.usefixtures("strict_jax")
+def test_bfloat16_sums_in_float32():
+    hidden, head, targets = make("bfloat16")
+    ours = linear_log_probs(hidden, head, targets)
+    wide = linear_log_probs(hidden.astype("float32"), head.astype("float32"), targets)
+    np.testing.assert_allclose(ours, wide, atol=1e-5)  # products of bfloat16 are exact in float32
+
+
+def test_no_array_of_all_logits():
+    hidden, head, targets = make(rows=(8, 64))
+    text = str(
+        jax.make_jaxpr(
+            jax.grad(lambda h: jnp.sum(linear_log_probs(h, head, targets, chunk=32) ** 2))
+        )(hidden)
+    )
+    sizes = [int(a) * int(b) for a, b in re.findall(r"f32\[(\d+),(\d+)\]", text)]
+    assert 32 * V in sizes
+    assert 512 * V not in sizes
+    assert not re.search(rf"f32\[16,32,{V}\]", text)  # nor kept for the backward pass
+
+
+def test_what_does_not_fit_is_one_sentence():
+    hidden, head, targets = make()
+    with pytest.raises(ValueError, match=r"hidden \(3, 5, 12\) and head \(12, 37\) must be"):
+        linear_log_probs(hidden, head.T, targets)
+    with pytest.raises(ValueError, match=r"targets have shape \(3,\), hidden states \(3, 5, 12\)"):
+        linear_log_probs(hidden, head, targets[:, 0])
+    for outside in (V, -1):
+        assert np.isnan(linear_log_probs(hidden, head, targets.at[1, 1].set(outside))[1, 1])

@@ -1,0 +1,174 @@
+"""DPO's losses: the formulas, both references, pairs in batches; TRL's formula (`reference`)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tiny_models import TINY, build, logits
+
+from jaxllm import dpo, lora, train
+from jaxllm.data import Example, PreferenceExample, PreferenceLoader, preference_batch
+
+SMALL = dataclasses.replace(TINY, num_hidden_layers=1, layer_types=TINY.layer_types[:1])
+LENGTH = 12
+KINDS = pytest.mark.parametrize("kind", dpo.KINDS)
+
+
+def make_pairs(count: int = 4, seed: int = 0) -> list[PreferenceExample]:
+    """Prompts of 3 tokens, answers of 2 to 9."""
+    rng = np.random.default_rng(seed)
+
+    def answer(prompt):
+        text = np.concatenate([prompt, rng.integers(0, TINY.vocab_size, rng.integers(2, 10))])
+        targets = text[1:].copy()
+        targets[: len(prompt) - 1] = train.IGNORE
+        return Example(text[:-1].astype(np.int32), targets.astype(np.int32))
+
+    prompts = rng.integers(0, TINY.vocab_size, (count, 3))
+    return [PreferenceExample(answer(prompt), answer(prompt)) for prompt in prompts]
+
+
+def oracle_sums(model, batch):
+    """Row sums of log-probabilities in float64, and counts."""
+    x = logits(model, batch["tokens"], batch["positions"], batch["segment_ids"]).astype(np.float64)
+    x = x - np.log(np.sum(np.exp(x), axis=-1, keepdims=True))
+    counted = batch["targets"] != train.IGNORE
+    found = np.take_along_axis(x, np.where(counted, batch["targets"], 0)[..., None], -1)[..., 0]
+    return np.sum(np.where(counted, found, 0), axis=-1), np.sum(counted, axis=-1)
+
+
+def oracle(model, batch, reference, *, beta, kind, label_smoothing=0.0):
+    sums, counts = oracle_sums(model, batch)
+    ratios = sums - reference
+    if kind == "ipo":
+        ratios = ratios / counts
+    pairs = len(sums) // 2
+    z = ratios[:pairs] - ratios[pairs:]
+    if kind == "ipo":
+        return np.sum((z - 1 / (2 * beta)) ** 2)
+    right, wrong = np.log1p(np.exp(-beta * z)), np.log1p(np.exp(beta * z))
+    return np.sum((1 - label_smoothing) * right + label_smoothing * wrong)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "sigmoid", "beta": 0.1},
+        {"kind": "sigmoid", "beta": 0.5, "label_smoothing": 0.2},
+        {"kind": "ipo", "beta": 0.3},
+    ],
+)
+def test_the_loss_is_the_formula(options):
+    model, batch = build(SMALL), preference_batch(make_pairs(), LENGTH)
+    reference = np.random.default_rng(1).normal(-9, 2, 8).astype(np.float32)
+    total, count = dpo.make_loss(**options)(model, batch | {"reference": reference})
+    assert count == 4
+    wanted = oracle(model, batch, reference, **options)
+    np.testing.assert_allclose(total, wanted, rtol=1e-5)  # float32 sums of a dozen logarithms
+    other = oracle(model, batch, reference + np.arange(8), **options)
+    assert abs(other - wanted) > 1e-3 * wanted
+
+
+def test_padding_pairs_are_not_counted():
+    pairs, model = make_pairs(3), build(SMALL)
+    loss = dpo.make_loss()
+    results = []
+    for filled in (pairs, [*pairs, None]):
+        rows = len(filled)
+        reference = np.zeros((rows, 2), np.float32)
+        reference[:3] = -5
+        results.append(loss(model, preference_batch(filled, LENGTH, reference)))
+    (a, count), (b, other) = results
+    assert count == other == 3
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@KINDS
+def test_the_base_below_the_adapter_is_the_reference(kind):
+    pairs, model = make_pairs(), build(SMALL)
+    cached = dpo.cache_reference(model, pairs, pairs=3, length=LENGTH)  # 3 + 1 pair
+    batch = preference_batch(pairs, LENGTH)
+    sums = oracle_sums(model, batch)[0].reshape(2, 4).T
+    np.testing.assert_allclose(cached, sums, rtol=1e-5)
+    lora.add_adapters(model, rank=2, rngs=nnx.Rngs(0))
+    loss = dpo.make_loss(kind=kind)
+    # at first the model is its own reference
+    at_first = float(loss(model, batch)[0]) / 4
+    np.testing.assert_allclose(at_first, {"sigmoid": np.log(2), "ipo": 25}[kind], rtol=1e-6)
+    lora.set_adapters(model, {k: v + 0.1 for k, v in lora.adapters(model).items()})
+    by_base = loss(model, batch)[0]
+    by_cache = loss(model, batch | {"reference": cached.T.reshape(-1)})[0]
+    assert abs(by_base - 4 * at_first) > 1e-3
+    np.testing.assert_allclose(by_base, by_cache, rtol=1e-5)
+
+
+def test_a_model_learns_what_is_preferred():
+    pairs, model = make_pairs(8), build(SMALL)
+    lora.add_adapters(model, rank=4, rngs=nnx.Rngs(0))
+    optimizer = optax.adam(1e-2)
+    state = train.init_state(model, optimizer, trainable=lora.is_adapter)
+    step = train.make_train_step(model, optimizer, dpo.make_loss(beta=0.5))
+    batch = preference_batch(pairs, LENGTH)
+    losses = []
+    for _ in range(15):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        assert metrics["tokens"] == 8
+    np.testing.assert_allclose(losses[0], np.log(2), rtol=1e-5)
+    assert losses[-1] < 0.1
+    right, count = train.make_evaluate(model, dpo.make_accuracy())(state.all_params, [batch])
+    margin, _ = train.make_evaluate(model, dpo.make_margin(beta=0.5))(state.all_params, [batch])
+    assert right == count == 8
+    assert margin / count > 2
+
+
+def test_micro_batches_keep_pairs_together():
+    pairs = make_pairs(4)
+    batches, results = preference_batch(pairs, LENGTH), []
+    for parts in (1, 2):
+        model = build(SMALL)
+        cached = dpo.cache_reference(model, pairs, pairs=4, length=LENGTH)
+        optimizer = optax.sgd(0.5)
+        step = train.make_train_step(model, optimizer, dpo.make_loss(), micro_batches=parts)
+        batch = batches | {"reference": cached.T.reshape(-1) + np.arange(8, dtype=np.float32)}
+        results.append(step(train.init_state(model, optimizer), batch))
+    (whole, a), (split, b) = results
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-6)
+    for name in whole.params:
+        np.testing.assert_allclose(whole.params[name], split.params[name], atol=1e-6)
+
+
+def test_the_loader_carries_the_reference():
+    pairs, model = make_pairs(5), build(SMALL)
+    cached = dpo.cache_reference(model, pairs, pairs=2, length=LENGTH)
+    loader = PreferenceLoader(pairs, pairs=2, length=LENGTH, seed=0, epochs=1, reference=cached)
+    with loader:
+        sums = [dpo.make_loss()(model, batch) for batch in loader]
+    assert sum(int(count) for _, count in sums) == 5
+    np.testing.assert_allclose(sum(float(s) for s, _ in sums), 5 * np.log(2), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kind": "hinge"}, "dpo: kind 'hinge' is not one of sigmoid, ipo"),
+        ({"beta": 0}, "dpo: beta must be positive, got 0"),
+        ({"label_smoothing": 0.5}, "dpo: label_smoothing must be in [0, 0.5), got 0.5"),
+        ({"kind": "ipo", "label_smoothing": 0.1}, "dpo: label_smoothing is for kind 'sigmoid'"),
+    ],
+)
+def test_options_that_do_not_exist(options, words):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        dpo.make_loss(**options)
+    assert str(raised.value) == words
+
+
+def test_batches_that_will_not_do():
+    model, batch = build(SMALL), preference_batch(make_pairs(2), LENGTH)
+    with pytest.raises(ValueError, match="the batch has no 'reference', and the model no adapters"):
+        dpo.make_loss()(model, batch)
+    with pytest.raises(ValueError, match="dpo: 3 rows are no pairs"):
+        dpo.make_loss()(model, {k: jnp.asarray(v[:3]) for k, v in batch.items()})
