@@ -140,12 +140,7 @@ def _decode(*model: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
 def _train(*model: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
     module = _structs(*model)
     optimizer = optax.adamw(1e-3)
-    weights: Any = {
-        ".".join(map(str, path)): jax.ShapeDtypeStruct(param.shape, param.dtype)
-        for path, param in nnx.to_flat_state(nnx.state(module, nnx.Param))
-    }
-    steps: Any = _ids()
-    state = train.TrainState(weights, jax.eval_shape(optimizer.init, weights), steps)
+    state = train.init_state(module, optimizer)
     batch = {"tokens": _ids(BATCH, PROMPT), "targets": _ids(BATCH, PROMPT)}
     return train.make_train_step(module, optimizer), (state, batch), state
 

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm import ops
 from jaxllm.layers import Linear
 from jaxllm.model import Transformer
+from jaxllm.optimizers import apply_updates_stochastically
 from jaxllm.precision import NoScale, Scale
 
 IGNORE = -100  # a target that is not counted
@@ -63,7 +64,7 @@ class TrainState:
 def parameters(model: Transformer) -> Params:
     """The model's own parameter arrays (not copies), by their dotted names."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {".".join(map(str, path)): param[...] for path, param in flat}
+    return {".".join(map(str, path)): param.get_value() for path, param in flat}
 
 
 def update(model: Transformer, params: Params) -> None:
@@ -87,6 +88,7 @@ def init_state(
     It takes the model's arrays over: the first step donates them, and the model cannot be used
     again until `update` has put parameters back. `trainable` tells by its name whether a parameter
     is trained (None: all are). The optimiser's moments are float32, also those of bfloat16 weights.
+    Of a model of shapes alone (`nnx.eval_shape`) it is a state of shapes, to compile steps for.
     Raises: ValueError if nothing is to be trained, or something that is no floating-point array.
     """
     every = parameters(model)
@@ -98,15 +100,16 @@ def init_state(
             raise ValueError(
                 f"train: {name} is {x.dtype}, which has no gradient; leave it out with trainable="
             )
-    return TrainState(
-        params,
-        {name: x for name, x in every.items() if name not in params},
-        # In a program of its own, so that no array of the optimiser's is one of the parameters
-        jax.jit(lambda params: optimizer.init(_float32(params)))(params),
-        jnp.zeros((), jnp.int32),
-        jax.tree.map(jnp.array, scale),
-        jnp.zeros((), jnp.int32),
-    )
+    frozen = {name: x for name, x in every.items() if name not in params}
+
+    def start(params: Params, scale: Scale) -> tuple[Any, ...]:
+        zero = jnp.zeros((), jnp.int32)
+        return optimizer.init(_float32(params)), zero, scale, jnp.zeros((), jnp.int32)
+
+    # In a program of its own, so that no array of the optimiser's is one of the parameters
+    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in every.values())
+    run = functools.partial(jax.eval_shape, start) if abstract else jax.jit(start)
+    return TrainState(params, frozen, *run(params, scale))
 
 
 def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
@@ -136,6 +139,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     loss: Loss = token_loss,
     micro_batches: int = 1,
+    stochastic_rounding: bool = False,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One step: the pure function that `make_train_step` compiles, for loops of one's own.
 
@@ -163,7 +167,11 @@ def train_step(
     finite = jnp.isfinite(norm) & jnp.isfinite(total)  # a sum is finite only if each part is
 
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    if stochastic_rounding:
+        key = jax.random.fold_in(jax.random.key(0), state.step)  # the same when a run is resumed
+        params = apply_updates_stochastically(state.params, updates, key)
+    else:
+        params = optax.apply_updates(state.params, updates)
 
     def keep(new, old):
         return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
@@ -192,6 +200,7 @@ def make_train_step(
     loss: Loss = token_loss,
     *,
     micro_batches: int = 1,
+    stochastic_rounding: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """A compiled `step(state, batch) -> (state, metrics)` that donates the state.
 
@@ -199,13 +208,19 @@ def make_train_step(
     `micro_batches` equal parts, one after the other: less memory, same result up to rounding, since
     the gradient is that of the loss's sum over all parts divided by its count over all parts.
     A step whose loss or gradient is not finite changes neither parameters nor the optimiser's
-    state, and is counted.
+    state, and is counted. With `stochastic_rounding`, bfloat16 weights are rounded up or down by
+    chance, so that steps smaller than their last digit are not lost.
     Metrics, scalars on the device: `loss` (that quotient), `tokens` (the count), `grad_norm`
     (before any clipping), `scale` (what the loss was multiplied by) and `skipped` (steps so far
     that changed nothing).
     """
     step = functools.partial(
-        train_step, model=model, optimizer=optimizer, loss=loss, micro_batches=micro_batches
+        train_step,
+        model=model,
+        optimizer=optimizer,
+        loss=loss,
+        micro_batches=micro_batches,
+        stochastic_rounding=stochastic_rounding,
     )
     return jax.jit(step, donate_argnums=0)
 
@@ -232,8 +247,9 @@ def _accumulate(gradient: Callable[[Batch], Any], batch: Batch, parts: int) -> A
     rows = len(batch["tokens"])
     if parts < 1 or rows % parts:
         raise ValueError(f"train: {rows} rows cannot be split into {parts} equal micro-batches")
+    # Every parts-th row, so that a part of a preference batch holds pairs, chosen ones first
     split = jax.tree.map(
-        lambda x: jnp.reshape(x, (parts, x.shape[0] // parts, *x.shape[1:])), batch
+        lambda x: jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:])).swapaxes(0, 1), batch
     )
     first = jax.tree.map(lambda x: x[0], split)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, first))

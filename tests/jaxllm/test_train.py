@@ -1,5 +1,6 @@
 import dataclasses
 import signal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +8,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tiny_models import TINY
+from tiny_models import ALL, TINY, build
 
 from jaxllm import ops, train
 from jaxllm.config import Runtime
 from jaxllm.model import Transformer
+from jaxllm.precision import DynamicScale, NoScale
 
 
 def make_model(runtime: Runtime = Runtime(), **changes) -> Transformer:
@@ -75,6 +77,196 @@ def test_micro_batches_must_divide_the_rows():
     step = train.make_train_step(model, optax.sgd(0.5), micro_batches=3)
     with pytest.raises(ValueError, match="4 rows cannot be split into 3 equal micro-batches"):
         step(train.init_state(model, optax.sgd(0.5)), make_batch())
+
+
+def test_a_step_of_ones_own_is_the_same_step():
+    states = []
+    optimizer = optax.adam(1e-2)
+    for compiled in (False, True):
+        model = make_model()
+        state = train.init_state(model, optimizer)
+        if compiled:
+            step = train.make_train_step(model, optimizer)
+        else:
+
+            @jax.jit
+            def step(state, batch, model=model):
+                return train.train_step(state, batch, model=model, optimizer=optimizer)
+
+        states.append(step(state, make_batch())[0])
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def in_blocks(name: str) -> bool:
+    return name.startswith("layers.")
+
+
+def test_what_is_frozen_does_not_move():
+    model = make_model()
+    before = {name: np.asarray(x) for name, x in train.parameters(model).items()}
+    optimizer = optax.adam(1e-2)
+    state = train.init_state(model, optimizer, trainable=in_blocks)
+    assert set(state.frozen) == {"embed_tokens.weight", "norm.weight", "lm_head.weight"}
+    assert set(state.opt_state[0].mu) == set(state.params) == before.keys() - set(state.frozen)
+    step = train.make_train_step(model, optimizer, micro_batches=2)
+    for _ in range(2):
+        state, _ = step(state, make_batch())
+    for name, x in state.frozen.items():
+        np.testing.assert_array_equal(x, before[name])
+    assert all(np.any(np.asarray(x) != before[name]) for name, x in state.params.items())
+    assert train.make_evaluate(model)(state.all_params, [make_batch()])[0] < 30 * 4.2
+    train.update(model, state.all_params)
+    assert train.parameters(model).keys() == before.keys()
+
+
+def test_training_a_part_is_the_whole_step_of_that_part():
+    batch = make_batch()
+    results = []
+    for trainable in (None, in_blocks):
+        model = make_model()
+        state = train.init_state(model, optax.sgd(0.5), trainable=trainable)
+        results.append(train.make_train_step(model, optax.sgd(0.5))(state, batch)[0].params)
+    assert_close(results[1], {k: v for k, v in results[0].items() if in_blocks(k)}, atol=1e-6)
+
+
+@pytest.mark.own_errors
+def test_what_cannot_be_trained_is_named():
+    model = make_model()
+    with pytest.raises(ValueError, match="none of the 21 parameters is to be trained"):
+        train.init_state(model, optax.sgd(0.5), trainable=lambda name: False)
+    model.norm.weight.set_value(jnp.ones(24, jnp.int8))
+    with pytest.raises(ValueError, match=r"norm\.weight is int8, which has no gradient"):
+        train.init_state(model, optax.sgd(0.5))
+
+
+def test_a_model_of_shapes_has_a_state_of_shapes():
+    model = nnx.eval_shape(make_model)
+    optimizer = optax.adamw(1e-3)
+    state = train.init_state(model, optimizer, trainable=in_blocks, scale=DynamicScale())
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+    real = train.init_state(make_model(), optimizer, trainable=in_blocks, scale=DynamicScale())
+    like = jax.tree.map(lambda x: (x.shape, x.dtype), (state, real), is_leaf=lambda x: x is None)
+    assert like[0] == like[1]
+    step = train.make_train_step(model, optimizer)
+    lowered = step.lower(state, make_batch())  # pyright: ignore[reportFunctionMemberAccess]
+    assert "dot_general" in lowered.as_text()
+
+
+def poisoned(model, batch):
+    total, count = train.token_loss(model, batch)
+    return total * batch["factor"][0], count
+
+
+@pytest.mark.parametrize(
+    ("scale", "bad"), [(NoScale(), np.inf), (DynamicScale(), np.nan), (NoScale(), 1e38)]
+)
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(scale, bad):
+    model = make_model()
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    state = train.init_state(model, optimizer, scale=scale)
+    step = train.make_train_step(model, optimizer, poisoned, micro_batches=2)
+    good = {**make_batch(), "factor": np.ones(4, np.float32)}
+    state, _ = step(state, good)
+    assert (int(state.step), int(state.skipped)) == (1, 0)
+    before = jax.device_get((state.params, state.opt_state))
+    # One micro-batch is enough
+    state, metrics = step(state, {**good, "factor": np.array([1, 1, bad, 1], np.float32)})
+    after = jax.device_get((state.params, state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    assert (int(state.step), int(state.skipped), int(metrics["skipped"])) == (2, 1, 1)
+    state, metrics = step(state, good)
+    assert (int(state.step), int(state.skipped)) == (3, 1)
+    assert np.isfinite(metrics["loss"])
+    moved = jax.tree.map(lambda a, b: np.any(a != np.asarray(b)), before[0], state.params)
+    assert all(moved.values())
+
+
+def test_the_norm_is_told_before_clipping():
+    norms, moves = [], []
+    for limit in (1e9, 0.01):
+        model = make_model()
+        optimizer = optax.chain(optax.clip_by_global_norm(limit), optax.sgd(1.0))
+        state = train.init_state(model, optimizer)
+        before = jax.device_get(state.params)
+        state, metrics = train.make_train_step(model, optimizer)(state, make_batch())
+        norms.append(float(metrics["grad_norm"]))
+        moves.append(float(optax.tree.norm(jax.tree.map(jnp.subtract, state.params, before))))
+    assert norms[0] == norms[1] > 0.1
+    np.testing.assert_allclose(moves, [norms[0], 0.01], rtol=1e-4)  # subtracted numbers near 1
+
+
+@pytest.mark.parametrize("config", [TINY, ALL], ids=["llama", "every switch"])
+def test_token_loss_is_cross_entropy_of_the_logits(config):
+    """Tied and untied, soft-capped and not."""
+    model = build(config)
+    batch = make_batch()
+    logits = model(jnp.asarray(batch["tokens"]))
+    total, count = ops.cross_entropy(logits, jnp.asarray(batch["targets"]))
+    found, found_count = train.token_loss(model, batch)
+    np.testing.assert_allclose(found, total, rtol=1e-6)
+    assert int(count) == int(found_count)
+
+
+def test_the_gradient_of_a_row_that_many_tokens_share_is_summed_in_float32():
+    """In bfloat16 a sum of 2048 equal terms stops growing at the 256th."""
+    runtime = Runtime(dtype="bfloat16", param_dtype="float32")
+    batch = {"tokens": np.full((64, 32), 7, np.int32)}
+
+    def first_number(model, batch):
+        x = model.embed_tokens(batch["tokens"])[..., 0].astype(jnp.float32)
+        return jnp.sum(x), jnp.int32(x.size)
+
+    model = make_model(runtime)
+    state = train.init_state(model, optax.sgd(1.0))
+    before = float(state.params["embed_tokens.weight"][7, 0])
+    state, _ = train.make_train_step(model, optax.sgd(1.0), first_number)(state, batch)
+    assert float(state.params["embed_tokens.weight"][7, 0]) == pytest.approx(before - 1.0)
+
+
+def compiled_bytes(rows: int, **kwargs) -> int:
+    """Temporaries of a step of a model whose weights outweigh its activations."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    model = nnx.eval_shape(lambda: make_model(layer_types=(), **wide))
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    state = train.init_state(model, optimizer)
+    batch = make_batch(rows=rows, length=8)
+    step: Any = train.make_train_step(model, optimizer, **kwargs)
+    return step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_accumulation_needs_one_buffer_of_the_parameters_size():
+    """Beside the parts' own temporaries, which a step of one part has too: sums in, sums out of the
+    loop, with gradients that are added as soon as they are made.
+    """
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    model = nnx.eval_shape(lambda: make_model(layer_types=(), **wide))
+    params = sum(4 * x.size for x in train.parameters(model).values())
+    one, four = compiled_bytes(4), compiled_bytes(16, micro_batches=4)
+    print(params, one, four)
+    assert one > 0.9 * params  # the gradients, which the norm needs before the update
+    assert four < one + 0.5 * params
+
+
+def test_bfloat16_weights_round_by_chance_and_keep_float32_moments():
+    """Steps of 1e-4 at weights of 1: half a digit of bfloat16 is 4e-3."""
+    runtime = Runtime(dtype="bfloat16", param_dtype="bfloat16")
+    optimizer = optax.adam(1e-4)
+    moved = {}
+    for stochastic in (False, True):
+        model = make_model(runtime)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            assert getattr(model.layers[0], name).weight.dtype == jnp.bfloat16
+        state = train.init_state(model, optimizer)
+        assert {str(x.dtype) for x in state.opt_state[0].nu.values()} == {"float32"}
+        step = train.make_train_step(model, optimizer, stochastic_rounding=stochastic)
+        for i in range(20):
+            state, _ = step(state, make_batch(seed=i))
+        assert {str(x.dtype) for x in state.params.values()} == {"bfloat16"}
+        norms = [x for name, x in state.params.items() if "norm" in name]
+        moved[stochastic] = sum(float(jnp.sum(x != 1)) for x in norms)
+    assert moved[False] == 0
+    assert moved[True] > 10
 
 
 def test_the_state_is_donated_and_the_model_is_whole_again_after_update():
