@@ -1,0 +1,17 @@
+import argparse
+import re
+
+import pytest
+
+from benchmarks import loading
+
+
+@pytest.mark.slow
+def test_it_prints_two_times_and_their_ratio(capsys):
+    sizes = {"rows": 2, "length": 32, "width": 128, "layers": 1, "vocab_size": 64}
+    loading.main(argparse.Namespace(**sizes, dtype="float32", steps=2, turns=2))
+    found = re.search(
+        r"([\d.]+) ms a step .* ([\d.]+) ms .* ratio ([\d.]+)", capsys.readouterr().out
+    )
+    loader, device, ratio = map(float, found.groups())
+    assert loader / device == pytest.approx(ratio, abs=2e-3)  # as printed, in three places
