@@ -71,38 +71,35 @@ def answer_spans(
     variables = {**variables, "add_generation_prompt": False}
     text = render(source, messages, variables)
 
-    def start(i: int) -> int:
-        """Where the answer begins that is message i."""
-        if i == 0:
+    def end(count: int, *, answer_follows: bool) -> int:
+        """Where the first `count` messages end in the text."""
+        asked = {**variables, "add_generation_prompt": answer_follows}
+        prefix = render(source, messages[:count], asked)
+        if not text.startswith(prefix):
+            prefix = prefix.removesuffix(variables.get("eos_token") or "")
+        if not text.startswith(prefix):
+            raise ValueError(
+                f"chat template: the first {count} messages are written in another way where more "
+                "follow, so an answer's place cannot be told; train on conversations that end with "
+                "their only answer, or give the template {% generation %} blocks"
+            )
+        return len(prefix)
+
+    is_answer = [message.get("role") == "assistant" for message in messages]
+    if re.search(r"\{%[-+]?\s*generation\b", source):
+        spans = _generation_spans(text, source, messages, variables)
+        start = end(first, answer_follows=is_answer[first]) if first else 0
+        return text, [(max(a, start), b) for a, b in spans if b > start]
+    spans = []
+    for i in range(first, len(messages)):
+        if is_answer[i] and i == 0:
             raise ValueError(
                 "chat template: where an answer begins that is the first message cannot be told "
                 "from a template without {% generation %} blocks; put a message before it"
             )
-        before = render(source, messages[:i], {**variables, "add_generation_prompt": True})
-        return _length_in(text, before, i)
-
-    if re.search(r"\{%[-+]?\s*generation\b", source):
-        spans = _generation_spans(text, source, messages, variables)
-        least = start(first) if first else 0
-        return text, [(max(a, least), b) for a, b in spans if b > least]
-    spans = []
-    for i, message in enumerate(messages):
-        if i >= first and message.get("role") == "assistant":
-            after = render(source, messages[: i + 1], variables)
-            if not text.startswith(after):
-                after = after.removesuffix(variables.get("eos_token") or "")
-            spans.append((start(i), _length_in(text, after, i)))
+        if is_answer[i]:
+            spans.append((end(i, answer_follows=True), end(i + 1, answer_follows=False)))
     return text, spans
-
-
-def _length_in(text: str, prefix: str, i: int) -> int:
-    if text.startswith(prefix):
-        return len(prefix)
-    raise ValueError(
-        f"chat template: with message {i + 1} the messages before it are written in another way, "
-        "so where its answer begins cannot be told; train on conversations that end with their "
-        "only answer, or give the template {% generation %} blocks"
-    )
 
 
 def _generation_spans(text, source, messages, variables) -> list[tuple[int, int]]:
