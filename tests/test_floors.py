@@ -161,6 +161,10 @@ MAY_IMPORT = {
     "jaxllm.lora": (
         "jaxllm.checkpoint.peft jaxllm.config jaxllm.families jaxllm.layers jaxllm.model jaxllm.ops"
     ),
+    "jaxllm.plan": (
+        "jaxllm.aot jaxllm.config jaxllm.fp8 jaxllm.lora jaxllm.model jaxllm.optimizers "
+        "jaxllm.precision jaxllm.quantize jaxllm.train"
+    ),
     "jaxllm.dpo": "jaxllm.data jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
     "jaxllm.finetune": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.checkpoint.native jaxllm.config "

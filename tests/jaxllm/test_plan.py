@@ -1,0 +1,201 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import tiny_models
+from flax import nnx
+from tiny_models import TINY
+
+from benchmarks.models import LLAMA_8B
+from jaxllm import aot, lora, train
+from jaxllm import plan as plan_module
+from jaxllm.plan import Plan, card_size, plan
+
+REASON = aot.why_not()
+needs_plugin = pytest.mark.skipif(
+    REASON is not None, reason=f"tests that compile for a GPU: {REASON} (make gpu-compile)"
+)
+WIDE = dataclasses.replace(
+    TINY, vocab_size=512, hidden_size=64, intermediate_size=128, num_attention_heads=2, head_dim=32
+)
+COUNT = sum(x.size for x in jax.tree.leaves(nnx.state(tiny_models.build(WIDE))))
+ON_CPU = {"batch": 2, "seq": 32, "target": None}
+
+
+def test_the_kinds_of_full_training_sum_up_and_are_what_they_are():
+    ours = plan(WIDE, **ON_CPU, policy="fp32")
+    kinds = dict(ours.rows())
+    assert kinds.pop("peak") == sum(kinds.values())
+    assert (ours.parameters, ours.trained) == (COUNT, COUNT)
+    assert ours.weights == 4 * COUNT
+    assert ours.moments == 8 * COUNT + 4  # and the count of steps
+    assert ours.gradients <= 4 * COUNT
+    assert ours.activations > 0
+    assert ours.compiled_for == "cpu"
+
+
+@pytest.mark.slow
+def test_it_says_what_the_step_really_takes():
+    """The same numbers as from the step of a model with weights."""
+    ours = plan(WIDE, **ON_CPU, policy="fp32", optimizer="sgd")
+    model, optimizer = tiny_models.build(WIDE), optax.sgd(1e-4)
+    zeros = {name: jnp.zeros((2, 32), jnp.int32) for name in plan_module._rows(1, 1)}
+    step = train.make_train_step(model, optimizer)
+    lowered = step.lower(train.init_state(model, optimizer), zeros)
+    memory = lowered.compile().memory_analysis()
+    kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert ours.peak == memory.argument_size_in_bytes + memory.temp_size_in_bytes + kept
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """For what is known before the step is compiled, which takes seconds."""
+    monkeypatch.setattr(plan_module._Step, "peak", lambda self, target: 10**9)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_activations_are_what_the_policies_say():
+    """Each block's input under full; that and more under the others."""
+    found = {
+        name: plan(WIDE, **ON_CPU, remat=name, policy="bf16").activations
+        for name in ("none", "dots", "save_attention", "full")
+    }
+    assert found["none"] > found["dots"] > found["save_attention"] > found["full"]
+    outputs = WIDE.num_hidden_layers * 2 * 32 * 2 * 32 * 2  # bfloat16, 2 heads of 32
+    assert found["save_attention"] - found["full"] == outputs
+    twice = dataclasses.replace(WIDE, num_hidden_layers=4, layer_types=())
+    more = plan(twice, **ON_CPU, remat="full", policy="bf16").activations - found["full"]
+    assert more == 2 * 2 * 32 * 64 * 2  # two more inputs of blocks
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_adapters_are_all_that_is_trained():
+    ours = plan(WIDE, **ON_CPU, lora=4, targets=["q_proj"])
+    extra = WIDE.num_hidden_layers * 4 * (64 + 64)
+    assert (ours.trained, ours.parameters) == (extra, COUNT + extra)
+    assert ours.weights == 2 * COUNT + 4 * extra  # the base is bfloat16
+    assert ours.moments == 8 * extra + 4
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_packed_base_weighs_half_a_byte_and_its_scales():
+    plain, packed = (plan(WIDE, **ON_CPU, lora=16, qlora=q, group_size=32) for q in (False, True))
+    linear = WIDE.num_hidden_layers * (2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 128)
+    assert plain.weights - packed.weights == 2 * linear - linear // 2 - 2 * linear // 32
+    assert plain.parameters == packed.parameters
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_eight_bit_moments_weigh_a_quarter():
+    wide, small = (plan(WIDE, **ON_CPU, optimizer=name) for name in ("adamw", "adamw_8bit"))
+    assert small.moments < 0.3 * wide.moments
+
+
+def test_auto_takes_the_first_policy_that_fits(monkeypatch):
+    peaks = {"none": 10**9, "dots": 5 * 10**8, "save_attention": 10**8, "full": 10**7}
+    monkeypatch.setattr(plan_module._Step, "peak", lambda self, target: peaks[self.remat])
+    monkeypatch.setattr(plan_module, "RESERVED", 0)
+    ours = plan(WIDE, **ON_CPU, remat="auto", card="0.2GB")
+    assert ours.remat == "save_attention"
+    assert ours.fits
+    assert ours.tried == (("none", 10**9), ("dots", 5 * 10**8))
+    assert "Policy none does not: 0.93 GiB or more." in str(ours)
+
+
+def test_auto_compiles_nothing_that_cannot_fit(monkeypatch):
+    asked = []
+
+    def peak(self, target):
+        asked.append(self.remat)
+        return 10**9
+
+    monkeypatch.setattr(plan_module._Step, "peak", peak)
+    monkeypatch.setattr(plan_module, "RESERVED", 0)
+    ours = plan(WIDE, **ON_CPU, remat="auto", card="0.0001GB")
+    assert asked == ["offload"]  # the last is told, whatever it takes
+    assert not ours.fits
+    assert [name for name, _ in ours.tried] == ["none", "dots", "save_attention", "full"]
+
+
+def test_what_is_printed():
+    gib = 2**30
+    kinds = {"weights": 4, "moments": 1, "activations": 9, "gradients": 2, "temporaries": 3}
+    ours = Plan(
+        remat="none",
+        **{name: size * gib for name, size in kinds.items()},
+        peak=19 * gib,
+        host=0,
+        trained=10**7,
+        parameters=10**9,
+        card="24GB",
+        card_bytes=card_size("24GB"),
+        compiled_for="h200",
+    )
+    assert str(ours).splitlines() == [
+        "weights          4.00 GiB",
+        "moments          1.00 GiB",
+        "activations      9.00 GiB",
+        "gradients        2.00 GiB",
+        "temporaries      3.00 GiB",
+        "-------------------------",
+        "peak            19.00 GiB",
+        "",
+        "Trained: 1.00% of 1.00 billion parameters. Remat policy: none.",
+        "The step fits on 24GB (22 GiB, 1 of them for CUDA itself).",
+        "JAX takes three quarters of a card unless XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.",
+        "Compiled for an H200, not run.",
+    ]
+    assert not dataclasses.replace(ours, peak=22 * gib).fits
+
+
+@pytest.mark.parametrize(
+    ("keywords", "sentence"),
+    [
+        ({"card": "h300"}, "^plan: card 'h300' is not one of h200, h100, a100, rtx4090, or a size"),
+        ({"remat": "some"}, "^plan: remat 'some' is not one of auto, none, full, dots, "),
+        ({"optimizer": "lion"}, "^plan: optimizer 'lion' is not one of adamw, adamw_8bit, sgd$"),
+        ({"policy": "fp64"}, "^precision: no policy is named 'fp64'"),
+        ({"micro_batches": 3}, "^plan: 2 rows of 32 tokens cannot be split into 3 equal micro-"),
+        ({"lora": 4, "targets": ["w_proj"]}, "^lora: "),
+        ({"qlora": True, "group_size": 48}, "^quantize: groups of 48 do not divide the "),
+    ],
+)
+def test_what_cannot_be_planned_is_said(keywords, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        plan(WIDE, **{**ON_CPU, **keywords})
+
+
+def test_nothing_is_allocated():
+    huge = dataclasses.replace(WIDE, hidden_size=2**20, num_attention_heads=2**15)
+    recipe = plan_module._Recipe(huge, "bf16", 16, 64, {})
+    model = recipe.model("none")
+    names = [name for name in train.parameters(model) if lora.is_adapter(name)]
+    assert len(names) == 2 * 7 * WIDE.num_hidden_layers
+
+
+# ------------------------------------------------------------------------ for a card that is absent
+
+
+@needs_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keywords", "gigabytes"),
+    [({"qlora": True, "remat": "full"}, 24), ({"lora": 16, "remat": "full"}, 40)],
+)
+def test_8b_with_adapters_at_8192_tokens_fits(keywords, gigabytes):
+    ours = plan(LLAMA_8B, batch=1, seq=8192, card=f"{gigabytes}GB", **keywords)
+    assert ours.compiled_for == "h200"
+    assert ours.fits, str(ours)
+    assert ours.peak > ours.weights + ours.activations
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_offload_moves_the_inputs_of_blocks_to_the_host():
+    short = dataclasses.replace(LLAMA_8B, num_hidden_layers=2, layer_types=())
+    ours = plan(short, batch=1, seq=8192, lora=16, remat="offload")
+    full = plan(short, batch=1, seq=8192, lora=16, remat="full")
+    assert ours.host == 2 * 8192 * 4096 * 2
+    assert full.activations - ours.activations == ours.host
