@@ -1,0 +1,440 @@
+"""The loop: what it writes, that it stops, resumes and falls back, and what it refuses."""
+
+import csv
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+from rich.console import Console
+from tiny_models import TINY
+
+from jaxllm import metrics, trace, train
+from jaxllm.config import Runtime
+from jaxllm.model import Transformer
+from jaxllm.trainer import StoppedError, Trainer, fingerprint, matrix_weights
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'jaxllm[train]'")
+
+ONE_LAYER = dataclasses.replace(TINY, num_hidden_layers=1, layer_types=())
+
+
+class Counting:
+    """Batches of a text in which each token tells the next; the place is a count."""
+
+    batches_per_epoch = 4
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def __next__(self):
+        rng = np.random.default_rng(self.at)
+        self.at += 1
+        text = (rng.integers(0, 31, (2, 1)) + 7 * np.arange(9)[None]) % 31
+        tokens, targets = text[:, :-1].astype(np.int32), text[:, 1:].astype(np.int32)
+        return {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens)}
+
+    def state(self):
+        return {"at": self.at}
+
+    def restore(self, state):
+        self.at = state["at"]
+
+
+HELD_OUT = [next(Counting(1000 + i)) for i in range(2)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs(tmp_path_factory):
+    """Compiled once: all these runs are of one model."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0.0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def said():
+    """A console, and what is printed on it."""
+
+    class Lines:
+        def __init__(self):
+            self.text = ""
+
+        def write(self, text):
+            self.text += text
+
+        def flush(self):
+            pass
+
+    return Lines()
+
+
+def trainer(out, *, steps=8, seed=0, batches=None, said=None, config=ONE_LAYER, **options):
+    model = Transformer(config, Runtime(dtype="float32"), rngs=nnx.Rngs(seed))
+    defaults = {
+        "held_out": HELD_OUT,
+        "eval_every": 4,
+        "console": Console(file=said, width=300) if said else Console(quiet=True),
+    }
+    return Trainer(
+        model, optax.adam(1e-2), batches or Counting(), out, steps=steps, **{**defaults, **options}
+    )
+
+
+def arrays(params):
+    return {name: np.array(x) for name, x in params.items()}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def rows_of(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers_of(out):
+    """What must be the same in a run that was stopped and one that was not."""
+    kept = ("step", "loss", "held_out_loss", "grad_norm", "tokens", "epoch", "skipped")
+    return [{k: row.get(k) for k in kept} for row in rows_of(out)]
+
+
+@pytest.mark.slow  # starting the profiler takes seconds
+def test_a_run_writes_rows_curve_and_checkpoints(tmp_path, said):
+    out, seen = tmp_path / "run", []
+
+    def sample(model):
+        logits = model(HELD_OUT[0]["tokens"][:1])
+        return f"token {int(np.argmax(logits[0, -1]))}"
+
+    fitted = trainer(
+        out,
+        said=said,
+        sample=sample,
+        schedule=lambda step: 0.01 / (1 + step),
+        writers=[lambda step, row: seen.append((step, row))],
+        profile=2,
+    ).fit()
+    rows = rows_of(out)
+    assert [row["step"] for row in rows] == list(range(9))
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [0, 4, 8]
+    assert [row["step"] for row in rows if "sample" in row] == [0, 4, 8]
+    assert rows[0]["held_out_loss"] == fitted.base_loss
+    assert rows[fitted.step]["held_out_loss"] == fitted.loss < fitted.base_loss
+    assert rows[0]["sample"] == fitted.before
+    assert rows[fitted.step]["sample"] == fitted.after
+    assert rows[3]["learning_rate"] == pytest.approx(0.01 / 3)
+    assert (rows[2]["tokens"], rows[2]["epoch"]) == (16, 0.5)
+    assert all(row["memory_bytes"] > 1e6 and row["loss"] > 0 for row in rows[1:])
+    assert all(rows[i]["tokens_per_s"] > 0 for i in (2, 3, 4, 6))
+    assert [step for step, _ in seen] == list(range(1, 9))
+    assert all(isinstance(x, int | float) for _, row in seen for x in row.values())
+    with (out / "metrics.csv").open(newline="") as stream:
+        table = list(csv.DictReader(stream))
+    assert [row["loss"] for row in table[1:]] == [str(row["loss"]) for row in rows[1:]]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["4", "8"]
+
+    lines = said.text.splitlines()
+    assert lines[0] == f"step 0: held-out loss {fitted.base_loss:.4f}"
+    at = next(i for i, line in enumerate(lines) if "what took longest" in line)
+    assert "steps 3 to 4" in lines[at]
+    assert all(" ms " in line for line in lines[at + 1 : at + 11])
+    kernels = trace.longest(out / "profile")
+    assert len(kernels) == 10
+    assert kernels == sorted(kernels, key=lambda kernel: -kernel.total_us)
+
+
+def test_the_best_parameters_are_returned_and_left_in_the_model(tmp_path):
+    """The last batches teach nonsense, so that the best step is not the last."""
+
+    class Spoilt(Counting):
+        def __next__(self):
+            batch = super().__next__()
+            if self.at > 8:
+                batch["targets"] = batch["targets"] + 30
+            return batch
+
+    run = trainer(tmp_path, steps=16, batches=Spoilt())
+    fitted = run.fit()
+    assert fitted.step == 8
+    total, count = run.evaluate(train.parameters(run.model), HELD_OUT)
+    assert total / count == fitted.loss
+    assert (tmp_path / "checkpoints/8").exists()
+
+
+def test_no_number_is_read_before_the_next_steps_are_dispatched(tmp_path, monkeypatch):
+    """The loop may look at step i only when i + LAG was handed to the device."""
+    run = trainer(tmp_path, steps=12, held_out=(), eval_every=12)
+    dispatched, seen, step = [0], [], run.step
+
+    def counted(state, batch):
+        dispatched[0] += 1
+        return step(state, batch)
+
+    run.step = counted
+    write = metrics.Rows.write
+
+    def noted(self, row):
+        seen.append((row["step"], dispatched[0]))
+        write(self, row)
+
+    monkeypatch.setattr(metrics.Rows, "write", noted)
+    run.fit()
+    assert all(ahead - i == 2 for i, ahead in seen[1:-2]), seen
+
+
+@pytest.mark.parametrize("at", [1, 4, 6])
+def test_ctrl_c_saves_and_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, at):
+    whole = arrays(trainer(tmp_path / "whole").fit().params)
+
+    class Interrupting(Counting):
+        def __next__(self):
+            if self.at + 1 == at:
+                signal.raise_signal(signal.SIGINT)
+            return super().__next__()
+
+    out = tmp_path / "cut"
+    with pytest.raises(StoppedError, match=f"saved at step {at}"):
+        trainer(out, batches=Interrupting()).fit()
+    assert len(rows_of(out)) == at + 1
+    fitted = trainer(out).fit(resume=True)
+    assert_same(arrays(fitted.params), whole)
+    assert numbers_of(out) == numbers_of(tmp_path / "whole")
+
+
+def test_a_run_goes_back_past_a_torn_checkpoint(tmp_path, said):
+    whole = arrays(trainer(tmp_path / "whole").fit().params)
+    out = tmp_path / "torn"
+    trainer(out).fit()
+    (out / "checkpoints/8/state/manifest.ocdbt").write_bytes(b"torn")
+    fitted = trainer(out, said=said).fit(resume=True)
+    assert "going back to step 4" in said.text
+    assert_same(arrays(fitted.params), whole)
+    assert numbers_of(out) == numbers_of(tmp_path / "whole")
+
+
+def test_what_a_resumed_run_must_have_alike(tmp_path):
+    trainer(tmp_path, settings={"rows": 2}).fit()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    alike = {"settings": {"rows": 2}}
+    narrow = dataclasses.replace(ONE_LAYER, intermediate_size=32)
+    for changes, words in (
+        ({"settings": {"rows": 4}}, "has other rows: 2, and not 4; resume it with what it began"),
+        ({**alike, "steps": 9}, "has other steps: 8, and not 9"),
+        ({**alike, "seed": 1}, "has other base weights"),
+        ({**alike, "config": narrow}, "has other base weights"),
+    ):
+        with pytest.raises(ValueError, match=words) as error:
+            trainer(tmp_path, **changes).fit(resume=True)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="holds a run, at step 8; resume it, or give another"):
+        trainer(tmp_path, **alike).fit()
+    with pytest.raises(FileNotFoundError, match="no training was saved here"):
+        trainer(tmp_path / "none").fit(resume=True)
+    assert {p: p.read_bytes() for p in before} == before
+
+
+def test_batches_that_end_early_are_a_sentence(tmp_path):
+    class Short(Counting):
+        def __next__(self):
+            if self.at == 3:
+                raise StopIteration
+            return super().__next__()
+
+    with pytest.raises(ValueError, match="the batches ended before step 4 of 8"):
+        trainer(tmp_path, batches=Short()).fit()
+
+
+@pytest.mark.parametrize("name", ["steps", "eval_every", "save_every", "keep"])
+def test_numbers_below_one(tmp_path, name):
+    with pytest.raises(ValueError, match=f"trainer: {name} must be at least 1, got 0"):
+        trainer(tmp_path, **{name: 0})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fingerprint_tells_weights_apart():
+    model = Transformer(ONE_LAYER, rngs=nnx.Rngs(0))
+    params = train.parameters(model)
+    assert fingerprint(params) == fingerprint(dict(reversed(params.items())))
+    name = "layers.0.mlp.up_proj.weight"
+    assert fingerprint(params) != fingerprint({**params, name: params[name] + 1e-6})
+    assert fingerprint(params) != fingerprint({**params, name: params[name].astype("bfloat16")})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_weights_that_a_token_is_multiplied_with(tied):
+    config = dataclasses.replace(TINY, tie_word_embeddings=tied)
+    params = train.parameters(Transformer(config, rngs=nnx.Rngs(0)))
+    matrices = {name: x.size for name, x in params.items() if x.ndim == 2}
+    if not tied:
+        del matrices["embed_tokens.weight"]  # read, not multiplied with
+    assert matrix_weights(config) == sum(matrices.values())
+
+
+def test_rows_after_the_checkpoint_are_dropped_and_a_cut_line_is_no_row(tmp_path):
+    with metrics.Rows(tmp_path) as rows:
+        for step in range(4):
+            rows.write({"step": step, "loss": float("nan") if step == 1 else 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "lo')
+    with metrics.Rows(tmp_path, resume_at=2) as rows:
+        rows.write({"step": 3, "loss": 2.0, "sample": "Grüße"})
+    assert [(row["step"], row.get("loss")) for row in rows_of(tmp_path)] == [
+        (0, 1.0),
+        (1, None),
+        (2, 1.0),
+        (3, 2.0),
+    ]
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 5
+    assert "Grüße" in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
+
+
+def test_the_bar_says_loss_speed_mfu_and_memory(said):
+    row = {"loss": 2.5, "tokens_per_s": 12345.6, "mfu": 0.5, "memory_bytes": 2e9}
+    assert metrics.facts(row) == "loss 2.500  12,346 tokens/s  MFU 50.0 %  2.0 GB"
+    assert metrics.facts({}) == ""
+    progress, move = metrics.bar(10, console=Console(file=said, force_terminal=True, width=120))
+    with progress:
+        move(5, row)
+    assert "5/10" in said.text
+    assert "12,346 tokens/s" in said.text
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_writer_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    options = {"settings": {}} if name == "wandb" else {}
+    with pytest.raises(ValueError, match="is not installed: pip install"):
+        getattr(metrics, name)(tmp_path, **options)
+
+
+def test_a_folder_without_a_trace(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no .*trace.json.gz here"):
+        trace.longest(tmp_path)
+
+
+# Forks processes that begin with everything imported, and no device asked for: each trains until it
+# is done or killed, and says so for each batch.
+NURSERY = """
+import os, sys
+sys.path[:0] = {path!r}
+import numpy as np
+import test_trainer as tests
+import jaxllm, orbax.checkpoint, matplotlib.figure, matplotlib.backends.backend_agg
+from pathlib import Path
+
+def live(out):
+    jaxllm.enable_compile_cache({cache!r})
+    class Telling(tests.Counting):
+        def __next__(self):
+            print("batch", flush=True)
+            return super().__next__()
+    run = tests.trainer(out, steps={steps}, batches=Telling(), eval_every=10, save_every=1)
+    begun = any(p.name.isdecimal() for p in (out / "checkpoints").glob("*"))
+    fitted = run.fit(resume=begun)
+    final = {{**tests.arrays(fitted.params), "moments": np.concatenate(
+        [np.ravel(x) for x in tests.jax.tree.leaves(run.state.opt_state)])}}
+    np.savez(out / "final.npz", **final)
+
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        try:
+            live(Path(line.strip()))
+        except BaseException as error:
+            print("failed", repr(error), flush=True)
+        os._exit(0)
+    print(pid, flush=True)
+    os.waitpid(pid, 0)
+    print("over", flush=True)
+"""
+
+
+class Nursery:
+    """Runs of the tiny model in processes of their own, which can be killed."""
+
+    def __init__(self, cache, steps):
+        here = Path(__file__).resolve().parent
+        code = NURSERY.format(path=[str(here), str(here.parent)], cache=str(cache), steps=steps)
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+
+    def run(self, out, *, kill_after=None, delay_s=0.0):
+        """Train in `out`; killed `delay_s` after so many batches. True if it came to the end."""
+        self.process.stdin.write(f"{out}\n")
+        self.process.stdin.flush()
+        pid, batches, killed = None, 0, False
+        for line in self.process.stdout:
+            word = line.strip()
+            assert not word.startswith("failed"), word
+            if word.isdecimal():
+                pid = int(word)
+            batches += word == "batch"
+            if word == "over":
+                return not killed
+            if pid is not None and not killed and batches == kill_after:
+                time.sleep(delay_s)
+                os.kill(pid, signal.SIGKILL)  # until it is waited for, the id is nobody else's
+                killed = True
+        raise AssertionError("the nursery ended")
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_a_run_ends_with_the_same_weights(tmp_path):
+    steps, kills, dice = 50, 20, random.Random(0)
+    nursery = Nursery(tmp_path / "cache", steps)
+    try:
+        assert nursery.run(tmp_path / "whole")
+        killed = torn = 0
+        out = tmp_path / "killed"
+        while killed < kills:
+            # A step with its save takes some 40 ms when nothing else runs
+            delay_s = dice.uniform(0, 0.1)
+            assert not nursery.run(out, kill_after=dice.randint(1, 3), delay_s=delay_s)
+            killed += 1
+            torn += any("tmp" in path.name for path in (out / "checkpoints").glob("*"))
+        assert nursery.run(out)
+    finally:
+        nursery.close()
+    assert torn > 0, "no kill fell into a save"
+    with np.load(tmp_path / "whole/final.npz") as whole, np.load(out / "final.npz") as after:
+        assert_same(dict(whole), dict(after))
+    assert numbers_of(out) == numbers_of(tmp_path / "whole")
+    assert len(rows_of(out)) == steps + 1
+
+
+def test_the_comparison_of_weights_can_fail():
+    with pytest.raises(AssertionError, match="norm"):
+        assert_same({"norm": np.ones(2)}, {"norm": np.nextafter(np.ones(2), 2)})
+    assert jax.default_backend()
