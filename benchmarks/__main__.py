@@ -12,6 +12,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,11 +26,14 @@ import jax
 from benchmarks import report, rivals, sections
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
-from benchmarks.worker import CLOCKS_EXIT, FATAL_EXIT, Plan, chosen
+from benchmarks.lacking import NO_RESULT, complete, names_of
+from benchmarks.plan import Plan, chosen
+from benchmarks.worker import CLOCKS_EXIT, FATAL_EXIT
 
 REPO = Path(__file__).resolve().parent.parent
 JAX_SHARE = 0.72  # of the time, if torch is there too
 MAX_STARTS = 12
+FINE = {"right", "compared", "not_run"}
 PACKAGES = (
     "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin flax numpy nvidia-cudnn-cu13 nvidia-cublas "
     "nvidia-cudnn-cu12 nvidia-cublas-cu12"
@@ -45,7 +49,7 @@ class Worker:
         self.stopped: str | None = None
         self.read = self.starts = 0
         self.begun: str | None = None
-        self.last_s = 0.0
+        self.last_s = self.seconds = 0.0
         self.command = [sys.executable, "-m", f"benchmarks.{module}"]
         Path(plan.log).touch()
 
@@ -81,7 +85,7 @@ class Worker:
         command = [*self.command, str(path)]
         paths = [str(REPO), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        self.begun, self.last_s = None, time.time()
+        self.begun, self.last_s = None, (start := time.time())
         process = subprocess.Popen(command, env=env, cwd=REPO)
         killed = False
         try:
@@ -98,6 +102,7 @@ class Worker:
             if process.poll() is None:  # this process was interrupted
                 process.kill()
                 process.wait()
+            self.seconds += time.time() - start
         self._read()
         return process.returncode, killed
 
@@ -123,15 +128,17 @@ class Worker:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0 if all went well; 1 if something is wrong or the bench does not believe it."""
     args = _arguments(argv)
-    args.names = sections.expand(args.names)
     jax.config.update("jax_platforms", "cpu")  # shapes are all that this process needs of JAX
     try:
+        plan = _plan(args)
         known = {case.op for case in all_cases()} | set(sections.SECTIONS)
-        if unknown := [name for name in args.names if name not in known]:
+        if unknown := [name for name in plan.names if name not in known]:
             raise ValueError(
                 f"benchmarks: nothing is named {', '.join(unknown)}; there are "
                 f"{', '.join(sorted(known | set(sections.GROUPS)))}"
             )
+        if not chosen(plan, on_gpu=True) and not _sections(plan):
+            raise ValueError("benchmarks: --only and --missing leave nothing to run")
         args.out.parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
@@ -161,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         workers: dict[str, Worker] = {}
 
         def save() -> None:
-            assemble(results, workers, args.names, args.quick)
+            assemble(results, workers, plan)
             temporary = args.out.with_suffix(".part")
             temporary.write_text(json.dumps(results, indent=1) + "\n")
             temporary.replace(args.out)
@@ -172,17 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             if module == "torch_worker" and not (with_torch and _on_gpu(workers)):
                 continue
-            plan = Plan(
-                log=str(Path(folder) / f"{module}.log"),
-                names=args.names,
-                done=[],
-                deadline=start + share * args.budget_s,
-                threads=args.threads,
-                quick=args.quick,
-                host_clock=args.host_clock,
-                layers=args.layers,
-            )
-            workers[module] = Worker(module, plan, Path(folder), task_s=args.task_s)
+            log = str(Path(folder) / f"{module}.log")
+            part = dataclasses.replace(plan, log=log, deadline=start + share * args.budget_s)
+            workers[module] = Worker(module, part, Path(folder), task_s=args.task_s)
             workers[module].run(save)
             if workers[module].stopped:
                 results["notes"][module] = workers[module].stopped
@@ -200,15 +199,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     print("\n".join(report.lines(results)))
     print(f"{args.out}: {len(results['rows'])} rows, {results['seconds']} s")
-    bad = [row for row in results["rows"] if not {"right", "not_run"} & _states(row["correct"])]
+    bad = [row for row in results["rows"] if not FINE & _states(row["correct"])]
     for row in bad:
         print(f"not right: {row['op']}: {row['label']}: {row['correct']}", file=sys.stderr)
     return 1 if bad or "worker" in results["notes"] else 0
 
 
-def assemble(
-    results: dict[str, Any], workers: dict[str, Worker], names: list[str], quick: bool
-) -> None:
+def assemble(results: dict[str, Any], workers: dict[str, Worker], plan: Plan) -> None:
     """What the logs say so far, as rows and sections."""
     found = workers["worker"].results
     other = workers["torch_worker"].results if "torch_worker" in workers else {}
@@ -219,14 +216,30 @@ def assemble(
     results["sections"] = {
         key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)
     }
-    cases = chosen(names, quick, _on_gpu(workers))
-    results["rows"] = [_row(case, found, other) for case in cases]
+    results["rows"] = [_row(case, found, other) for case in chosen(plan, _on_gpu(workers))]
+    results["spent_s"] = _spent(workers)
+
+
+def _spent(workers: dict[str, Worker]) -> dict[str, float]:
+    """Seconds by process and, of JAX's, by what they were spent on."""
+    spent: dict[str, float] = {}
+    for key, phases in workers["worker"].results.items():
+        if key.startswith("spent/"):
+            for name, seconds in phases.items():
+                spent[name] = spent.get(name, 0.0) + seconds
+    for module, name in (("worker", "jax"), ("torch_worker", "torch")):
+        if module in workers:
+            spent[name] = workers[module].seconds
+    return {name: round(seconds, 1) for name, seconds in spent.items()}
 
 
 def _row(case: Case, found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    times = found.get(f"time/{case.name}", {"ours": {"not_run": "no result"}})
+    times = found.get(f"time/{case.name}", {"ours": NO_RESULT})
     if "failed" in times or "not_run" in times:
         times = {"ours": times}
+    rest = found.get(f"rivals/{case.name}", {})
+    if "failed" in rest or "not_run" in rest:
+        rest = {"further rivals": rest}
     prefix = f"torch/{case.name}/"
     torch = {key.removeprefix(prefix): v for key, v in other.items() if key.startswith(prefix)}
     return {
@@ -236,9 +249,42 @@ def _row(case: Case, found: dict[str, Any], other: dict[str, Any]) -> dict[str, 
         "bytes": case.bytes,
         "operations": case.operations,
         "ceiling": case.measured_by,
-        "correct": found.get(f"correct/{case.name}", {"not_run": "no result"}),
-        "times": {**times, **torch},
+        "correct": found.get(f"correct/{case.name}", NO_RESULT),
+        "times": {**times, **rest, **torch},
     }
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """Of all workers; without names, those of the files whose rest is asked for."""
+    names, have = sections.expand(args.names), []
+    for path in args.missing:
+        results = json.loads(path.read_text())
+        have += complete(results)
+        names += [] if args.names else names_of(results)
+    try:
+        re.compile(args.only)
+    except re.error as error:
+        raise ValueError(
+            f"benchmarks: --only {args.only!r} is no regular expression: {error}"
+        ) from None
+    return Plan(
+        log="",
+        names=list(dict.fromkeys(names)),
+        done=[],
+        deadline=0.0,
+        threads=args.threads,
+        quick=args.quick,
+        host_clock=args.host_clock,
+        layers=args.layers,
+        only=args.only,
+        have=have,
+    )
+
+
+def _sections(plan: Plan) -> list[str]:
+    """Keys of the sections that are asked for."""
+    work = sections.tasks(plan.names, plan.quick, True, plan.layers)
+    return [key for key, _ in work if plan.takes(key)]
 
 
 def gpu() -> dict[str, str]:
@@ -297,6 +343,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     named = ", ".join((*sections.SECTIONS, *sections.GROUPS))
     parser.add_argument("names", nargs="*", help=f"ops, or {named}")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--only", default="", help="cases whose name has this regular expression")
+    rest = "only what this file of results has not had the time for"
+    parser.add_argument("--missing", type=Path, action="append", default=[], help=rest)
     parser.add_argument("--budget-s", type=float, default=360, help="begin nothing after this")
     parser.add_argument("--task-s", type=float, default=120, help="end what takes longer")
     parser.add_argument("--threads", type=int, default=8, help="that compile ahead")

@@ -1,7 +1,8 @@
 """Results as tables and a plot: `python -m benchmarks.report benchmarks/results/*.json`.
 
 Writes the tables into benchmarks/README.md, between its two marks, and results.png beside the
-files. Ratios are taken within one file, that is one run on one GPU.
+files. Ratios are taken within one file, that is one run on one GPU. What one file has had no time
+for and another has is in the other's table alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.lacking import complete
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -75,7 +78,12 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
             "TFLOP/s."
         )
     yield ""
+    if spent := results.get("spent_s"):
+        phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in spent.items())
+        yield f"Of {results['seconds']:.0f} s, those of each process and of JAX's phases: {phases}."
+        yield ""
     yield from _cases(results, ceilings)
+    yield from _narrow_caches(results)
     yield from _fusion(results, ceilings)
     yield from _attention(results)
     yield from _layer(results)
@@ -116,6 +124,23 @@ def _cases(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
         ]
         yield "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
     yield ""
+
+
+def _narrow_caches(results: dict[str, Any]) -> Iterator[str]:
+    """Decoding over an int8 cache against the same over a bfloat16 one."""
+    us = {
+        row["label"]: time_us(row["times"].get("ours", {}))
+        for row in results["rows"]
+        if row["op"] == "decode_attention"
+    }
+    found = []
+    for label, narrow in us.items():
+        wide = us.get(label.replace("int8 cache", "bfloat16 cache"))
+        if "int8 cache" in label and narrow and wide:
+            found.append(f"{wide / narrow:.2f} at {label.removesuffix(', int8 cache')}")
+    if found:
+        yield f"Times as fast over an int8 cache as over a bfloat16 one: {'; '.join(found)}."
+        yield ""
 
 
 def _rate(counted: int, us: float | None, unit: float, form: str) -> str:
@@ -330,6 +355,18 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
+def without_repeats(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs without the rows and sections that they had no time for and another run has."""
+    done = {name for run in runs for name in complete(run)}
+    kept = []
+    for run in runs:
+        late = done - set(complete(run))
+        rows = [row for row in run["rows"] if f"{row['op']}: {row['label']}" not in late]
+        sections = {key: x for key, x in run["sections"].items() if key not in late}
+        kept.append({**run, "rows": rows, "sections": sections})
+    return kept
+
+
 def write_readme(readme: Path, text: str) -> None:
     """Put the tables between the two marks."""
     old = readme.read_text()
@@ -347,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--readme", type=Path, default=HERE / "README.md")
     parser.add_argument("--plot", type=Path, default=HERE / "results" / "results.png")
     args = parser.parse_args(argv)
-    runs = [json.loads(path.read_text()) for path in args.files]
+    runs = without_repeats([json.loads(path.read_text()) for path in args.files])
     text = "\n".join(line for run in runs for line in lines(run))
     try:
         plot(runs, args.plot)

@@ -25,8 +25,11 @@ SECTIONS = ("softmax-fusion", "unfused-attention", "layer", "decode", "prefill",
 # Names that stand for several
 GROUPS = {
     "attention": (
-        *("flash_attention", "flash_attention_backward", "decode_attention"),
-        *("prefill", "long-context"),
+        "flash_attention",
+        "flash_attention_backward",
+        "decode_attention",
+        "prefill",
+        "long-context",
     )
 }
 LATE = ("decode", "prefill")  # whose programs take long to compile

@@ -239,9 +239,9 @@ def _attention(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
         with contextlib.nullcontext() if backends is None else sdpa_kernel(backends):
             return nn.scaled_dot_product_attention(q, k, v, **kwargs).transpose(1, 2)
 
-    return {
-        "torch sdpa": functools.partial(attend, None),
+    return {  # the faster one first: there may be no time for both
         "torch sdpa cudnn": functools.partial(attend, [SDPBackend.CUDNN_ATTENTION]),
+        "torch sdpa": functools.partial(attend, None),
     }
 
 

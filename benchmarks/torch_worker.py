@@ -1,8 +1,8 @@
 """The process that holds the GPU for torch: times the rivals of torch_rivals.py, case by case.
 
 Started by `__main__.py` behind the worker of JAX, with the same plan and the same kind of log. JAX
-is there for the cases' shapes alone, and kept off the GPU. What torch compiles comes last, a case
-of every op in turn, until the time is spent.
+is there for the cases' shapes alone, and kept off the GPU. The cases come in the order of JAX's,
+first each case's best known rival, then the others, and what torch compiles last.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ import jax
 from benchmarks import torch_rivals
 from benchmarks.case import Case
 from benchmarks.correct import sentence
-from benchmarks.worker import ALONE_BYTES, FATAL_EXIT, Log, Plan, chosen, in_turn
+from benchmarks.lacking import SPENT
+from benchmarks.plan import Plan, chosen, in_turn
+from benchmarks.worker import ALONE_BYTES, FATAL_EXIT, FEW_CALLS, TIMED_S, Log
 from pallas_kernels.measure import COLD_BYTES, Timing, num_sets
 
 FATAL = ("illegal memory access", "unspecified launch failure", "misaligned address")
@@ -43,12 +45,17 @@ class TorchWatch:
             self.reason = str(error)
 
     def time(self, runs: Sequence[Callable[[], Any]], *, cold: bool, calls: int) -> Timing:
-        """The time of a call, `runs` being the same over other inputs; cold: the L2 is cleared."""
+        """The time of a call, `runs` being the same over other inputs; cold: the L2 is cleared.
+
+        `calls` of them, or fewer where a call is long.
+        """
         torch = self.torch
         for run in runs[:2]:
             run()
         torch.cuda.synchronize()
-        walls = sorted(self._wall(runs, calls) for _ in range(5))
+        once_s = self._wall(runs, 1) / 1e6
+        calls = max(FEW_CALLS, min(calls, int(TIMED_S / (once_s + 1e-9))))
+        walls = sorted(self._wall(runs, calls) for _ in range(3))
         wall_us, reason = statistics.median(walls), self.reason
         if reason is None:
             both = [self._then_clear(run) for run in runs] if cold else list(runs)
@@ -134,19 +141,27 @@ def main(argv: list[str]) -> int:
     watch = TorchWatch(torch)
     version = {"version": torch.__version__, "cudnn": torch.backends.cudnn.version()}
     log.write("end", "torch", result={**version, "profiler": watch.reason or "works"})
-    cases = chosen(plan.names, plan.quick, on_gpu=True)
-    for case in in_turn(cases):
-        for name, forward in torch_rivals.of(case).items():
-            if name != "torch.compile":
-                _task(plan, log, watch, case, name, forward)
-    for case in in_turn([] if plan.quick else cases):
-        forward = torch_rivals.of(case).get("torch.compile")
-        if forward is not None:
+    cases = in_turn(chosen(plan, on_gpu=True))
+    for case, name, forward in turns(cases, compiled=not plan.quick):
+        if name == "torch.compile":
             torch._dynamo.reset()
-            compiled = torch.compile(forward, dynamic=False, fullgraph=True)
-            _task(plan, log, watch, case, "torch.compile", compiled)
+            forward = torch.compile(forward, dynamic=False, fullgraph=True)
+        _task(plan, log, watch, case, name, forward)
     log.write("end", "all", result={})
     return 0
+
+
+def turns(cases: Sequence[Case], *, compiled: bool) -> Iterator[tuple[Case, str, Any]]:
+    """(case, rival, its forward function): every case's first rival, then the second ones, ..."""
+    tables = [(case, torch_rivals.of(case)) for case in cases]
+    last = {}
+    for case, table in tables:
+        if (forward := table.pop("torch.compile", None)) is not None and compiled:
+            last[case.name] = forward
+    for place in range(max((len(table) for _, table in tables), default=0)):
+        for case, table in tables:
+            yield from ((case, *item) for item in list(table.items())[place : place + 1])
+    yield from ((c, "torch.compile", last[c.name]) for c in cases if c.name in last)
 
 
 def _task(plan: Plan, log: Log, watch: TorchWatch, case: Case, name: str, forward: Any) -> None:
@@ -154,7 +169,7 @@ def _task(plan: Plan, log: Log, watch: TorchWatch, case: Case, name: str, forwar
     if key in plan.done:
         return
     if time.time() > plan.deadline:
-        log.write("end", key, result={"not_run": "the time for this run was spent"})
+        log.write("end", key, result=SPENT)
         return
     log.write("begin", key)
     try:

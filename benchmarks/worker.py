@@ -1,59 +1,46 @@
 """The process that holds the GPU for JAX: takes tasks one by one, writes what came of each.
 
 `__main__.py` starts it, reads its log, and starts it anew without the task that killed it: a kernel
-that hangs or faults takes one row with it, not the run. Order: correctness of a few cases, then the
-ceilings, then their times; then the next few, the ops in turn, so that what no time is left for is
-a bit of each. While programs are compiled nothing is timed: XLA times candidates on the GPU then.
+that hangs or faults takes one row with it, not the run. What is cheap and matters comes first:
+every case's own kernel, its plain path and cuDNN are compiled, all in threads, then checked, then
+timed; the other rivals come in a second round. While programs are compiled nothing is timed, for
+XLA times candidates on the GPU then; after a minute of it what is ready is checked and timed, so
+that a run which ends early has whole rows.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks import ceilings, rivals, sections
+from benchmarks import ceilings, sections
 from benchmarks.case import Case
-from benchmarks.cases import all_cases
+from benchmarks.compiling import Programs
 from benchmarks.correct import DIFFERS, check, sentence
+from benchmarks.lacking import SPENT
+from benchmarks.plan import Plan, chosen, in_turn, is_large
 from pallas_kernels.measure import Stopwatch, num_sets
 
 # After these the process can do nothing more on the GPU.
 FATAL = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_MISALIGNED", "unspecified launch")
 FATAL_EXIT, CLOCKS_EXIT = 70, 71
-AT_A_TIME = 12  # cases: some 70 programs of attention, which compile in half a minute
+COMPILE_S = 60.0  # then what is ready is checked and timed before more is compiled
 ROUNDS, ROUND_S = 2, 3.0
-FEW_CALLS, TIMED_S = 4, 0.3  # a call so long that 20 of them take longer is repeated less often
+FEW_CALLS, TIMED_S = 3, 0.1  # a call so long that 20 of them take longer is repeated less often
 ALONE_BYTES = 2**32  # what no cache holds a tenth of needs no second set of inputs
 LATE_S = 150.0  # of the time kept for whole models, whose programs take long to compile
 HOST_BYTES = 24 * 2**30  # float64 arrays of checks that may lie on the host at a time
-# What a host checks in float64 within a second or two
-CHECK_BYTES, CHECK_OPERATIONS = 300_000_000, 100_000_000_000
-TOO_LARGE = {"not_run": "too large for this run: pytest -m gpu checks it"}
-
-
-@dataclasses.dataclass
-class Plan:
-    """What the parent asks for; done holds the keys of tasks that have a result already."""
-
-    log: str
-    names: list[str]
-    done: list[str]
-    deadline: float
-    threads: int = 8
-    quick: bool = False
-    host_clock: bool = False
-    layers: int = 32
+COMPARED = "too large for float64 here: compared with the plain path; pytest -m gpu does it"
 
 
 class Log:
@@ -67,112 +54,6 @@ class Log:
         record = {"event": event, "key": key, "at": time.time(), **values}
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-
-
-def chosen(names: list[str], quick: bool, on_gpu: bool) -> list[Case]:
-    """The cases to run: those named; without a GPU or in a hurry, the smallest (and largest) an op.
-
-    Names of sections choose no case.
-    """
-    ops = tuple(name for name in names if name not in sections.SECTIONS)
-    if names and not ops:
-        return []
-    cases = [case for case in all_cases(ops) if not case.compile_only]
-    if on_gpu and not quick:
-        return cases
-    picked: dict[str, Case] = {}
-    for op in dict.fromkeys(case.op for case in cases):
-        falling = sorted((c for c in cases if c.op == op), key=lambda c: c.bytes)
-        for case in [falling[0], *([falling[-1]] if on_gpu else [])]:
-            picked[case.name] = case
-    return list(picked.values())
-
-
-def in_turn(cases: Sequence[Case]) -> list[Case]:
-    """The ops in turn, forward before backward: of each the largest, the smallest, and so on."""
-    piles = []
-    for key in sorted({(rivals.is_backward(c), c.op) for c in cases}):
-        falling = sorted(
-            (c for c in cases if (rivals.is_backward(c), c.op) == key), key=lambda c: -c.bytes
-        )
-        ends = itertools.zip_longest(falling, reversed(falling))
-        piles.append(list(itertools.chain(*ends))[: len(falling)])
-    return [c for c in itertools.chain(*itertools.zip_longest(*piles)) if c is not None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """run is timed; prepare makes its arguments of the case's, which run takes as they are if
-    it is None.
-    """
-
-    run: Callable[..., Any]
-    prepare: Callable[..., tuple] | None = None
-
-
-class Programs:
-    """The programs of some cases at a time, compiled in threads."""
-
-    def __init__(self, *, on_gpu: bool, threads: int):
-        self.on_gpu = on_gpu
-        self.pool = ThreadPoolExecutor(threads)
-        self.rivals: dict[str, dict[str, rivals.Rival]] = {}
-        self.futures: dict[tuple[str, str], Future] = {}
-        self.makers: dict[str, Future] = {}
-
-    def begin(self, cases: Sequence[Case]) -> None:
-        """Compile what these cases need, and forget what the cases before needed."""
-        self.rivals = {case.name: rivals.of(case) for case in cases}
-        self.futures, self.makers = {}, {}
-        for case in cases:  # first what the checks need
-            self.makers[case.name] = self.pool.submit(_compile_inputs, case)
-            self._submit(case, "xla", self.rivals[case.name]["xla"])
-            if self.on_gpu:
-                self._submit(case, "ours", rivals.Rival(case.run))
-        for case in cases if self.on_gpu else ():
-            for name, rival in self.rivals[case.name].items():
-                if name != "xla":
-                    self._submit(case, name, rival)
-
-    def _submit(self, case: Case, name: str, rival: rivals.Rival) -> None:
-        self.futures[case.name, name] = self.pool.submit(_compile, case.arguments, rival)
-
-    def inputs(self, case: Case, seed: int) -> tuple[jax.Array, ...]:
-        """The case's arguments, on the device."""
-        return self.makers[case.name].result()(jax.random.key(seed))
-
-    def get(self, case: Case, name: str) -> Program:
-        """The compiled programs of "ours" or a rival."""
-        return self.futures[case.name, name].result()
-
-    def waiting(self, timeout_s: float) -> int:
-        """How many programs are still being compiled after so long."""
-        pending = concurrent.futures.wait(self.futures.values(), timeout_s).not_done
-        return len(pending)
-
-    def close(self) -> None:
-        """Compile nothing more."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _compile(arguments: tuple, rival: rivals.Rival) -> Program:
-    prepare = None
-    if rival.prepare is not None:
-        before = jax.jit(rival.prepare).lower(*arguments)
-        prepare = before.compile()
-        # Of this very trace: the functions in a saved forward pass are equal to no other trace's
-        arguments = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(before.out_info)
-        )
-    program = jax.jit(rival.run).lower(*arguments)
-    compiled = program.compile(compiler_options=dict(rival.options) or None)
-    if rival.must_have and rival.must_have not in (compiled.as_text() or ""):
-        raise NotImplementedError(f"XLA put no {rival.must_have} into the program")
-    return Program(compiled, prepare)
-
-
-def _compile_inputs(case: Case) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
-    return jax.jit(case.inputs).lower(jax.random.key(0)).compile()
 
 
 def main(argv: list[str]) -> int:
@@ -194,7 +75,7 @@ def main(argv: list[str]) -> int:
             "jax": jax.__version__,
         },
     )
-    cases = chosen(plan.names, plan.quick, on_gpu)
+    cases = chosen(plan, on_gpu)
     run = _Run(plan, log, cases, on_gpu)
     try:
         run.everything()
@@ -204,16 +85,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def is_large(case: Case) -> bool:
-    """Whether a host would take long to do the whole call again in float64."""
-    return case.bytes > CHECK_BYTES or case.operations > CHECK_OPERATIONS
-
-
 class _Run:
     def __init__(self, plan: Plan, log: Log, cases: list[Case], on_gpu: bool):
         self.plan, self.log, self.cases, self.on_gpu = plan, log, cases, on_gpu
         self.programs = Programs(on_gpu=on_gpu, threads=plan.threads)
         self.watch = Stopwatch("host" if plan.host_clock or not on_gpu else None)
+        self.spent: dict[str, float] = {}
 
     def task(self, key: str, work: Callable[[], Any]) -> None:
         """Do it unless it is done, and write down what came of it."""
@@ -221,7 +98,7 @@ class _Run:
             return
         self.plan.done.append(key)
         if time.time() > self.plan.deadline:
-            self.log.write("end", key, result={"not_run": "the time for this run was spent"})
+            self.log.write("end", key, result=SPENT)
             return
         self.log.write("begin", key)
         try:
@@ -238,35 +115,69 @@ class _Run:
                 self.log.write("end", key, result=result)
 
     def everything(self) -> None:
-        """Cases, a few at a time, and sections; whole models last, with time kept for them."""
+        """Cases, those that are ready at a time, and sections; whole models last, with time kept
+        for them.
+        """
         plan = self.plan
         work = sections.tasks(plan.names, plan.quick, self.on_gpu, plan.layers)
+        work = [(key, run) for key, run in work if plan.takes(key)]
         late = [key for key, _ in work if key.split("/")[0] in sections.LATE]
         early = [(key, run) for key, run in work if key not in late]
         end = plan.deadline
         if late and self.cases:
             plan.deadline -= LATE_S
-        cases = [c for c in in_turn(self.cases) if f"time/{c.name}" not in plan.done]
-        for some in [cases[i : i + AT_A_TIME] for i in range(0, len(cases), AT_A_TIME)] or [[]]:
-            if time.time() < plan.deadline:
-                self.programs.begin(some)
-            self.correctness(some)
-            self.compilation()
+        cases = in_turn(self.cases)
+        self.round([c for c in cases if f"time/{c.name}" not in plan.done], early, first=True)
+        self.round([c for c in cases if f"rivals/{c.name}" not in plan.done], [], first=False)
+        plan.deadline = end
+        self.ceilings()
+        self.sections(early)
+        self.sections([(key, run) for key, run in work if key in late])
+
+    def round(
+        self, cases: list[Case], early: Sequence[tuple[str, sections.Work]], *, first: bool
+    ) -> None:
+        """Compile, check and time; the second round is of rivals that take longer to compile."""
+        cases = [case for case in cases if self.programs.names(case, first=first)]
+        while cases:
+            in_time = time.time() < self.plan.deadline
+            if in_time:
+                with self.phase("compiling"):
+                    self.compilation(cases, first=first)
+            some = [case for case in cases if self.programs.ready(case, first=first)]
+            if in_time and not some:
+                continue
+            some = some or cases  # whose tasks say that there was no time
+            cases = [case for case in cases if case not in some]
+            if first:
+                with self.phase("checking"):
+                    self.correctness(some)
             self.ceilings()
             self.sections(early)
-            for case in some:
-                self.task(f"time/{case.name}", lambda case=case: self.time(case))
-        plan.deadline = end
-        self.sections([(key, run) for key, run in work if key in late])
+            with self.phase("timing"):
+                for case in some:
+                    key = f"{'time' if first else 'rivals'}/{case.name}"
+                    self.task(key, lambda case=case: self.time(case, first=first))
+                    if not first:
+                        self.programs.forget(case)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds, and write down those of all phases so far."""
+        start = time.time()
+        yield
+        self.spent[name] = self.spent.get(name, 0.0) + time.time() - start
+        self.log.write("end", f"spent/{os.getpid()}", result=self.spent)
 
     def sections(self, work: Sequence[tuple[str, sections.Work]]) -> None:
         """See sections.py."""
         for key, run in work:
-            self.task(f"section/{key}", lambda run=run: run(self.watch))
+            with self.phase("sections"):
+                self.task(f"section/{key}", lambda run=run: run(self.watch))
 
     def correctness(self, cases: Sequence[Case]) -> None:
         """Cases that the host can do again against float64: the GPU's part here, the host's in
-        threads. The rest is compared with its plain path when it is timed, and by the GPU tests.
+        threads. The rest is compared with its plain path at full size, and left to the GPU tests.
         """
         pool = ThreadPoolExecutor(max(2, min(12, (os.cpu_count() or 4) - 2)))
         waiting: list[tuple[str, Future, int]] = []
@@ -276,10 +187,14 @@ class _Run:
                 key, future, _ = waiting.pop(0)
                 self.log.write("end", key, result=future.result())
 
-        def begin(case: Case, key: str) -> None:
+        def begin(case: Case, key: str) -> dict[str, Any] | None:
             arguments = whole = self.programs.inputs(case, 0)
             plain = self.programs.get(case, "xla").run(*arguments)
             ours = self.programs.get(case, "ours").run(*arguments) if self.on_gpu else plain
+            if is_large(case) and case.sample is None:
+                apart = _apart(ours, plain)
+                status = "compared" if apart < DIFFERS else "wrong"
+                return {"status": status, "error": apart, "truth": "plain", "message": COMPARED}
             if is_large(case) and case.sample is not None:
                 arguments, ours = case.sample(whole, ours)
                 _, plain = case.sample(whole, plain)
@@ -287,45 +202,44 @@ class _Run:
             size = 8 * 6 * sum(x.size for x in jax.tree.leaves((arguments, ours)))
             finish(max(0, HOST_BYTES - size))
             waiting.append((key, pool.submit(check, case, arguments, ours, plain), size))
+            return None
 
         for case in cases:
             key = f"correct/{case.name}"
-            if is_large(case) and case.sample is None:
-                if key not in self.plan.done:
-                    self.log.write("end", key, result=TOO_LARGE)
-                continue
             self.task(key, lambda case=case, key=key: begin(case, key))
         finish(0)
         pool.shutdown()
 
-    def compilation(self) -> None:
-        """Wait for it: XLA times candidates on the GPU meanwhile, and would be timed with them."""
-        while self.on_gpu and time.time() < self.plan.deadline:
-            if not (left := self.programs.waiting(5.0)):
-                break
+    def compilation(self, cases: Sequence[Case], *, first: bool) -> None:
+        """Until all is compiled; after a minute, or half of the time left, no more is begun."""
+        self.programs.begin(cases, first=first)
+        stop = time.time() + min(COMPILE_S, (self.plan.deadline - time.time()) / 2)
+        while left := self.programs.waiting(min(5.0, max(0.1, stop - time.time()))):
             self.log.write("begin", f"compilation: {left} programs left")  # a sign of life
+            if time.time() > stop:
+                self.programs.stop()
+                stop = float("inf")
 
     def ceilings(self) -> None:
         """What percent is percent of."""
-        if self.on_gpu:
+        if self.on_gpu and "ceilings" not in self.plan.done:
             believe = self.plan.host_clock
-            self.task("ceilings", lambda: ceilings.measure(self.watch, believe=believe))
+            with self.phase("ceilings"):
+                self.task("ceilings", lambda: ceilings.measure(self.watch, believe=believe))
 
-    def time(self, case: Case) -> dict[str, Any]:
+    def time(self, case: Case, *, first: bool) -> dict[str, Any]:
         """{rival: its timing, or why there is none}."""
         count = num_sets(case.bytes) if self.on_gpu else 2
         if case.bytes > ALONE_BYTES:
             count = 1
         sets = [self.programs.inputs(case, i) for i in range(count)]
         jax.block_until_ready(sets)
-        names = (["ours"] if self.on_gpu else []) + list(self.programs.rivals[case.name])
+        names = self.programs.names(case, first=first)
         times: dict[str, dict[str, Any]] = {}
         ready: dict[str, tuple] = {}
         most = 10 if self.plan.quick or not self.on_gpu else 20
         plain = None
-        for name in ["xla", *names] if self.on_gpu else ["xla"]:
-            if name in ready:
-                continue
+        for name in dict.fromkeys(["xla", *names]):  # xla's result is what others must give
             try:
                 program = self.programs.get(case, name)
                 used = sets
@@ -336,7 +250,7 @@ class _Run:
                 apart = 0.0 if plain is None else _apart(result, plain)
                 if not apart < DIFFERS:
                     times[name] = {"failed": f"its result is {apart:.2g} away from xla's"}
-                else:
+                elif name in names:
                     start = time.time()
                     jax.block_until_ready(program.run(*used[0]))
                     calls = max(FEW_CALLS, min(most, int(TIMED_S / (time.time() - start + 1e-9))))
@@ -362,7 +276,7 @@ class _Run:
                     times[name] = timing
             if time.time() - start > ROUND_S:
                 break
-        return {name: times[name] for name in dict.fromkeys([*names, "xla"]) if name in times}
+        return {name: times[name] for name in names if name in times}
 
     def _survive(self, error: Exception) -> None:
         """One rival's failure is its own, unless the process can do nothing more."""

@@ -1,6 +1,7 @@
 """The command: workers that die are started anew, results survive, a machine without a GPU."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as main
-from benchmarks import ceilings, rivals, sections, worker
+from benchmarks import ceilings, compiling, lacking, plan, rivals, sections, worker
 from benchmarks.case import Case
+from benchmarks.cases import all_cases
 from benchmarks.models import QWEN
 from pallas_kernels import _compat, measure
 
@@ -38,8 +40,8 @@ write("end", "all", result={})
 def run_fake(tmp_path, bad, action, *, task_s=30.0):
     script = tmp_path / "fake.py"
     script.write_text(FAKE.replace("BAD", repr(bad)).replace("ACTION", action))
-    plan = worker.Plan(str(tmp_path / "log"), [], [], time.time() + 60, threads=8)
-    fake = main.Worker("worker", plan, tmp_path, task_s=task_s)
+    asked = plan.Plan(str(tmp_path / "log"), [], [], time.time() + 60, threads=8)
+    fake = main.Worker("worker", asked, tmp_path, task_s=task_s)
     fake.command = [sys.executable, str(script)]
     seen = []
     fake.run(lambda: seen.append(len(fake.results)))
@@ -87,8 +89,8 @@ def test_clocks_that_disagree_end_the_run(tmp_path):
 def test_a_worker_that_never_begins(tmp_path):
     fake = run_fake(tmp_path, "one", "os.abort()")
     assert fake.results["one"]["failed"].startswith("the process died")
-    plan = worker.Plan(str(tmp_path / "log2"), [], [], time.time() + 60)
-    dead = main.Worker("worker", plan, tmp_path, task_s=9)
+    asked = plan.Plan(str(tmp_path / "log2"), [], [], time.time() + 60)
+    dead = main.Worker("worker", asked, tmp_path, task_s=9)
     dead.command = [sys.executable, "-c", "raise SystemExit(3)"]
     dead.run(lambda: None)
     assert dead.stopped == "the process ended before its first task: exit code 3"
@@ -107,18 +109,22 @@ def toy(label="16 x 32", run=square, **changes):
     return Case("toy", label, run=run, truth=truth, **{**fields, **changes})
 
 
-def results_of(tmp_path, cases, monkeypatch, **plan):
+def results_of(tmp_path, cases, monkeypatch, **changes):
     """What a worker that takes this CPU for a GPU writes down."""
     monkeypatch.setattr(measure, "COLD_BYTES", 2**14)
     path = tmp_path / "log"
-    fields = {"names": [], "done": [], "deadline": time.time() + 60, "host_clock": True, **plan}
-    run = worker._Run(worker.Plan(str(path), **fields), worker.Log(str(path)), cases, True)
+    fields = {"names": [], "done": [], "deadline": time.time() + 60, "host_clock": True}
+    asked = plan.Plan(str(path), **{**fields, "threads": 2, **changes})  # too few for processes
+    run = worker._Run(asked, worker.Log(str(path)), cases, True)
     monkeypatch.setattr(sections, "tasks", lambda *args: [])
     monkeypatch.setattr(ceilings, "measure", lambda watch, believe: {"copy": 1.0})
     run.everything()
     run.programs.close()
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    return {e["key"]: e["result"] for e in events if e["event"] == "end"}
+    found = {e["key"]: e["result"] for e in events if e["event"] == "end"}
+    spent = found.pop(f"spent/{os.getpid()}", {})
+    assert all(seconds >= 0 for seconds in spent.values())
+    return found
 
 
 def test_the_worker_checks_and_times_a_case(tmp_path, monkeypatch):
@@ -127,9 +133,11 @@ def test_the_worker_checks_and_times_a_case(tmp_path, monkeypatch):
     assert found["correct/toy: 16 x 32"]["status"] == "right"
     assert found["correct/toy: wrong"]["status"] == "wrong"
     times = found["time/toy: 16 x 32"]
-    assert list(times) == ["ours", "xla", "cube", "sundial"]
+    assert list(times) == ["ours", "xla"]
     assert times["ours"]["us"] > 0
     assert times["xla"]["clock"] == "host (asked for)"
+    times = found["rivals/toy: 16 x 32"]
+    assert list(times) == ["cube", "sundial"]
     assert "away from xla's" in times["cube"]["failed"]
     assert times["sundial"]["failed"].startswith("AttributeError")
 
@@ -148,15 +156,48 @@ def test_what_fails_or_is_done_stops_nothing(tmp_path, monkeypatch):
     assert not any("done" in key for key in found)
 
 
-def test_a_case_is_timed_before_the_next_few_are_compiled(tmp_path, monkeypatch):
+def test_what_is_cheap_comes_first(tmp_path, monkeypatch):
+    """Every case's own time before any of the rivals that take longer to compile."""
+    cases = [toy(str(i), rivals={"same": square, "cudnn": square}) for i in range(3)]
+    found = results_of(tmp_path, cases, monkeypatch)
+    kinds = [key.split("/")[0] for key in found]
+    assert kinds == [*["correct"] * 3, "ceilings", *["time"] * 3, *["rivals"] * 3]
+    assert list(found["time/toy: 2"]) == ["ours", "xla", "cudnn"]
+    assert list(found["rivals/toy: 2"]) == ["same"]
+
+
+def test_what_is_ready_is_timed_before_more_is_compiled(tmp_path, monkeypatch):
     """So that a run which ends early has whole rows."""
-    monkeypatch.setattr(worker, "AT_A_TIME", 2)
-    found = results_of(tmp_path, [toy(str(i)) for i in range(5)], monkeypatch)
-    keys = [key for key in found if not key.startswith("ceilings")]
-    kinds = [key.split("/")[0] for key in keys]
-    assert kinds == ["correct", "correct", "time", "time"] * 2 + ["correct", "time"]
-    assert list(found).index("ceilings") == 2
-    assert found["time/toy: 4"]["ours"]["us"] > 0
+    monkeypatch.setattr(worker, "COMPILE_S", 0.0)
+    compile_here = compiling.compile_here
+
+    def slowly(*arguments):
+        time.sleep(0.2)
+        return compile_here(*arguments)
+
+    monkeypatch.setattr(compiling, "compile_here", slowly)
+    found = results_of(tmp_path, [toy(str(i)) for i in range(3)], monkeypatch, threads=1)
+    kinds = [key.split("/")[0] for key in found if key != "ceilings"]
+    assert sorted(kinds) == ["correct"] * 3 + ["time"] * 3
+    assert kinds.index("time") < 3
+    assert all(found[f"time/toy: {i}"]["ours"]["us"] > 0 for i in range(3))
+
+
+def test_a_long_call_is_repeated_less_often(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "TIMED_S", 0.0)
+    found = results_of(tmp_path, [toy()], monkeypatch)
+    assert found["time/toy: 16 x 32"]["ours"]["calls"] == worker.FEW_CALLS
+
+
+@pytest.mark.parametrize(("run", "status"), [(square, "compared"), (jnp.abs, "wrong")])
+def test_what_is_too_large_for_a_host_is_compared_with_the_plain_path(
+    tmp_path, monkeypatch, run, status
+):
+    monkeypatch.setattr(plan, "CHECK_BYTES", 100)
+    found = results_of(tmp_path, [toy(run=run)], monkeypatch)["correct/toy: 16 x 32"]
+    assert found["status"] == status
+    assert found["truth"] == "plain"
+    assert (found["error"] < 0.02) == (status == "compared")
 
 
 def test_nothing_is_begun_behind_the_deadline(tmp_path, monkeypatch):
@@ -167,7 +208,7 @@ def test_nothing_is_begun_behind_the_deadline(tmp_path, monkeypatch):
 def test_a_rival_must_be_what_its_name_says():
     rival = rivals.Rival(square, must_have="__cudnn$norm")
     with pytest.raises(NotImplementedError, match=r"XLA put no __cudnn\$norm into the program"):
-        worker._compile((X,), rival)
+        compiling.compile_here((X,), rival)
 
 
 def test_without_a_gpu_the_smallest_case_of_each_op(monkeypatch):
@@ -176,34 +217,46 @@ def test_without_a_gpu_the_smallest_case_of_each_op(monkeypatch):
         toy("small", bytes=1),
         toy("hidden", bytes=1, compile_only=True),
     ]
-    monkeypatch.setattr(worker, "all_cases", lambda names: cases)
+    monkeypatch.setattr(plan, "all_cases", lambda names: cases)
 
-    def labels(*args):
-        return [case.label for case in worker.chosen(*args)]
+    def labels(names, on_gpu, **changes):
+        asked = plan.Plan("", names, [], 0.0, **changes)
+        return [case.label for case in plan.chosen(asked, on_gpu)]
 
-    assert labels([], False, False) == ["small"]
-    assert labels([], True, True) == ["small", "large"]
-    assert labels([], False, True) == ["large", "small"]
-    assert labels(["decode"], False, True) == []
+    assert labels([], False) == ["small"]
+    assert labels([], True, quick=True) == ["small", "large"]
+    assert labels([], True) == ["large", "small"]
+    assert labels(["decode"], True) == []
+    assert labels([], True, only="^toy: l") == ["large"]
+    assert labels([], False, only="large|hidden") == ["large"]
+    monkeypatch.setattr(plan, "CHECK_BYTES", 1)
+    assert labels([], False, only="large|hidden") == []  # a host would take long
+    assert labels([], True, have=["toy: large"]) == ["small"]
 
 
-def test_the_ops_take_turns_forward_first_from_both_ends():
+def test_the_ops_take_turns_forward_first_as_their_files_have_them():
     def case(op, label, size):
         return Case(op, label, (X,), square, square, "memory", size)
 
-    cases = [case("a", str(n), n) for n in (1, 2, 3)]
+    cases = [case("a", str(n), n) for n in (1, 3, 2)]
     cases += [case("b", "backward", 5), case("b", "9", 9)]
-    order = [(c.op, c.label) for c in worker.in_turn(cases)]
-    assert order == [("a", "3"), ("b", "9"), ("b", "backward"), ("a", "1"), ("a", "2")]
+    order = [(c.op, c.label) for c in plan.in_turn(cases)]
+    assert order == [("a", "1"), ("b", "9"), ("b", "backward"), ("a", "3"), ("a", "2")]
+
+
+def test_attention_begins_with_what_matters_most():
+    cases = plan.in_turn([c for c in all_cases(("flash_attention",)) if not c.compile_only])
+    assert [c.arguments[0].shape[1] for c in cases[:6]] == [1024 * 2**i for i in range(6)]
+    assert all(c.arguments[0].shape[2:] == (32, 128) for c in cases[:6])
 
 
 def test_rows_join_both_workers(monkeypatch):
     case = toy()
-    monkeypatch.setattr(main, "chosen", lambda names, quick, on_gpu: [case, toy("other")])
+    monkeypatch.setattr(main, "chosen", lambda plan, on_gpu: [case, toy("other")])
 
     class Done(main.Worker):
         def __init__(self, results):
-            self.results = results
+            self.results, self.seconds = results, 5.04
 
     workers: dict[str, main.Worker] = {
         "worker": Done(
@@ -211,16 +264,23 @@ def test_rows_join_both_workers(monkeypatch):
                 "device": {"platform": "gpu"},
                 "correct/toy: 16 x 32": {"status": "right"},
                 "time/toy: 16 x 32": {"ours": {"us": 1.0}},
+                "rivals/toy: 16 x 32": {"triton": {"us": 3.0}},
                 "time/toy: other": {"not_run": "no time"},
+                "rivals/toy: other": {"not_run": "no time"},
+                "spent/7": {"compiling": 2.0, "timing": 1.0},
+                "spent/8": {"compiling": 1.5},
                 "section/layer/512 tokens": {"failed": "x"},
             }
         ),
         "torch_worker": Done({"torch/toy: 16 x 32/liger": {"us": 2.0}, "torch": {"version": "2"}}),
     }
     results = {}
-    main.assemble(results, workers, [], False)
-    assert results["rows"][0]["times"] == {"ours": {"us": 1.0}, "liger": {"us": 2.0}}
-    assert results["rows"][1]["times"] == {"ours": {"not_run": "no time"}}
+    main.assemble(results, workers, plan.Plan("", [], [], 0.0))
+    times = {"ours": {"us": 1.0}, "triton": {"us": 3.0}, "liger": {"us": 2.0}}
+    assert results["rows"][0]["times"] == times
+    late = {"not_run": "no time"}
+    assert results["rows"][1]["times"] == {"ours": late, "further rivals": late}
+    assert results["spent_s"] == {"compiling": 3.5, "timing": 1.0, "jax": 5.0, "torch": 5.0}
     assert results["rows"][1]["correct"] == {"not_run": "no result"}
     assert results["sections"] == {"layer/512 tokens": {"failed": "x"}}
     assert results["torch"] == {"version": "2"}
@@ -230,6 +290,46 @@ def test_a_name_that_nothing_has(tmp_path, capsys):
     assert main.main(["sundial", "--out", str(tmp_path / "x.json")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("benchmarks: nothing is named sundial; there are attention, ")
+
+
+def test_options_that_leave_nothing_or_make_no_sense(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "x.json")]
+    assert main.main(["rope", "--only", "sundial", *out]) == 2
+    assert "--only and --missing leave nothing to run" in capsys.readouterr().err
+    assert main.main(["rope", "--only", "(", *out]) == 2
+    assert "--only '(' is no regular expression" in capsys.readouterr().err
+    assert main.main(["--missing", str(tmp_path / "none.json"), *out]) == 2
+
+
+def test_a_second_run_takes_what_the_first_has_not_had_the_time_for(tmp_path):
+    cases = [c for c in all_cases(("rope",)) if not c.compile_only][:4]
+    timed = {"ours": {"us": 1.0}, "xla": {"us": 1.0}}
+    rows = [
+        {"op": c.op, "label": c.label, "correct": {"status": "right"}, "times": times}
+        for c, times in zip(
+            cases,
+            (
+                timed,
+                {**timed, "torch": lacking.SPENT},
+                {"ours": lacking.NO_RESULT},
+                {"ours": {"failed": "x"}, "xla": {"not_run": "its scores do not fit in memory"}},
+            ),
+            strict=True,
+        )
+    ]
+    sections_found = {"layer/512 tokens": {"jitted": {"us": 1.0}}, "decode/xla": lacking.SPENT}
+    path = tmp_path / "first.json"
+    path.write_text(json.dumps({"rows": rows, "sections": sections_found}))
+    out = str(tmp_path / "x.json")
+    asked = main._plan(main._arguments(["--missing", str(path), "--out", out]))
+    assert asked.names == ["rope", "layer", "decode"]
+    taken = [c.name for c in plan.chosen(asked, True)]
+    assert {cases[1].name, cases[2].name} <= set(taken)
+    assert not {cases[0].name, cases[3].name} & set(taken)
+    assert "decode/xla" in main._sections(asked)
+    assert "layer/512 tokens" not in main._sections(asked)
+    named = main._plan(main._arguments(["rope", "--missing", str(path), "--out", out]))
+    assert named.names == ["rope"]
 
 
 @pytest.mark.slow
@@ -329,8 +429,8 @@ def test_sections_are_chosen_by_name():
 
 def test_ceilings_need_a_gpu(tmp_path):
     path = tmp_path / "log"
-    plan = worker.Plan(str(path), [], [], time.time() + 60)
-    run = worker._Run(plan, worker.Log(str(path)), [], False)
+    asked = plan.Plan(str(path), [], [], time.time() + 60)
+    run = worker._Run(asked, worker.Log(str(path)), [], False)
     run.everything()
     assert not path.exists()
     assert ceilings.MATMUL == 8192

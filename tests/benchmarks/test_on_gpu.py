@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.cases import all_cases, flash_attention
 from benchmarks.correct import check
-from benchmarks.worker import is_large
+from benchmarks.plan import is_large
 from pallas_kernels.measure import Stopwatch, num_sets
 
 CASES = all_cases()

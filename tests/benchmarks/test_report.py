@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import report
+from benchmarks import lacking, report
 
 CEILINGS = {"copy": 4e12, "read": 4.5e12, "matmul": 8e14}
 
@@ -170,3 +170,26 @@ def test_what_cannot_be_reported(tmp_path, capsys):
 def test_the_readme_of_the_project_has_its_marks():
     text = (report.HERE / "README.md").read_text()
     assert text.count(report.BEGIN) == text.count(report.END) == 1
+
+
+def test_what_one_run_had_no_time_for_is_in_the_tables_of_another():
+    late = row(label="late", times={"ours": timing(9.0), "torch": lacking.SPENT})
+    first = results(rows=[row(), late], sections={"decode/xla": lacking.SPENT, "layer/x": {}})
+    second = results(rows=[row(label="late")], sections={"decode/xla": {"tokens_per_s": 1.0}})
+    one, two = report.without_repeats([first, second])
+    assert [r["label"] for r in one["rows"]] == [row()["label"]]
+    assert one["sections"] == {"layer/x": {}}
+    assert two == second
+    alone = report.without_repeats([first])
+    assert alone == [first]  # nobody has it
+
+
+def test_an_int8_cache_stands_beside_the_bfloat16_one():
+    label = "1 x 32768 keys, 32 / 8 heads of 128"
+    rows = [
+        row(op="decode_attention", label=f"{label}, {kind} cache", times={"ours": timing(us)})
+        for kind, us in (("bfloat16", 36.0), ("int8", 20.0))
+    ]
+    text = "\n".join(report.lines(results(rows=rows, spent_s={"jax": 9.0}, seconds=10.0)))
+    assert f"Times as fast over an int8 cache as over a bfloat16 one: 1.80 at {label}." in text
+    assert "Of 10 s, those of each process and of JAX's phases: jax 9." in text

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import rivals, torch_rivals
+from benchmarks import rivals, torch_rivals, torch_worker
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 
@@ -186,3 +186,14 @@ def test_torch_takes_the_arguments_of_every_case():
             wanted = jax.tree.leaves(jax.eval_shape(case.plain, *case.arguments))
             shapes = [tuple(x.shape) for x in out]
             assert shapes == [x.shape for x in wanted][: len(shapes)], f"{case.name}: {name}"
+
+
+def test_torch_begins_with_the_best_rival_of_every_case(monkeypatch):
+    table = {"torch sdpa cudnn": 1, "torch sdpa": 2}
+    tables = {"a": table, "b": {"torch": 3, "liger": 4, "torch.compile": 5}, "c": {}}
+    monkeypatch.setattr(torch_rivals, "of", lambda case: dict(tables[case.op]))
+    cases = [case(op, "4 x 8", struct(4, 8)) for op in tables]
+    order = [(c.op, name) for c, name, _ in torch_worker.turns(cases, compiled=True)]
+    firsts = [("a", "torch sdpa cudnn"), ("b", "torch")]
+    assert order == [*firsts, ("a", "torch sdpa"), ("b", "liger"), ("b", "torch.compile")]
+    assert len(list(torch_worker.turns(cases, compiled=False))) == 4
