@@ -1,0 +1,46 @@
+"""The recipe, on a model and a file so small that it takes seconds."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+import jaxllm
+from jaxllm import lora
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+pytest.importorskip("grain", reason="grain is not installed: pip install 'jaxllm[train]'")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'jaxllm[train]'")
+
+
+@pytest.mark.slow
+def test_it_writes_a_peft_folder(monkeypatch, tmp_path, capsys):
+    _, tokenizer = jaxllm.load(jaxllm.shipped_checkpoint(), dtype="float32")
+    config = tiny_models.dataclasses.replace(
+        tiny_models.TINY,
+        vocab_size=tokenizer.vocab_size,
+        num_hidden_layers=1,
+        layer_types=(),
+        max_position_embeddings=128,
+    )
+    folder, out = tmp_path / "model", tmp_path / "preferred"
+    jaxllm.save(tiny_models.build(config), tokenizer, folder)
+    small = "--steps 4 --pairs 4 --rank 4 --learning-rate 0.01 --loss ipo --beta 0.5".split()
+    command = ["dpo.py", EXAMPLES / "data/courtesy-pairs.jsonl", "--model", folder]
+    command += ["--output", out, "--length", 120, *small]
+    monkeypatch.setattr(sys, "argv", list(map(str, command)))
+    runpy.run_path(str(EXAMPLES / "dpo.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "accuracy over 8 held-out pairs: " in printed
+    assert "before: " in printed
+    rows = (tmp_path / "preferred-training/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(row)["held_out_loss"] for row in rows]
+    assert losses[0] == pytest.approx(1.0)  # (1 / 2 beta)^2: the model is its own reference
+    assert min(losses) < 1.0
+    model, _ = jaxllm.load(folder, dtype="float32")
+    lora.load_peft(model, out)
+    assert any((x != 0).any() for name, x in lora.adapters(model).items() if "lora_b" in name)
