@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from jaxllm.config import REMAT
+from jaxllm.checkpoint.folder import find_folder, read_config, read_json
+from jaxllm.config import REMAT, ModelConfig
+from jaxllm.families import from_hf
 from jaxllm.precision import POLICIES
 
 
@@ -21,6 +24,7 @@ def add_commands(commands: Any) -> None:
         "--adapter", action="store_true", help="a PEFT folder, and not the merged model"
     )
     export.set_defaults(run=_export)
+    _add_plan(commands)
 
 
 def _add_method(parser: argparse.ArgumentParser, *, default_rank: int) -> None:
@@ -40,17 +44,63 @@ def _method(args: argparse.Namespace) -> str:
     return "full" if args.full else "qlora" if args.qlora else "lora"
 
 
-def _add_memory(parser: argparse.ArgumentParser) -> None:
+def _add_memory(parser: argparse.ArgumentParser, *, remat: str = "none") -> None:
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--precision", choices=tuple(POLICIES), help="default: bf16 on a GPU, fp32 on a CPU"
     )
     group.add_argument(
-        "--remat", choices=REMAT, default="none", help="what the backward pass computes again"
+        "--remat",
+        choices=("auto", *REMAT) if remat == "auto" else REMAT,
+        default=remat,
+        help=f"what the backward pass computes again (default {remat})",
     )
     group.add_argument(
-        "--optimizer", choices=("adamw", "adamw-8bit"), default="adamw", help="8-bit moments"
+        "--optimizer", choices=("adamw", "adamw_8bit"), default="adamw", help="8-bit moments"
     )
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan", help="what a training step needs of a GPU's memory, with or without that GPU"
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a Hugging Face folder, hub id, or config.json")
+    add("--batch", type=int, default=8, metavar="B", help="rows a step (default 8)")
+    add("--seq", type=int, default=1024, metavar="T", help="tokens a row (default 1024)")
+    add("--micro-batches", type=int, default=1, metavar="N", help="parts of a batch (default 1)")
+    add("--card", default="h200", metavar="NAME|SIZE", help="such as 24GB (default h200)")
+    _add_method(parser, default_rank=16)
+    _add_memory(parser, remat="auto")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from jaxllm.plan import plan
+
+    method = _method(args)
+    print(
+        plan(
+            _config(args.model),
+            batch=args.batch,
+            seq=args.seq,
+            lora=None if method == "full" else 16 if args.lora is None else args.lora,
+            qlora=method == "qlora",
+            policy=args.precision or "bf16",
+            remat=args.remat,
+            optimizer=args.optimizer,
+            micro_batches=args.micro_batches,
+            card=args.card,
+        )
+    )
+    return 0
+
+
+def _config(model: str) -> ModelConfig:
+    file = Path(model)
+    if file.is_file():
+        return from_hf(read_json(file), owner=model)
+    return read_config(find_folder(model))[0]
 
 
 def _add_finetune(commands: Any) -> None:
@@ -123,7 +173,7 @@ def _add_finetune(commands: Any) -> None:
 
 
 def _finetune(args: argparse.Namespace) -> int:
-    # Orbax, grain and optax are slow to import, and of no use to the other commands
+    # Slow to import (Orbax, grain), and of no use to the other commands
     from jaxllm.finetune import Recipe, finetune
     from jaxllm.trainer import StoppedError
 

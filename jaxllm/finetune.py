@@ -30,7 +30,7 @@ from jaxllm.tokenizer import Tokenizer
 from jaxllm.trainer import Fitted, Trainer
 
 METHODS = ("lora", "qlora", "full")
-OPTIMIZERS = ("adamw", "adamw-8bit")
+OPTIMIZERS = ("adamw", "adamw_8bit")
 # Learning rates at a width of 4096, as they are in use for models of 7 to 8 billion parameters.
 # Adam's best step size falls as 1 / width (Yang et al. 2022, arXiv:2203.03466), and so does ours.
 RATES = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
@@ -323,7 +323,7 @@ def _optimizer(recipe: Recipe) -> tuple[optax.Schedule, optax.GradientTransforma
     schedule = optax.warmup_cosine_decay_schedule(
         rate / (warm + 1), rate, warm, max(steps, warm + 1), rate / 10
     )
-    make = optimizers.adamw_8bit if recipe.optimizer == "adamw-8bit" else optax.adamw
+    make = optimizers.adamw_8bit if recipe.optimizer == "adamw_8bit" else optax.adamw
     adam = make(schedule, weight_decay=0.0)
     return schedule, optax.chain(optax.clip_by_global_norm(1.0), adam)
 

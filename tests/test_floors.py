@@ -77,10 +77,19 @@ MAY_IMPORT = {
         "pallas_kernels.flash_attention_backward pallas_kernels.flash_attention_forward "
         "pallas_kernels.tuned"
     ),
-    "pallas_kernels.decode_attention_kernel": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
+    "pallas_kernels.decode_attention_bytes": "pallas_kernels._compat",
+    "pallas_kernels.decode_attention_parts": "pallas_kernels._compat",
+    "pallas_kernels.decode_attention_kernel": (
+        "pallas_kernels._compat pallas_kernels.decode_attention_bytes "
+        "pallas_kernels.decode_attention_parts pallas_kernels.wgmma_tiles"
+    ),
+    "pallas_kernels.decode_attention_config": (
+        "pallas_kernels.decode_attention_kernel pallas_kernels.device pallas_kernels.tuned"
+    ),
     "pallas_kernels.decode_attention": (
         "pallas_kernels._compat pallas_kernels.attention_reference "
-        "pallas_kernels.decode_attention_kernel pallas_kernels.device pallas_kernels.tuned"
+        "pallas_kernels.decode_attention_config pallas_kernels.decode_attention_kernel "
+        "pallas_kernels.decode_attention_parts pallas_kernels.device pallas_kernels.tuned"
     ),
     "pallas_kernels.rope_kernel": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.rope": "pallas_kernels.device pallas_kernels.rope_kernel pallas_kernels.tuned",
@@ -172,7 +181,10 @@ MAY_IMPORT = {
         "jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.tokenizer jaxllm.train "
         "jaxllm.trainer"
     ),
-    "jaxllm.cli_train": "jaxllm.config jaxllm.finetune jaxllm.precision jaxllm.trainer",
+    "jaxllm.cli_train": (
+        "jaxllm.checkpoint.folder jaxllm.config jaxllm.families jaxllm.finetune jaxllm.plan "
+        "jaxllm.precision jaxllm.trainer"
+    ),
     "jaxllm.checkpoint": "jaxllm.checkpoint.*",
     "jaxllm": "jaxllm.*",
     "jaxllm.cli": "jaxllm jaxllm.*",

@@ -1,0 +1,289 @@
+"""finetune, export and plan from the command line, on a tiny model."""
+
+import dataclasses
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+import tiny_models
+
+import jaxllm
+from jaxllm import cli, lora, metrics, train
+from jaxllm.checkpoint import native
+from jaxllm.finetune import Recipe
+
+pytest.importorskip("grain", reason="grain is not installed: pip install 'jaxllm[train]'")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'jaxllm[train]'")
+
+# Groups of 64 inputs, which int4 packs
+CONFIG = dataclasses.replace(
+    tiny_models.TINY,
+    vocab_size=1024,
+    hidden_size=64,
+    intermediate_size=64,
+    head_dim=16,
+    num_hidden_layers=1,
+    layer_types=(),
+    max_position_embeddings=128,
+)
+FEW = "--steps 4 --batch 2 --seq 32 --micro-batches 1 --eval-every 2".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model in bfloat16 with the shipped model's tokenizer."""
+    _, tokenizer = jaxllm.load(jaxllm.shipped_checkpoint(), dtype="float32")
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    model = tiny_models.build(CONFIG, jaxllm.Runtime(param_dtype="bfloat16"))
+    jaxllm.save(model, tokenizer, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "records.jsonl"
+    lines = [{"prompt": f"Say {w}:", "completion": f" {w} {w}"} for w in "abcdefghijklmnop"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command line; (exit code, standard output, standard error)."""
+
+    def run(*arguments):
+        code = cli.main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def tune(run, folder, records):
+    def tune(out, *more, model=folder, data=records):
+        common = ("--data", data, "--out", out, "--no-compile-cache")
+        return run("finetune", model, *common, *FEW, *more)
+
+    return tune
+
+
+def logits(path, **options):
+    model, _ = jaxllm.load(path, dtype="float32")
+    if options:
+        lora.load_peft(model, options["adapter"])
+    return np.asarray(jax.jit(lambda t: model(t))(np.arange(12, dtype=np.int32)[None]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [("--full",), ("--lora", "4"), ("--qlora", "int4")])
+def test_finetune_and_export(run, tune, folder, tmp_path, method, transformers_or_none):
+    out = tmp_path / "run"
+    code, printed, err = tune(out, *method)
+    assert code == 0, err
+    assert "held-out loss: " in printed
+    assert "% less" in printed
+    assert "before: " in printed
+    assert "after: " in printed
+    assert "held out: 2 records" in err
+    kind = "model" if method == ("--full",) else "adapter"
+    names = {kind, "checkpoints", "loss.png", "metrics.csv", "metrics.jsonl", "run.json"}
+    assert {path.name for path in out.iterdir()} == names
+    rows = metrics.read_rows(out / "metrics.jsonl")
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [0, 2, 4]
+    assert rows[4]["held_out_loss"] < rows[0]["held_out_loss"]
+
+    whole = tmp_path / "whole"
+    code, printed, err = run("export", out, "--out", whole)
+    assert (code, printed) == (0, f"{whole}: the model of step 4\n"), err
+    stored = json.loads((whole / "config.json").read_text())
+    assert stored["dtype"] == "bfloat16"
+    assert (logits(whole) != logits(folder)).any()
+    code, printed, err = run("export", out, "--out", tmp_path / "peft", "--adapter")
+    if kind == "model":
+        assert code == 2
+        assert "a full fine-tuning has no adapter; leave --adapter out" in err
+        np.testing.assert_array_equal(logits(out / "model"), logits(whole))
+    else:
+        assert code == 0, err
+        apart = logits(folder, adapter=out / "adapter")
+        np.testing.assert_array_equal(logits(folder, adapter=tmp_path / "peft"), apart)
+        # Merged weights are rounded to bfloat16: 2 ** -9 of each, and logits are of size 1
+        np.testing.assert_allclose(logits(whole), apart, atol=0.1)
+        assert np.abs(apart - logits(folder)).max() > 1e-3
+    code, _, err = run("export", out, "--out", whole)
+    assert code == 2
+    assert "is there already; give a new folder" in err
+    if transformers_or_none is not None:
+        theirs = transformers_or_none.AutoModelForCausalLM.from_pretrained(whole)
+        import torch
+
+        with torch.no_grad():
+            numbers = theirs.float()(torch.arange(12)[None]).logits.numpy()
+        # Both compute in float32 with the same bfloat16 weights
+        np.testing.assert_allclose(logits(whole), numbers, atol=2e-4)
+
+
+@pytest.fixture
+def transformers_or_none():
+    try:
+        import transformers
+    except ImportError:
+        return None
+    return transformers
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_resume(tune, tmp_path, monkeypatch):
+    code, _, _ = tune(tmp_path / "whole", "--full")
+    assert code == 0
+    calls = []
+
+    def interrupting(*args, save=native.Checkpoints.save, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return save(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native.Checkpoints, "save", interrupting)
+        code, _, err = tune(tmp_path / "cut", "--full")
+    assert code == 130
+    assert "saved at step 2; the same command with --resume goes on" in err
+    assert not (tmp_path / "cut/model").exists()
+
+    before = {p: p.read_bytes() for p in (tmp_path / "cut").rglob("*") if p.is_file()}
+    for more, words in (
+        ((), "holds a run; resume it, or give another folder"),
+        (("--resume", "--batch", "4"), "the run began with rows 2, and not 4"),
+        (("--resume", "--lora", "8"), "the run began with method full, and not lora"),
+        (("--resume", "--seed", "1"), "the run began with seed 0, and not 1"),
+    ):
+        method = () if "--lora" in more else ("--full",)
+        code, _, err = tune(tmp_path / "cut", *method, *more)
+        assert code == 2
+        assert words in err
+        assert err.count("\n") == 1
+    assert {p: p.read_bytes() for p in before} == before
+
+    code, _, err = tune(tmp_path / "cut", "--full", "--resume")
+    assert code == 0, err
+    for name in ("model.safetensors", "config.json"):
+        whole = (tmp_path / "whole/model" / name).read_bytes()
+        assert (tmp_path / "cut/model" / name).read_bytes() == whole, name
+
+
+@pytest.mark.slow
+def test_resuming_with_another_model_or_other_data(tune, folder, records, tmp_path):
+    out = tmp_path / "run"
+    assert tune(out)[0] == 0
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    other = tmp_path / "other.jsonl"
+    other.write_text(records.read_text().replace("Say", "Tell"))
+    code, _, err = tune(out, "--resume", data=other)
+    assert code == 2
+    assert "the run to resume had other data" in err
+    model, tokenizer = jaxllm.load(folder, dtype="bfloat16")
+    params = train.parameters(model)
+    train.update(model, {**params, "norm.weight": params["norm.weight"] * 2})
+    jaxllm.save(model, tokenizer, tmp_path / "another")
+    code, _, err = tune(out, "--resume", model=tmp_path / "another")
+    assert code == 2
+    assert "has other base weights" in err
+    assert {p: p.read_bytes() for p in before} == before
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is empty; give one JSON object a line"),
+        ('{"prompt": "a", "completion": "b"}\n{"prompt": \n', "line 2: this is not JSON"),
+        ('{"prompt": "a", "answer": "b"}\n' * 12, "there is no 'messages', no "),
+        ('{"prompt": "a", "completion": "b"}\n', "1 records are too few to hold out"),
+    ],
+)
+def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(content)
+    code, _, err = tune(tmp_path / "out", data=file)
+    assert code == 2
+    assert words in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--full", "--lora", "4"), "--full trains all weights; give it without"),
+        (("--steps", "0"), "steps must be at least 1, got 0"),
+        (("--epochs", "2"), "give epochs or steps, not both"),
+        (("--lora", "0"), "rank must be at least 1, got 0"),
+        (("--seq", "999"), "a length of 999 is more than the model's 128 positions"),
+        (("--resume",), "there is no run to go on with"),
+        (("--held-out", "2"), "the fraction to hold out must be between 0 and 1"),
+        (("--learning-rate", "-1"), "learning_rate must be positive"),
+        (("--targets", "nothing"), "'nothing' matches no Linear"),
+        (("--prompt-key", "{a"), "the format '{a' cannot be read"),
+    ],
+)
+def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):
+    code, _, err = tune(tmp_path / "out", *more)
+    assert code == 2
+    assert words in err
+    assert len([line for line in err.splitlines() if line.startswith("jaxllm: ")]) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(tune, tmp_path):
+    (tmp_path / "letter.txt").write_text("mine")
+    code, _, err = tune(tmp_path)
+    assert code == 2
+    assert "is not empty and holds no run" in err
+    code, _, err = tune(tmp_path / "letter.txt")
+    assert code == 2
+    assert "is a file; give a folder" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_export_of_no_run(run, tmp_path):
+    code, _, err = run("export", tmp_path, "--out", tmp_path / "new")
+    assert code == 2
+    assert "there is no run here (run.json is missing)" in err
+
+
+@pytest.mark.slow
+def test_plan(run, folder):
+    code, printed, err = run("plan", folder, "--seq", 64, "--batch", 2, "--lora", 4)
+    assert code == 0, err
+    for word in ("weights", "gradients", "moments", "activations", "temporaries", "peak"):
+        assert word in printed
+    assert "fits on h200" in printed
+    code, printed, err = run("plan", folder / "config.json", "--full", "--seq", 64, "--batch", 2)
+    assert code == 0, err
+    assert "Trained: 100.00%" in printed
+    code, _, err = run("plan", folder, "--card", "abacus")
+    assert code == 2
+    assert "card 'abacus' is not one of" in err
+
+
+def test_keys():
+    from jaxllm.cli_train import _held_out, _key
+
+    assert _key("question") == "question"
+    assert _key("instruction,input") == ["instruction", "input"]
+    assert _key("{question}\\nAnswer: ") == "{question}\nAnswer: "
+    assert [_held_out(x) for x in (None, "0.2", "a.jsonl")] == [None, 0.2, "a.jsonl"]
+
+
+def test_the_learning_rate_goes_with_method_and_width():
+    from jaxllm.finetune import _with_model
+
+    wide = dataclasses.replace(CONFIG, hidden_size=4096)
+    rates = [
+        _with_model(Recipe("m", "d", method=method), config).learning_rate
+        for method in ("full", "lora")
+        for config in (wide, CONFIG)
+    ]
+    assert rates == [2e-5, 1.3e-3, 2e-4, 1.3e-2]
