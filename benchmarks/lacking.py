@@ -6,19 +6,19 @@ from typing import Any
 
 SPENT = {"not_run": "the time for this run was spent"}
 NO_RESULT = {"not_run": "no result"}
+LATE = (SPENT, NO_RESULT)
 
 
 def complete(results: dict[str, Any]) -> list[str]:
     """Names of the cases, and keys of the sections, that a run has had the time for: they are right
     or wrong, timed or failed, and so are all their rivals.
     """
-    late = (SPENT, NO_RESULT)
     rows = [
         f"{row['op']}: {row['label']}"
         for row in results["rows"]
-        if not any(found in late for found in (row["correct"], *row["times"].values()))
+        if not any(found in LATE for found in (row["correct"], *row["times"].values()))
     ]
-    return rows + [key for key, found in results["sections"].items() if found not in late]
+    return rows + [key for key, found in results["sections"].items() if found not in LATE]
 
 
 def names_of(results: dict[str, Any]) -> list[str]:

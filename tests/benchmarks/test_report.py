@@ -182,6 +182,10 @@ def test_what_one_run_had_no_time_for_is_in_the_tables_of_another():
     assert two == second
     alone = report.without_repeats([first])
     assert alone == [first]  # nobody has it
+    spent = row(label="spent", correct=lacking.SPENT, times={"ours": lacking.NO_RESULT})
+    text = "\n".join(report.lines(results(rows=[row(), spent])))
+    assert "1 more had no time in this run." in text
+    assert "spent |" not in text
 
 
 def test_an_int8_cache_stands_beside_the_bfloat16_one():
