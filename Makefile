@@ -3,11 +3,15 @@
 
 MODEL =
 PROMPT =
+DATA =
+OUT =
 ARGS =
 TORCH ?= torch==2.13.0
 # Text for the shell, not for make: a "$" in a prompt stays a "$".
 override export MODEL := $(value MODEL)
 override export PROMPT := $(value PROMPT)
+override export DATA := $(value DATA)
+override export OUT := $(value OUT)
 export PYTHON TORCH
 
 python := .venv/bin/python
@@ -16,7 +20,7 @@ pytest := -m pytest -n auto --maxprocesses 4
 shapes := tests/jaxllm/ops tests/jaxllm/test_layers.py tests/jaxllm/test_cache.py tests/jaxllm/test_sampling.py tests/jaxllm/test_generate.py tests/jaxllm/test_programs.py tests/jaxllm/test_run.py
 shapes += --jaxtyping-packages=jaxllm,pallas_kernels,shape_check.check -m "not slow and not reference and not own_errors"
 
-.PHONY: help generate test test-reference test-shapes gpu-compile lint format clean
+.PHONY: help generate finetune test test-reference test-shapes gpu-compile lint format clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -26,6 +30,10 @@ help: ## say what each target does
 generate: ## write text; PROMPT="..." MODEL=folder ARGS="--temperature 0.8"
 	@.ci/environment
 	@$(python) -m jaxllm generate $${MODEL:+"$$MODEL"} $${PROMPT:+--prompt="$$PROMPT"} $(ARGS)
+
+finetune: ## train adapters; MODEL=folder DATA=file OUT=folder ARGS="--full"
+	@.ci/environment train
+	@$(python) -m jaxllm finetune "$${MODEL:-checkpoints/tiny-shakespeare}" --data="$${DATA:-examples/data/clerk.jsonl}" --out="$${OUT:-checkpoints/clerk}" $(ARGS)
 
 test: ## run the tests; ARGS="-k rope" for some of them
 	@.ci/environment test

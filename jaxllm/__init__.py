@@ -1,5 +1,7 @@
 """Llama-family language models in JAX: load a Hugging Face checkpoint, generate text, train."""
 
+from typing import TYPE_CHECKING, Any
+
 from jaxllm import layers, ops
 from jaxllm.cache import KVCache
 from jaxllm.checkpoint.hf import load, save
@@ -23,6 +25,9 @@ from jaxllm.results import GenerationResult, Timings
 from jaxllm.sampling import Sampling
 from jaxllm.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from jaxllm.trainer import Trainer
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -39,6 +44,7 @@ __all__ = [
     "TextStream",
     "Timings",
     "Tokenizer",
+    "Trainer",
     "Transformer",
     "Weights",
     "compile_count",
@@ -56,3 +62,11 @@ __all__ = [
     "stream",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Trainer":  # it brings Orbax, which is slow to import
+        from jaxllm.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

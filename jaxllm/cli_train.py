@@ -132,7 +132,12 @@ def _add_finetune(commands: Any) -> None:
     key = "a field's name, several with commas, or a format such as '{question}\\nAnswer: '"
     add("--prompt-key", default="prompt", metavar="KEY", help=key)
     add("--completion-key", default="completion", metavar="KEY", help="likewise")
-    add("--seq", type=int, metavar="T", help="tokens a row (default: the model's, 1024 at most)")
+    add(
+        "--seq",
+        type=int,
+        metavar="T",
+        help="tokens a row (default: by the longest record)",
+    )
     add("--batch", type=int, default=8, metavar="B", help="rows a step (default 8)")
     group = parser.add_argument_group("steps")
     add = group.add_argument

@@ -7,6 +7,7 @@ one, to be edited.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ OPTIMIZERS = ("adamw", "adamw_8bit")
 # Adam's best step size falls as 1 / width (Yang et al. 2022, arXiv:2203.03466), and so does ours.
 RATES = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
 LEAST_STEPS = 100  # else a hundred records would be over before the warm-up is
-LONGEST = 1024  # tokens a row, if the model has more
+SHORTEST, LONGEST = 128, 1024  # tokens a row, where nobody says how many
 HELD_OUT = 256  # records held out at most, where no file of them is given
 SAMPLE = 64  # tokens of a sample
 RUN = "run.json"
@@ -52,7 +53,8 @@ class Recipe:
     those that `targets` names; "full" trains all.
     learning_rate: at the end of the warm-up, a twentieth of the steps; a cosine takes it down to a
     tenth. epochs, or else steps, of batches of `rows` rows of `length` tokens (both None: three
-    epochs, and 100 steps at least; the best step counts).
+    epochs, and 100 steps at least; the best step counts). length None: the power of two that holds
+    the longest record, 1024 and the model's positions at most.
     micro_batches: parts that a batch is computed in (None: 1, and row by row on a CPU, where that
     is fastest). precision, remat: by their names in `jaxllm.precision` and `Runtime`.
     """
@@ -114,6 +116,11 @@ def finetune(
     names and is not there, an `out` that holds something else, a run to resume that began with
     another recipe. StoppedError after Ctrl-C.
     """
+    missing = [name for name in ("grain", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"finetune: {' and '.join(missing)} not installed: pip install 'jaxllm[train]'"
+        )
     out = Path(out).expanduser()
     console = console or Console(stderr=True, highlight=False, markup=False)
     _check_out(out, resume)
@@ -121,7 +128,6 @@ def finetune(
         recipe = _resumed(recipe, out)
     config, _ = read_config(find_folder(recipe.model))
     recipe = _with_model(recipe, config)
-    assert recipe.length is not None
     assert recipe.precision is not None
     policy = precision.policy(recipe.precision)
 
@@ -130,18 +136,20 @@ def finetune(
     training, held_out = _split(recipe, records)
     tokenizer = Tokenizer.from_folder(find_folder(recipe.model))
     keys = {"prompt_key": recipe.prompt_key, "completion_key": recipe.completion_key}
-    options = {"length": recipe.length, "vocab_size": config.vocab_size, **keys}
+    limit = recipe.length or min(config.max_position_embeddings, LONGEST)
+    options = {"length": limit, "vocab_size": config.vocab_size, **keys}
     encoded = data.encode_records(training, tokenizer, **options)
     measured = data.encode_records(held_out, tokenizer, **options)
-    evaluation = data.batches(measured.examples, rows=recipe.rows, length=recipe.length)
+    longest = max(map(len, [*encoded.examples, *measured.examples]))
+    length = recipe.length or min(limit, max(SHORTEST, 2 ** (longest - 1).bit_length()))
+    recipe = dataclasses.replace(recipe, length=length)
+    evaluation = data.batches(measured.examples, rows=recipe.rows, length=length)
     console.print(f"training: {encoded}", soft_wrap=True)
     console.print(f"held out: {measured}", soft_wrap=True)
 
     with console.status(f"loading {recipe.model}"):
         model = _build(recipe)
-    with data.Loader(
-        encoded.examples, rows=recipe.rows, length=recipe.length, seed=recipe.seed
-    ) as loader:
+    with data.Loader(encoded.examples, rows=recipe.rows, length=length, seed=recipe.seed) as loader:
         recipe = _with_steps(recipe, loader.batches_per_epoch)
         assert recipe.steps is not None
         assert recipe.micro_batches is not None
@@ -275,7 +283,6 @@ def _with_model(recipe: Recipe, config: ModelConfig) -> Recipe:
     rate = float(f"{RATES[recipe.method] * 4096 / config.hidden_size:.2g}")
     return dataclasses.replace(
         recipe,
-        length=recipe.length or min(limit, LONGEST),
         learning_rate=recipe.learning_rate or rate,
         precision=recipe.precision or ("bf16" if gpu else "fp32"),
         micro_batches=recipe.micro_batches or (1 if gpu else recipe.rows),
