@@ -214,7 +214,9 @@ def assemble(results: dict[str, Any], workers: dict[str, Worker], plan: Plan) ->
     results["ceilings"] = found.get("ceilings")
     prefix = "section/"
     results["sections"] = {
-        key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)
+        key.removeprefix(prefix): value
+        for key, value in {**found, **other}.items()
+        if key.startswith(prefix)
     }
     results["rows"] = [_row(case, found, other) for case in chosen(plan, _on_gpu(workers))]
     results["spent_s"] = _spent(workers)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import training
 from benchmarks.lacking import LATE, complete
 
 HERE = Path(__file__).resolve().parent
@@ -90,6 +91,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     yield from _decode(results, ceilings)
     yield from _prefill(results)
     yield from _long_context(results)
+    yield from training.lines(_section(results, "train"), _why)
     yield from _failures(results)
     absent = {k: v["absent"] for k, v in results["libraries"].items() if "absent" in v}
     if absent:

@@ -15,13 +15,16 @@ import numpy as np
 from flax import nnx
 
 import jaxllm
+from benchmarks import training
 from benchmarks.models import LLAMA_8B, QWEN, kernels
 from jaxllm import ops
 from jaxllm.config import ModelConfig, Runtime
 from jaxllm.layers import Block
 from pallas_kernels.measure import Stopwatch, Timing, num_sets, size_bytes
 
-SECTIONS = ("softmax-fusion", "unfused-attention", "layer", "decode", "prefill", "long-context")
+SECTIONS = (
+    *("softmax-fusion", "unfused-attention", "layer", "decode", "prefill", "long-context", "train"),
+)
 # Names that stand for several
 GROUPS = {
     "attention": (
@@ -32,7 +35,7 @@ GROUPS = {
         "long-context",
     )
 }
-LATE = ("decode", "prefill")  # whose programs take long to compile
+LATE = ("decode", "prefill", "train")  # whose programs take long to compile
 
 Work = Callable[[Stopwatch], dict[str, Any]]
 
@@ -78,6 +81,8 @@ def tasks(names: list[str], quick: bool, on_gpu: bool, layers: int = 32) -> list
             for name in ATTENTIONS:
                 run = functools.partial(prefill, config, name, PREFILL_TOKENS, cached)
                 work.append((f"prefill/{name}{'' if cached else ', no cache'}", run))
+    if "train" in names:  # minutes, so only by name
+        work += training.tasks()
     return work
 
 

@@ -8,6 +8,7 @@ first each case's best known rival, then the others, and what torch compiles las
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import torch_rivals
+from benchmarks import torch_rivals, torch_training
 from benchmarks.case import Case
 from benchmarks.correct import sentence
 from benchmarks.lacking import SPENT
@@ -141,6 +142,8 @@ def main(argv: list[str]) -> int:
     watch = TorchWatch(torch)
     version = {"version": torch.__version__, "cudnn": torch.backends.cudnn.version()}
     log.write("end", "torch", result={**version, "profiler": watch.reason or "works"})
+    for name, how in torch_training.rivals().items() if "train" in plan.names else ():
+        _section(plan, log, f"train/{name}", functools.partial(torch_training.measure, *how))
     cases = in_turn(chosen(plan, on_gpu=True))
     for case, name, forward in turns(cases, compiled=not plan.quick):
         if name == "torch.compile":
@@ -162,6 +165,21 @@ def turns(cases: Sequence[Case], *, compiled: bool) -> Iterator[tuple[Case, str,
         for case, table in tables:
             yield from ((case, *item) for item in list(table.items())[place : place + 1])
     yield from ((c, "torch.compile", last[c.name]) for c in cases if c.name in last)
+
+
+def _section(plan: Plan, log: Log, name: str, work: Callable[[], dict[str, Any]]) -> None:
+    key = f"section/{name}"
+    if key in plan.done or not plan.takes(name):
+        return
+    if time.time() > plan.deadline:
+        log.write("end", key, result=SPENT)
+        return
+    log.write("begin", key)
+    try:
+        result = work()
+    except Exception as error:
+        result = {"failed": sentence(error)}
+    log.write("end", key, result=result)
 
 
 def _task(plan: Plan, log: Log, watch: TorchWatch, case: Case, name: str, forward: Any) -> None:

@@ -414,7 +414,8 @@ def test_sections_are_chosen_by_name():
     def keys(names, quick=False, on_gpu=True):
         return [key.split("/")[0] for key, _ in sections.tasks(names, quick, on_gpu)]
 
-    assert set(keys([])) == set(sections.SECTIONS)
+    assert set(keys([])) == set(sections.SECTIONS) - {"train"}  # minutes, so only by name
+    assert keys(["train"], quick=True) == ["train"] * 4
     assert set(keys(["layer"])) == {"layer"}
     assert "decode" not in keys([], quick=True)
     assert "decode" in keys(["decode"], quick=True)
