@@ -22,25 +22,27 @@ BLOCK = 256  # numbers that share a scale
 MIN_SIZE = 4096  # a smaller parameter keeps its moments in float32
 
 
+DECADES = 7  # of magnitudes that the codes cover
+
+
 def dynamic_code(signed: bool) -> np.ndarray:
     """The 256 numbers in [-1, 1], or in [0, 1], that a byte stands for, in ascending order.
 
-    Dynamic tree quantisation: seven decades, the upper ones divided into more equal parts; zero and
-    one are among the numbers.
+    Dynamic tree quantisation: seven decades, each divided into twice as many equal parts as the one
+    below (the lowest into one, or two if there are no signs), whose middles they are; and 0 and 1.
     Source: Dettmers et al. 2021, arXiv:2110.02861, section 1.2.
     """
-    decades = 7
     values = [0.0, 1.0]
-    for decade in range(decades):
-        parts = 2 ** (decade if signed else decade + 1)
-        ends = np.linspace(0.1, 1.0, parts + 1)
-        middles = 10.0 ** (decade - decades + 1) * (ends[:-1] + ends[1:]) / 2
+    for decade in range(DECADES):
+        ends = np.linspace(0.1, 1.0, _parts(decade, signed) + 1)
+        middles = 10.0 ** (decade - DECADES + 1) * (ends[:-1] + ends[1:]) / 2
         values += [*middles, *(-middles if signed else [])]
     assert len(set(values)) == 256, len(set(values))
-    return np.sort(np.asarray(values, np.float32))
+    return np.sort(np.asarray(values))
 
 
-_CODES = {signed: dynamic_code(signed) for signed in (True, False)}
+def _parts(decade: int, signed: bool) -> int:
+    return 2 ** (decade if signed else decade + 1)
 
 
 @jax.tree_util.register_dataclass
@@ -60,22 +62,54 @@ def quantize(x: Float[Array, "*B I"], *, signed: bool) -> Quantized:
     A positive number of an unsigned moment never becomes zero: what is divided by its root would
     go astray.
     """
-    code = _CODES[signed]
-    blocks = _blocks(x)
-    scales = jnp.max(jnp.abs(blocks), axis=-1)
-    ratios = blocks / jnp.where(scales > 0, scales, 1)[..., None]
-    borders = (code[:-1] + code[1:]) / 2
-    if not signed:
-        borders[0] = 0.0
-    # A border belongs to the code below it, so that zero is zero
-    found = jnp.searchsorted(jnp.asarray(borders), ratios, side="left", method="scan_unrolled")
-    codes = found.astype(jnp.uint8).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    return _encode(x, _scales(x), signed=signed)
+
+
+def _scales(x: Float[Array, "*B I"]) -> Float[Array, "*B I_blocks"]:
+    return jnp.max(jnp.abs(_blocks(x)), axis=-1)
+
+
+def _encode(x: Array, scales: Array, *, signed: bool) -> Quantized:
+    """Arithmetic, not a search in the table of codes: XLA makes one kernel of it."""
+    table = dynamic_code(signed)
+    borders = ((table[:-1] + table[1:]) / 2).astype(np.float32)
+    positive = borders[127:] if signed else borders
+    ratios = _blocks(x) / jnp.where(scales > 0, scales, 1)[..., None]
+    size = jnp.abs(ratios)
+    # The place among the positive codes: a decade's first place is its count of parts (less one
+    # without signs), then its parts follow
+    place = jnp.zeros(size.shape, jnp.int32)
+    for decade in range(DECADES):
+        parts = _parts(decade, signed)
+        first = parts if signed else parts - 1
+        top = np.float32(10.0 ** (decade - DECADES + 1))
+        part = jnp.floor((size / top - np.float32(0.1)) * np.float32(parts / 0.9))
+        inside = first + jnp.clip(part, 0, parts - 1).astype(jnp.int32)
+        # The first border of an unsigned moment is 0: what is positive stays so
+        border = positive[first - 1] if decade or signed else np.float32(0)
+        place = jnp.where(size > border, inside, place)
+    place = jnp.where(size > positive[-1], len(positive), place)
+    codes = 127 + jnp.where(ratios < 0, -jnp.minimum(place, 127), place) if signed else place
+    codes = codes.astype(jnp.uint8).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
     return Quantized(codes, scales)
 
 
 def dequantize(x: Quantized, *, signed: bool) -> Float[Array, "*B I"]:
     """The numbers that the codes stand for, float32."""
-    values = jnp.asarray(_CODES[signed])[x.codes.astype(jnp.int32)]
+    codes = x.codes.astype(jnp.int32)
+    place = jnp.abs(codes - 127) if signed else codes + 1
+    # A place counts from its decade's first, a power of two
+    decade = 31 - jax.lax.clz(jnp.maximum(place, 1))
+    parts = jnp.left_shift(1, decade).astype(jnp.float32)
+    top = jnp.full(place.shape, np.float32(10.0 ** (1 - DECADES)))
+    for i in range(1, DECADES):
+        at = i if signed else i + 1
+        top = jnp.where(decade >= at, np.float32(10.0 ** (i - DECADES + 1)), top)
+    middle = (place.astype(jnp.float32) - parts + np.float32(0.5)) / parts
+    values = top * (np.float32(0.1) + np.float32(0.9) * middle)
+    values = jnp.where(codes == 255, 1, jnp.where(codes == (127 if signed else 0), 0, values))
+    if signed:
+        values = jnp.where(codes < 127, -values, values)
     blocks = _blocks(values) * x.scales[..., None]
     return blocks.reshape(*x.codes.shape[:-1], -1)[..., : x.codes.shape[-1]]
 
@@ -123,16 +157,25 @@ def scale_by_adam_8bit(
         steps = count.astype(jnp.float32)
         corrections = [1 - jnp.float32(b) ** steps for b in (b1, b2)]
 
-        def leaf(g, mu, nu):
-            packed = isinstance(mu, Quantized)
+        def moments(g, mu, nu):
             g = g.astype(jnp.float32)
-            if packed:
+            if isinstance(mu, Quantized):
                 mu, nu = dequantize(mu, signed=True), dequantize(nu, signed=False)
             mu = np.float32(b1) * mu + np.float32(1 - b1) * g
-            nu = np.float32(b2) * nu + np.float32(1 - b2) * (g * g)
+            return mu, np.float32(b2) * nu + np.float32(1 - b2) * (g * g)
+
+        def leaf(*old):
+            packed = isinstance(old[1], Quantized)
+            if packed:
+                # Twice the same: once for the scales and, behind the barrier, once for the codes.
+                # Else XLA would keep the moments of all leaves in float32 in between.
+                scales = [_scales(x) for x in moments(*old)]
+                old, scales = jax.lax.optimization_barrier((old, scales))
+            mu, nu = moments(*old)
             step = (mu / corrections[0]) / (jnp.sqrt(nu / corrections[1]) + np.float32(eps))
             if packed:
-                mu, nu = quantize(mu, signed=True), quantize(nu, signed=False)
+                mu = _encode(mu, scales[0], signed=True)
+                nu = _encode(nu, scales[1], signed=False)
             return step, mu, nu
 
         leaves, tree = jax.tree.flatten(updates)

@@ -4,9 +4,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxllm import optimizers
+from jaxllm import aot, optimizers
 from jaxllm.optimizers import Quantized
 
+REASON = aot.why_not()
 KEY = jax.random.key(0)
 
 
@@ -35,7 +36,7 @@ def test_each_number_gets_the_nearest_code_of_its_block(signed, shape):
     blocks = -(-shape[-1] // 256)
     assert (ours.codes.shape, ours.codes.dtype) == (shape, jnp.uint8)
     assert (ours.scales.shape, ours.scales.dtype) == ((*shape[:-1], blocks), jnp.float32)
-    code = optimizers.dynamic_code(signed).astype(np.float64)
+    code = optimizers.dynamic_code(signed)
     back = np.asarray(optimizers.dequantize(ours, signed=signed))
     assert not np.any(back[0])
     for block in range(blocks):
@@ -173,3 +174,20 @@ def test_another_dtype_is_refused():
     params = {"w": jnp.zeros(3, jnp.float16)}
     with pytest.raises(ValueError, match="^optimizers: a parameter is float16, but weights that"):
         optimizers.apply_updates_stochastically(params, params, KEY)
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"tests that compile for a GPU: {REASON}")
+def test_a_step_never_holds_the_moments_of_all_parameters_in_float32():
+    shape = (512, 2048)
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in "abcdef"}
+    optimizer = optimizers.adamw_8bit(1e-4)
+    state = jax.eval_shape(optimizer.init, params)
+
+    def step(params, state, grads):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+    program = aot.compile_for(jax.jit(step, donate_argnums=(0, 1)), params, state, params)
+    # Those of one parameter; of all six it would be twelve
+    assert program.temporary_bytes < 2.5 * 4 * np.prod(shape)

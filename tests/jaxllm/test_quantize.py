@@ -1,12 +1,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny_models
 from flax import nnx
 from tiny_models import TINY
 
-from jaxllm import aot, quantize
+from jaxllm import aot, lora, quantize, train
 from jaxllm.config import Runtime
 from jaxllm.layers import Linear
 from jaxllm.model import Transformer
@@ -193,3 +194,23 @@ def test_packing_twice_finds_nothing_to_pack():
     quantize.quantize_linears(model, group_size=G)
     with pytest.raises(ValueError, match="^quantize: the model has no linear layer that is not"):
         quantize.quantize_linears(model, group_size=G)
+
+
+def test_adapters_on_a_packed_base_train_and_the_base_stays():
+    model = tiny_models.build(TINY)
+    quantize.quantize_linears(model, group_size=G)
+    lora.add_adapters(model, rank=4, rngs=nnx.Rngs(0))
+    optimizer = optax.adamw(1e-2)
+    state = train.init_state(model, optimizer, trainable=lora.is_adapter)
+    before = jax.tree.map(np.asarray, state.frozen)
+    assert before["layers.0.mlp.up_proj.base.packed"].dtype == np.uint8
+    step = train.make_train_step(model, optimizer)
+    text = tiny_models.tokens(2, 9)
+    batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.7 * losses[0]
+    for name, weight in before.items():
+        np.testing.assert_array_equal(state.frozen[name], weight)
