@@ -164,8 +164,9 @@ def save(
     Weights keep their dtypes, bit for bit; more than `max_shard_size` bytes of them go to several
     files. Files get their names only when all are written; what other weights the folder had under
     those names is removed.
-    Raises: ValueError if the path is a file or the config cannot be said in a config.json;
-    NotImplementedError if a parameter is spread over several processes.
+    Raises: ValueError if the path is a file, the config cannot be said in a config.json, or the
+    model has adapters or packed weights; NotImplementedError if a parameter is spread over several
+    processes.
     """
     folder = Path(os.path.expanduser(path))
     existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
@@ -174,6 +175,12 @@ def save(
     if max_shard_size < 1:
         raise ValueError(f"save: max_shard_size must be at least 1 byte, got {max_shard_size}")
     arrays = {path: p.get_value() for path, p in _by_path(nnx.state(model, nnx.Param)).items()}
+    strange = [path for path in arrays if path.rpartition(".")[2] not in ("weight", "bias")]
+    if strange:
+        raise ValueError(
+            f"save: a checkpoint has no {strange[0]}; jaxllm.lora.merge makes plain weights of "
+            "adapters and the packed weights below them"
+        )
     ids = _token_ids(model.generation, tokenizer)
     config = {**to_hf(model.config), "dtype": _common_dtype(arrays.values()).name, **ids}
     new = not folder.exists()

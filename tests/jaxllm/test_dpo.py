@@ -31,6 +31,10 @@ def make_pairs(count: int = 4, seed: int = 0) -> list[PreferenceExample]:
     return [PreferenceExample(answer(prompt), answer(prompt)) for prompt in prompts]
 
 
+def measure(loss, model, batch) -> tuple[float, int]:
+    return train.make_evaluate(model, loss)(train.parameters(model), [batch])
+
+
 def oracle_sums(model, batch):
     """Row sums of log-probabilities in float64, and counts."""
     x = logits(model, batch["tokens"], batch["positions"], batch["segment_ids"]).astype(np.float64)
@@ -64,7 +68,7 @@ def oracle(model, batch, reference, *, beta, kind, label_smoothing=0.0):
 def test_the_loss_is_the_formula(options):
     model, batch = build(SMALL), preference_batch(make_pairs(), LENGTH)
     reference = np.random.default_rng(1).normal(-9, 2, 8).astype(np.float32)
-    total, count = dpo.make_loss(**options)(model, batch | {"reference": reference})
+    total, count = measure(dpo.make_loss(**options), model, batch | {"reference": reference})
     assert count == 4
     wanted = oracle(model, batch, reference, **options)
     np.testing.assert_allclose(total, wanted, rtol=1e-5)  # float32 sums of a dozen logarithms
@@ -80,7 +84,7 @@ def test_padding_pairs_are_not_counted():
         rows = len(filled)
         reference = np.zeros((rows, 2), np.float32)
         reference[:3] = -5
-        results.append(loss(model, preference_batch(filled, LENGTH, reference)))
+        results.append(measure(loss, model, preference_batch(filled, LENGTH, reference)))
     (a, count), (b, other) = results
     assert count == other == 3
     np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -96,11 +100,11 @@ def test_the_base_below_the_adapter_is_the_reference(kind):
     lora.add_adapters(model, rank=2, rngs=nnx.Rngs(0))
     loss = dpo.make_loss(kind=kind)
     # at first the model is its own reference
-    at_first = float(loss(model, batch)[0]) / 4
+    at_first = measure(loss, model, batch)[0] / 4
     np.testing.assert_allclose(at_first, {"sigmoid": np.log(2), "ipo": 25}[kind], rtol=1e-6)
     lora.set_adapters(model, {k: v + 0.1 for k, v in lora.adapters(model).items()})
-    by_base = loss(model, batch)[0]
-    by_cache = loss(model, batch | {"reference": cached.T.reshape(-1)})[0]
+    by_base = measure(loss, model, batch)[0]
+    by_cache = measure(loss, model, batch | {"reference": cached.T.reshape(-1)})[0]
     assert abs(by_base - 4 * at_first) > 1e-3
     np.testing.assert_allclose(by_base, by_cache, rtol=1e-5)
 
@@ -146,9 +150,10 @@ def test_the_loader_carries_the_reference():
     cached = dpo.cache_reference(model, pairs, pairs=2, length=LENGTH)
     loader = PreferenceLoader(pairs, pairs=2, length=LENGTH, seed=0, epochs=1, reference=cached)
     with loader:
-        sums = [dpo.make_loss()(model, batch) for batch in loader]
-    assert sum(int(count) for _, count in sums) == 5
-    np.testing.assert_allclose(sum(float(s) for s, _ in sums), 5 * np.log(2), rtol=1e-5)
+        evaluate = train.make_evaluate(model, dpo.make_loss())
+        total, count = evaluate(train.parameters(model), loader)
+    assert count == 5
+    np.testing.assert_allclose(total, 5 * np.log(2), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

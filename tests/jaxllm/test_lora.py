@@ -19,10 +19,13 @@ import jaxllm
 from jaxllm import lora, train
 from jaxllm.config import Runtime
 from jaxllm.layers import Linear
+from jaxllm.quantize import quantize_linears
 
 # One layer: less to compile
 SMALL = dataclasses.replace(TINY, num_hidden_layers=1, layer_types=TINY.layer_types[:1])
 KINDS = pytest.mark.parametrize("kind", lora.KINDS)
+# rsLoRA is LoRA with another number, which the first test looks at
+TWO_KINDS = pytest.mark.parametrize("kind", ["lora", "dora"])
 # float32 sums of some dozens of terms; logits are at most 5
 ROUNDING = {"rtol": 0, "atol": 2e-5}
 
@@ -89,7 +92,7 @@ def test_one_module_is_the_formula(kind, bias):
         assert_as_accurate(base(x), plain, truth, largest_term=float(largest))
 
 
-@KINDS
+@TWO_KINDS
 def test_at_first_it_changes_nothing(kind):
     plain, model = build(SMALL), adapted(kind)
     np.testing.assert_allclose(logits(model, tokens(2, 7)), logits(plain, tokens(2, 7)), **ROUNDING)
@@ -101,7 +104,7 @@ def test_at_first_it_changes_nothing(kind):
     assert not np.array_equal(a[:, :24], model.layers[0].mlp.up_proj.lora_a[...])
 
 
-@KINDS
+@TWO_KINDS
 def test_merged_and_unmerged_give_the_same_logits(kind):
     model, text = adapted(kind), tokens(2, 9)
     stir(model)
@@ -238,7 +241,7 @@ def test_an_adapter_at_the_head():
     np.testing.assert_allclose(logits(model, text), before, **ROUNDING)
 
 
-@KINDS
+@TWO_KINDS
 def test_disabled_is_the_base(kind):
     model, text = adapted(kind), tokens(2, 7)
     stir(model)
@@ -291,9 +294,8 @@ def test_a_set_must_fit():
         lora.set_adapters(model, arrays | {first: np.zeros((2, 2))})
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_only_adapters_are_trained(remat):
-    model = adapted("dora", Runtime(remat=remat))
+def test_only_adapters_are_trained():
+    model = adapted("dora", Runtime(remat="full"))
     optimizer = optax.adam(1e-2)
     state = train.init_state(model, optimizer, trainable=lora.is_adapter)
     assert state.params.keys() == lora.adapters(model).keys()
@@ -311,6 +313,38 @@ def test_only_adapters_are_trained(remat):
     train.update(model, state.all_params)
     total, count = train.make_evaluate(model)(train.parameters(model), [batch])
     assert total / count < losses[-1]
+
+
+@TWO_KINDS
+def test_beside_packed_weights(kind, tmp_path):
+    model, text = build(SMALL), tokens(2, 7)
+    quantize_linears(model, group_size=8)
+    base = logits(model, text)
+    lora.add_adapters(model, kind=kind, rank=3, rngs=nnx.Rngs(1))
+    np.testing.assert_allclose(logits(model, text), base, **ROUNDING)
+    stir(model)
+    before = logits(model, text)
+    assert np.max(np.abs(before - base)) > 0.5
+    optimizer = optax.sgd(0.1)
+    state = train.init_state(model, optimizer, trainable=lora.is_adapter)
+    batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    frozen = [name for name in state.frozen if name.endswith("packed")]
+    assert frozen
+    start = {name: np.asarray(x) for name, x in state.all_params.items()}
+    after, _ = train.make_train_step(model, optimizer)(state, batch)
+    assert all(np.any(x != start[name]) for name, x in after.params.items())
+    train.update(model, {name: jnp.asarray(x) for name, x in start.items()})
+    lora.save_peft(model, tmp_path / "adapter")
+    same_sets(lora.read_peft(model, tmp_path / "adapter"), lora.adapters(model))
+    with pytest.raises(ValueError, match="save: a checkpoint has no .*; jaxllm.lora.merge makes"):
+        jaxllm.save(model, None, tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+    lora.merge(model)
+    assert train.parameters(model).keys() == train.parameters(build(SMALL)).keys()
+    np.testing.assert_allclose(logits(model, text), before, **ROUNDING)
+    jaxllm.save(model, None, tmp_path / "whole")
+    other, _ = jaxllm.load(tmp_path / "whole", "float32")
+    np.testing.assert_array_equal(logits(other, text), logits(model, text))
 
 
 # ------------------------------------------------------------------------------- PEFT folders
@@ -449,7 +483,7 @@ def phi3(tmp_path):
     return jaxllm.load(write_checkpoint(tmp_path / "phi3", read_golden("phi3")), "float32")[0]
 
 
-@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+@KINDS
 def test_a_fused_family_has_one_adapter_of_the_sum_of_ranks(kind, tmp_path):
     model = phi3(tmp_path)
     lora.add_adapters(model, kind=kind, rank=2, rngs=nnx.Rngs(0))
