@@ -39,6 +39,7 @@ def log_probs(model: Transformer, batch: Batch) -> Float[Array, " B"]:
             jnp.asarray(batch["targets"]),
             ignore_index=IGNORE,
             softcap=model.config.final_logit_softcapping,
+            implementation=model.runtime.implementation,
         )
         return jnp.sum(each, axis=-1)
 

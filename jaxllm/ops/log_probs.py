@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,12 +20,14 @@ def linear_log_probs(
     ignore_index: int = -100,
     softcap: float | None = None,
     chunk: int | None = None,
+    implementation: str | Mapping[str, str] = "auto",
 ) -> Float[Array, "*B"]:
     """log softmax(hidden @ head.T)[target] in nats, and 0 where the target is `ignore_index`.
 
     What `linear_cross_entropy` sums, token by token, for losses that are no sum over tokens. A
     chunk of logits is in memory at a time, and the backward pass makes it again. With `softcap`, a
     logit x is softcap * tanh(x / softcap). `chunk`: tokens at a time (None: chosen by V).
+    `implementation`: as in `linear`, which makes the logits.
     Dtypes: products in hidden's dtype with sums in float32, as is the result; a gradient has the
     dtype of what it is of, and the head's is summed over the chunks in that.
     Raises: ValueError if shapes disagree. A target outside the vocabulary makes its result NaN.
@@ -47,7 +51,7 @@ def linear_log_probs(
     @jax.checkpoint
     def one(chunk):
         x, wanted = chunk
-        logits = linear(x, head, out_dtype=jnp.dtype(jnp.float32))
+        logits = linear(x, head, out_dtype=jnp.dtype(jnp.float32), implementation=implementation)
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
         counted = wanted != ignore_index
