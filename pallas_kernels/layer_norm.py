@@ -26,9 +26,8 @@ from pallas_kernels.over_rows import over_rows
 from pallas_kernels.rows import Config
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-MAX_SHARE = (
-    64  # numbers a thread has of a row: of more, the sums for d_weight spill (88: 900 bytes)
-)
+# Numbers a thread has of a row: of more, the sums for d_weight spill (88: 900 bytes)
+MAX_SHARE = 64
 KEPT = 40  # such numbers of x, dy and dy * weight that stay in registers between the sums
 NEAR = 4  # numbers of a row whose mean is near the row's: at worst all are outliers, of D / 4 in D
 MAX_TWO_SHARES = 40  # likewise with those for d_bias (48: 84 bytes); then XLA sums dy once more
