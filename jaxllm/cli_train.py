@@ -13,6 +13,12 @@ from jaxllm.config import REMAT, ModelConfig
 from jaxllm.families import from_hf
 from jaxllm.precision import POLICIES
 
+# Options of finetune that are fields of its recipe, None where they are not given
+SAME_NAMES = (
+    "targets learning_rate epochs steps micro_batches precision remat optimizer eval_every "
+    "save_every seed"
+).split()
+
 
 def add_commands(commands: Any) -> None:
     """Puts the three commands beside the others."""
@@ -38,13 +44,17 @@ def _add_method(parser: argparse.ArgumentParser, *, default_rank: int) -> None:
     method.add_argument("--full", action="store_true", help="all weights")
 
 
-def _method(args: argparse.Namespace) -> str:
+def _method(args: argparse.Namespace) -> str | None:
+    """None if nothing was said."""
     if args.full and (args.lora is not None or args.qlora is not None):
         raise ValueError("--full trains all weights; give it without --lora and --qlora")
-    return "full" if args.full else "qlora" if args.qlora else "lora"
+    if args.full or args.qlora:
+        return "full" if args.full else "qlora"
+    return None if args.lora is None else "lora"
 
 
-def _add_memory(parser: argparse.ArgumentParser, *, remat: str = "none") -> None:
+def _add_memory(parser: argparse.ArgumentParser, *, remat: str) -> None:
+    """`remat`: what it is where it is not given."""
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--precision", choices=tuple(POLICIES), help="default: bf16 on a GPU, fp32 on a CPU"
@@ -52,12 +62,9 @@ def _add_memory(parser: argparse.ArgumentParser, *, remat: str = "none") -> None
     group.add_argument(
         "--remat",
         choices=("auto", *REMAT) if remat == "auto" else REMAT,
-        default=remat,
         help=f"what the backward pass computes again (default {remat})",
     )
-    group.add_argument(
-        "--optimizer", choices=("adamw", "adamw_8bit"), default="adamw", help="8-bit moments"
-    )
+    group.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), help="8-bit moments")
 
 
 def _add_plan(commands: Any) -> None:
@@ -87,8 +94,8 @@ def _plan(args: argparse.Namespace) -> int:
             lora=None if method == "full" else 16 if args.lora is None else args.lora,
             qlora=method == "qlora",
             policy=args.precision or "bf16",
-            remat=args.remat,
-            optimizer=args.optimizer,
+            remat=args.remat or "auto",
+            optimizer=args.optimizer or "adamw",
             micro_batches=args.micro_batches,
             card=args.card,
         )
@@ -118,7 +125,6 @@ def _add_finetune(commands: Any) -> None:
     _add_method(parser, default_rank=16)
     parser.add_argument_group().add_argument(
         "--targets",
-        default="all-linear",
         metavar="PATTERN",
         help="which linears get adapters: a regular expression, such as 'q_proj|v_proj'",
     )
@@ -130,15 +136,15 @@ def _add_finetune(commands: Any) -> None:
         help="records only measured: a file, or a part of --data such as 0.05 (default: a tenth)",
     )
     key = "a field's name, several with commas, or a format such as '{question}\\nAnswer: '"
-    add("--prompt-key", default="prompt", metavar="KEY", help=key)
-    add("--completion-key", default="completion", metavar="KEY", help="likewise")
+    add("--prompt-key", metavar="KEY", help=key)
+    add("--completion-key", metavar="KEY", help="likewise")
     add(
         "--seq",
         type=int,
         metavar="T",
         help="tokens a row (default: by the longest record)",
     )
-    add("--batch", type=int, default=8, metavar="B", help="rows a step (default 8)")
+    add("--batch", type=int, metavar="B", help="rows a step (default 8)")
     group = parser.add_argument_group("steps")
     add = group.add_argument
     add(
@@ -157,8 +163,8 @@ def _add_finetune(commands: Any) -> None:
     add("--micro-batches", type=int, metavar="N", help="compute a batch in so many parts")
     add("--eval-every", type=int, metavar="N", help="steps (default: ten times in all)")
     add("--save-every", type=int, metavar="N", help="steps (default: with each evaluation)")
-    add("--seed", type=int, default=0, help="of adapters and of the order of the data")
-    _add_memory(parser)
+    add("--seed", type=int, metavar="N", help="of adapters and of the order of the data")
+    _add_memory(parser, remat="none")
     group = parser.add_argument_group("seeing")
     group.add_argument("--log", choices=("tensorboard", "wandb"), help="beside JSONL and CSV")
     group.add_argument(
@@ -182,39 +188,28 @@ def _finetune(args: argparse.Namespace) -> int:
     from jaxllm.finetune import Recipe, finetune
     from jaxllm.trainer import StoppedError
 
-    method = _method(args)
-    recipe = Recipe(
-        model=args.model,
-        data=args.data,
-        held_out=_held_out(args.held_out),
-        prompt_key=_key(args.prompt_key),
-        completion_key=_key(args.completion_key),
-        method=method,
-        rank=16 if args.lora is None else args.lora,
-        targets=args.targets,
-        learning_rate=args.learning_rate,
-        epochs=args.epochs,
-        steps=args.steps,
-        rows=args.batch,
-        length=args.seq,
-        micro_batches=args.micro_batches,
-        precision=args.precision,
-        remat=args.remat,
-        optimizer=args.optimizer,
-        eval_every=args.eval_every,
-        save_every=args.save_every,
-        seed=args.seed,
-    )
+    given = {
+        "held_out": _held_out(args.held_out),
+        "prompt_key": _key(args.prompt_key),
+        "completion_key": _key(args.completion_key),
+        "method": _method(args),
+        "rank": args.lora,
+        "rows": args.batch,
+        "length": args.seq,
+        **{name: getattr(args, name) for name in SAME_NAMES},
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    recipe = Recipe(model=args.model, data=args.data, **given)
     options = {"resume": args.resume, "profile": args.profile, "log": args.log}
     try:
-        fitted = finetune(recipe, args.out, **options)
+        fitted = finetune(recipe, args.out, given=given.keys() | {"model", "data"}, **options)
     except StoppedError as stopped:
         Console(stderr=True, highlight=False, markup=False).print(
             f"jaxllm: saved at step {stopped.step}; the same command with --resume goes on",
             soft_wrap=True,
         )
         return 130
-    kind = "model" if method == "full" else "adapter"
+    kind = "model" if args.full else "adapter"
     assert fitted.loss is not None
     if fitted.base_loss is not None:
         fall = 100 * (1 - fitted.loss / fitted.base_loss)
@@ -224,7 +219,7 @@ def _finetune(args: argparse.Namespace) -> int:
         )
     print(f"\nbefore: {fitted.before}\n\nafter: {fitted.after}\n")
     print(f"{args.out}/{kind}, loss.png, metrics.csv")
-    if method != "full":
+    if kind == "adapter":
         print(f"jaxllm export {args.out} --out FOLDER merges it into the model")
     return 0
 
@@ -236,8 +231,10 @@ def _held_out(text: str | None) -> str | float | None:
         return text
 
 
-def _key(text: str) -> str | list[str]:
+def _key(text: str | None) -> str | list[str] | None:
     """A format, where a backslash and an n are a line break; names between commas; or a name."""
+    if text is None:
+        return None
     if "{" in text:
         return text.replace("\\n", "\n")
     return text.split(",") if "," in text else text

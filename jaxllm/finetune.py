@@ -10,7 +10,7 @@ import dataclasses
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,7 @@ def finetune(
     out: str | os.PathLike[str],
     *,
     resume: bool = False,
+    given: Collection[str] | None = None,
     profile: int = 0,
     log: str | None = None,
     console: Console | None = None,
@@ -111,6 +112,8 @@ def finetune(
 
     `model/` (a Hugging Face folder) or `adapter/` (a PEFT folder), `metrics.jsonl`, `metrics.csv`,
     `loss.png`, `checkpoints/`, and `run.json`, the recipe with nothing left open.
+    given: the fields in which a run to resume must have begun alike (None: all that are not at
+        their defaults); the others are taken from its recipe.
     log: "tensorboard" or "wandb" beside that.
     Raises: ValueError and OSError, one sentence each, with nothing overwritten: for what the recipe
     names and is not there, an `out` that holds something else, a run to resume that began with
@@ -125,7 +128,7 @@ def finetune(
     console = console or Console(stderr=True, highlight=False, markup=False)
     _check_out(out, resume)
     if resume:
-        recipe = _resumed(recipe, out)
+        recipe = _resumed(recipe, out, given)
     config, _ = read_config(find_folder(recipe.model))
     recipe = _with_model(recipe, config)
     assert recipe.precision is not None
@@ -150,10 +153,9 @@ def finetune(
     with console.status(f"loading {recipe.model}"):
         model = _build(recipe)
     with data.Loader(encoded.examples, rows=recipe.rows, length=length, seed=recipe.seed) as loader:
-        recipe = _with_steps(recipe, loader.batches_per_epoch)
-        assert recipe.steps is not None
+        steps = _steps(recipe, loader.batches_per_epoch)
         assert recipe.micro_batches is not None
-        schedule, optimizer = _optimizer(recipe)
+        schedule, optimizer = _optimizer(recipe, steps)
         prompt = _prompt(measured.examples[0])
         settings = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in FREE}
         trainer = Trainer(
@@ -161,7 +163,7 @@ def finetune(
             optimizer,
             loader,
             out,
-            steps=recipe.steps,
+            steps=steps,
             trainable=None if recipe.method == "full" else lora.is_adapter,
             scale=policy.scale(),
             micro_batches=recipe.micro_batches,
@@ -255,17 +257,18 @@ def _read_recipe(out: Path) -> Recipe:
         raise ValueError(f"{file}: this is no recipe of jaxllm finetune: {error}") from None
 
 
-def _resumed(recipe: Recipe, out: Path) -> Recipe:
+def _resumed(recipe: Recipe, out: Path, given: Collection[str] | None) -> Recipe:
     """The recipe that the run began with; what is said anew must agree."""
     began = dataclasses.asdict(_read_recipe(out))
-    plain = {field.name: field.default for field in dataclasses.fields(Recipe)}
-    for name, value in dataclasses.asdict(recipe).items():
-        if isinstance(value, tuple):
-            value = list(value)
+    if given is None:
+        plain = {field.name: field.default for field in dataclasses.fields(Recipe)}
+        given = [name for name, default in plain.items() if getattr(recipe, name) != default]
+    for name in (field.name for field in dataclasses.fields(Recipe) if field.name in given):
+        value = getattr(recipe, name)
+        value = list(value) if isinstance(value, tuple) else value
         if name in FREE:
-            began[name] = began[name] if value is None else value
-        # Epochs were turned into steps
-        elif name != "epochs" and value != began[name] and value != plain[name]:
+            began[name] = value
+        elif value != began[name]:
             raise ValueError(
                 f"{out}: the run began with {name} {began[name]}, and not {value}; resume it with "
                 "what it began with, or give another folder"
@@ -289,11 +292,12 @@ def _with_model(recipe: Recipe, config: ModelConfig) -> Recipe:
     )
 
 
-def _with_steps(recipe: Recipe, batches_per_epoch: int) -> Recipe:
-    steps = recipe.steps or (recipe.epochs or 3) * batches_per_epoch
-    if recipe.steps is None and recipe.epochs is None:
-        steps = max(steps, LEAST_STEPS)
-    return dataclasses.replace(recipe, steps=steps, epochs=None)
+def _steps(recipe: Recipe, batches_per_epoch: int) -> int:
+    if recipe.steps is not None:
+        return recipe.steps
+    if recipe.epochs is not None:
+        return recipe.epochs * batches_per_epoch
+    return max(LEAST_STEPS, 3 * batches_per_epoch)
 
 
 def _split(recipe: Recipe, records: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -322,10 +326,9 @@ def _build(recipe: Recipe) -> Transformer:
     return model
 
 
-def _optimizer(recipe: Recipe) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    rate, steps = recipe.learning_rate, recipe.steps
+def _optimizer(recipe: Recipe, steps: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    rate = recipe.learning_rate
     assert rate is not None
-    assert steps is not None
     warm = max(1, steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(
         rate / (warm + 1), rate, warm, max(steps, warm + 1), rate / 10

@@ -155,8 +155,8 @@ def test_ctrl_c_and_resume(tune, tmp_path, monkeypatch):
 
     before = {p: p.read_bytes() for p in (tmp_path / "cut").rglob("*") if p.is_file()}
     for more, words in (
-        ((), "holds a run; resume it, or give another folder"),
-        (("--resume", "--batch", "4"), "the run began with rows 2, and not 4"),
+        ((), "holds a run; --resume goes on with it, another --out begins one"),
+        (("--resume", "--batch", "8"), "the run began with rows 2, and not 8"),  # the default
         (("--resume", "--lora", "8"), "the run began with method full, and not lora"),
         (("--resume", "--seed", "1"), "the run began with seed 0, and not 1"),
     ):
@@ -271,6 +271,7 @@ def test_plan(run, folder):
 def test_keys():
     from jaxllm.cli_train import _held_out, _key
 
+    assert _key(None) is None
     assert _key("question") == "question"
     assert _key("instruction,input") == ["instruction", "input"]
     assert _key("{question}\\nAnswer: ") == "{question}\nAnswer: "
