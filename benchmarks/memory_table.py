@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from benchmarks.models import LLAMA_8B
 from jaxllm import aot
-from jaxllm.plan import ORDER, Plan, plan
+from jaxllm.config import REMAT
+from jaxllm.plan import Plan, plan
 
 
 def row(name: str, found: Plan) -> str:
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=LLAMA_8B.num_hidden_layers)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--qlora", action="store_true")
-    parser.add_argument("--policies", nargs="+", default=ORDER, choices=ORDER)
+    parser.add_argument("--policies", nargs="+", default=REMAT, choices=REMAT)
     options = parser.parse_args(arguments)
     if (reason := aot.why_not()) is not None:
         print(f"memory_table: {reason}", file=sys.stderr)

@@ -114,9 +114,9 @@ def test_auto_compiles_nothing_that_cannot_fit(monkeypatch):
     monkeypatch.setattr(plan_module._Step, "peak", peak)
     monkeypatch.setattr(plan_module, "RESERVED", 0)
     ours = plan(WIDE, **ON_CPU, remat="auto", card="0.0001GB")
-    assert asked == ["offload"]  # the last is told, whatever it takes
+    assert asked == ["full"]  # the last is told, whatever it takes
     assert not ours.fits
-    assert [name for name, _ in ours.tried] == ["none", "dots", "save_attention", "full"]
+    assert [name for name, _ in ours.tried] == ["none", "dots", "save_attention"]
 
 
 def test_what_is_printed():
