@@ -120,6 +120,7 @@ def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[
     tokens = batch["tokens"], batch.get("positions"), batch.get("segment_ids")
     hidden, _ = model.hidden(*tokens)
     head = model.embed_tokens if model.lm_head is None else model.lm_head
+    choice = model.runtime.implementation
     with jax.named_scope("loss"):
         if model.lm_head is not None and type(model.lm_head) is not Linear:
             return ops.cross_entropy(model.head(hidden), batch["targets"])
@@ -128,6 +129,8 @@ def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[
             head.weight[...],
             batch["targets"],
             softcap=model.config.final_logit_softcapping,
+            # A name stands for all ops that have it; this one has "xla" alone
+            implementation="auto" if isinstance(choice, str) else choice,
         )
 
 

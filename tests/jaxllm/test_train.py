@@ -29,6 +29,11 @@ def make_batch(seed: int = 0, rows: int = 4, length: int = 9) -> dict[str, np.nd
     return {"tokens": text[:, :-1], "targets": targets}
 
 
+def copied(tree: Any) -> Any:
+    """On the host, and no view of what a step may write to."""
+    return jax.tree.map(np.array, tree)
+
+
 def assert_close(a: train.Params, b: train.Params, *, atol: float) -> None:
     assert a.keys() == b.keys()
     for name in a:
@@ -104,7 +109,7 @@ def in_blocks(name: str) -> bool:
 
 def test_what_is_frozen_does_not_move():
     model = make_model()
-    before = {name: np.asarray(x) for name, x in train.parameters(model).items()}
+    before = copied(train.parameters(model))
     optimizer = optax.adam(1e-2)
     state = train.init_state(model, optimizer, trainable=in_blocks)
     assert set(state.frozen) == {"embed_tokens.weight", "norm.weight", "lm_head.weight"}
@@ -169,10 +174,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(scale, bad):
     good = {**make_batch(), "factor": np.ones(4, np.float32)}
     state, _ = step(state, good)
     assert (int(state.step), int(state.skipped)) == (1, 0)
-    before = jax.device_get((state.params, state.opt_state))
+    before = copied((state.params, state.opt_state))
     # One micro-batch is enough
-    state, metrics = step(state, {**good, "factor": np.array([1, 1, bad, 1], np.float32)})
-    after = jax.device_get((state.params, state.opt_state))
+    state, metrics = step(state, {**good, "factor": np.array([1, bad, 1, 1], np.float32)})
+    after = copied((state.params, state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, before, after)
     assert (int(state.step), int(state.skipped), int(metrics["skipped"])) == (2, 1, 1)
     state, metrics = step(state, good)
@@ -188,7 +193,7 @@ def test_the_norm_is_told_before_clipping():
         model = make_model()
         optimizer = optax.chain(optax.clip_by_global_norm(limit), optax.sgd(1.0))
         state = train.init_state(model, optimizer)
-        before = jax.device_get(state.params)
+        before = copied(state.params)
         state, metrics = train.make_train_step(model, optimizer)(state, make_batch())
         norms.append(float(metrics["grad_norm"]))
         moves.append(float(optax.tree.norm(jax.tree.map(jnp.subtract, state.params, before))))
@@ -206,6 +211,15 @@ def test_token_loss_is_cross_entropy_of_the_logits(config):
     found, found_count = train.token_loss(model, batch)
     np.testing.assert_allclose(found, total, rtol=1e-6)
     assert int(count) == int(found_count)
+
+
+@pytest.mark.own_errors
+def test_the_loss_runs_as_the_runtime_says():
+    batch = make_batch()
+    train.token_loss(make_model(Runtime(implementation={"linear_cross_entropy": "xla"})), batch)
+    model = make_model(Runtime(implementation={"linear_cross_entropy": "cudnn"}))
+    with pytest.raises(ValueError, match="linear_cross_entropy: no implementation is named"):
+        train.token_loss(model, batch)
 
 
 def test_the_gradient_of_a_row_that_many_tokens_share_is_summed_in_float32():
