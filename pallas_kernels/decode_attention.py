@@ -10,7 +10,6 @@ Source of the split: flash-decoding, Dao et al. 2023, https://crfm.stanford.edu/
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -21,26 +20,24 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import _compat, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.attention_reference import attention_reference, check
-from pallas_kernels.decode_attention_kernel import (
-    LINE,
-    Config,
-    Static,
-    attend,
-    combine,
-    shared_bytes,
+from pallas_kernels.decode_attention_config import (
+    bucket,
+    config_problem,
+    default_config,
 )
+from pallas_kernels.decode_attention_config import (
+    candidates as candidates,  # for tune
+)
+from pallas_kernels.decode_attention_kernel import LINE, Config, Static, attend
+from pallas_kernels.decode_attention_parts import combine
 from pallas_kernels.device import Device
 
 NAME = "decode_attention"
 DTYPES = (jnp.bfloat16, jnp.float16)
 PACKED = (jnp.int8, jnp.float8_e4m3fn)
 PAGES = (16, 32, 64, 128, 256)
-TILES = (64, 128, 256)
 WIDEST = 256
 MOST_HEADS = 64  # that share a key head
-MOST_IN_CLUSTER = 16  # blocks, on Hopper
-MOST_PARTS = 32  # that the second kernel adds: it holds them all
-MOST_KEYS = 8192  # of a block, unless there is one row
 
 
 def decode_attention(
@@ -99,7 +96,7 @@ def decode_attention(
         or (tuned.lookup(NAME, bucket(*arrays, **shape), device, Config) if not splits else None)
         or default_config(*arrays, **shape, splits=splits, device=device)
     )
-    if problem := _config_problem(config, q, k_cache):
+    if problem := config_problem(config, q, k_cache):
         raise ValueError(f"{NAME}: {config}: {problem}")
     static = Static(
         config, interpret, q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap
@@ -185,128 +182,6 @@ def why_not(
         what = "room for" if page_table is None else "pages of"
         return f"a cache with scales wants a multiple of 64 keys, has {what} {k_cache.shape[1]}"
     return None
-
-
-def default_config(
-    q,
-    k_cache,
-    v_cache,
-    kv_lengths,
-    *,
-    window: int | None = None,
-    page_table=None,
-    k_scale=None,
-    v_scale=None,
-    splits: int | None = None,
-    device: Device,
-) -> Config:
-    """One launch, if a cluster of blocks for each row and key head can keep the memory busy."""
-    del v_cache, kv_lengths, v_scale
-    width, group, pairs = _sizes(q, k_cache)
-    size = _most_seen(k_cache, page_table, window)
-    packed, num_sms = k_scale is not None, device.num_sms
-    if splits is not None:
-        splits, cluster = _clusters(splits)
-    else:
-        if packed:  # widening bytes keeps a block busy, so three take turns (not measured yet)
-            splits, cluster = _clusters(max(1, min(3 * num_sms // pairs, -(-size // 128))), 2)
-        else:
-            splits, cluster = _shared_out(pairs, size, num_sms)
-        if q.shape[0] > 1:  # where other rows are short, a long one is not left to few blocks
-            parts = max(splits // cluster, -(-size // (MOST_KEYS * cluster)))
-            splits = min(parts, MOST_PARTS) * cluster
-    few = pairs * splits <= num_sms and not packed  # a block has a multiprocessor for itself
-    keys = -(-size // splits)
-    if width > 128 or (width > LINE and not few):
-        tile = 64
-    elif width <= LINE and few and keys >= 2048:
-        tile = 256
-    else:
-        tile = 128
-    if packed:
-        tile = math.gcd(tile, k_cache.shape[1])
-    scales = k_cache.shape[2] if packed else 0
-    tiles = -(-keys // tile)
-    for blocks in range(1 if few else 3 if packed else 2, 0, -1):  # of a multiprocessor
-        for stages in range(min(2 if packed else 3, tiles), min(2, tiles) - 1, -1):
-            config = Config(tile, stages, splits, cluster)
-            if blocks * shared_bytes(config, width, group, scales) <= device_lib.SHARED_BYTES:
-                return config
-    return Config(64, 1, splits, cluster)
-
-
-def _shared_out(pairs: int, size: int, num_sms: int) -> tuple[int, int]:
-    """How many blocks share a row and key head, and how many of them a cluster has.
-
-    64 blocks with deep rings read as fast as 128 (H200: 8 heads of 128, 8k keys: 11.5 and 11.7 us).
-    Of clusters of 4 or more, not all multiprocessors can be filled: twice 8 x 8 blocks took 1.5
-    times as long as once. A block with less than 128 keys only waits.
-    """
-    for cluster, share in ((16, 0.5), (8, 0.85), (4, 0.85), (2, 1.0)):
-        if pairs * cluster <= share * num_sms and cluster * 128 <= size:
-            break
-    else:
-        return 1, 1
-    if size <= 1024 * cluster:
-        return cluster, cluster
-    cluster = min(cluster, 8)
-    parts = max(1, int(0.85 * num_sms) // (pairs * cluster))
-    return parts * cluster, cluster
-
-
-def _clusters(splits: int, most: int = MOST_IN_CLUSTER) -> tuple[int, int]:
-    """So many blocks, or a few less, and how many of them add up what they have: all, or `most`."""
-    cluster = min(splits, most)
-    return min(splits // cluster, MOST_PARTS) * cluster, cluster
-
-
-def bucket(
-    q,
-    k_cache,
-    v_cache,
-    kv_lengths,
-    *,
-    window: int | None = None,
-    page_table=None,
-    k_scale=None,
-    v_scale=None,
-) -> str:
-    """The key of a tuned row: rows and keys that they may see up to powers of two, heads as are."""
-    del v_cache, kv_lengths, v_scale
-    size = _most_seen(k_cache, page_table, window)
-    names = [k_cache.dtype.name, f"b{tuned.power_of_two(q.shape[0])}"]
-    names += [f"s{tuned.power_of_two(size)}"]
-    names += [f"n{q.shape[2]}", f"k{k_cache.shape[2]}", f"h{q.shape[3]}"]
-    if page_table is not None:
-        names.append(f"page{k_cache.shape[1]}")
-    if k_scale is not None:
-        names.append(q.dtype.name)
-    return "-".join(names)
-
-
-def _most_seen(k_cache, page_table, window: int | None) -> int:
-    """How many keys a row may see at most."""
-    size = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    return size if window is None else min(size, window)
-
-
-def _sizes(q, k_cache) -> tuple[int, int, int]:
-    """Head width, query heads a key head, pairs of row and key head."""
-    return q.shape[3], q.shape[2] // k_cache.shape[2], q.shape[0] * k_cache.shape[2]
-
-
-def candidates(q, k_cache, v_cache, kv_lengths, *, device: Device, **keywords) -> list[Config]:
-    """What is worth a measurement: other tiles, and other numbers of blocks."""
-    default = default_config(q, k_cache, v_cache, kv_lengths, device=device, **keywords)
-    found = []
-    for tile in TILES:
-        for stages in (2, 3, 4):
-            for splits in {default.splits // 2, default.splits, 2 * default.splits} - {0}:
-                for cluster in {1, _clusters(splits)[1]}:
-                    config = Config(tile, stages, splits, cluster)
-                    if _config_problem(config, q, k_cache) is None:
-                        found.append(config)
-    return [config for config in dict.fromkeys(found) if config != default]
 
 
 def tuning_calls() -> list[tuned.Call]:
@@ -411,33 +286,6 @@ def _check(
     )
 
 
-def _config_problem(config: Config, q, k_cache) -> str | None:
-    """What the hardware has against a tile."""
-    c = config
-    width, group, _ = _sizes(q, k_cache)
-    packed = k_cache.dtype in PACKED
-    size_bytes = shared_bytes(config, width, group, k_cache.shape[2] if packed else 0)
-    problems = {
-        f"tile must be one of {TILES}": c.tile not in TILES,
-        f"tile must divide the {k_cache.shape[1]} keys that lie together, which have scales": (
-            packed and c.tile in TILES and k_cache.shape[1] % c.tile != 0
-        ),
-        "so many heads with scales want a smaller tile": (
-            packed and c.tile * k_cache.shape[2] > device_lib.MAX_BOX * LINE
-        ),
-        "stages must be at least 1": c.stages < 1,
-        "splits must be a multiple of cluster, and both at least 1": (
-            c.cluster < 1 or c.splits < 1 or c.splits % c.cluster != 0
-        ),
-        f"a cluster has {MOST_IN_CLUSTER} blocks at most": c.cluster > MOST_IN_CLUSTER,
-        f"more than {MOST_PARTS} parts to add": c.splits > c.cluster * MOST_PARTS,
-        f"{size_bytes} bytes of shared memory, but a block has {device_lib.SHARED_BYTES}": (
-            size_bytes > device_lib.SHARED_BYTES
-        ),
-    }
-    return next((text for text, wrong in problems.items() if wrong), None)
-
-
 def _written(k_cache, v_cache, new_k, new_v, kv_lengths, page_table):
     """The cache with the new token at the end of each row that has one."""
     at = kv_lengths.astype(jnp.int32) - 1
@@ -489,7 +337,7 @@ def _forward(
             k, v = _written(k_cache, v_cache, new_k, new_v, kv_lengths, page_table)
     out = attend(static, flat, k, v, lengths, sinks=sinks, **rest)
     if isinstance(out, (list, tuple)):
-        out = combine(static, *out, flat, sinks=sinks)
+        out = combine(*out, flat, sinks=sinks, interpret=static.interpret)
     out = out.reshape(q.shape)
     if new_k is None:
         return out

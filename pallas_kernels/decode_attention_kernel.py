@@ -13,7 +13,6 @@ a second kernel adds. Imported only by decode_attention.py.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -23,10 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels import decode_attention_bytes as of_bytes
+from pallas_kernels.decode_attention_parts import LINE, LOG2E, each, merge, per_head, put, read
 from pallas_kernels.wgmma_tiles import rows_as_copied, wgmma_transforms
 
-LINE = 64  # numbers of 16 bits in 128 bytes, the widest swizzle; also the rows of wgmma
-LOG2E = math.log2(math.e)
 LOWEST = -1e30  # no score is lower; finite, so that what sees nothing gives no NaN
 
 
@@ -61,11 +60,11 @@ def shared_bytes(config: Config, width: int, heads: int, scales: int) -> int:
     """
     c, padded, heads = config, -(-width // LINE) * LINE, -(-heads // 8) * 8
     ring = 2 * c.stages * c.tile * padded * 2
-    if scales:  # bytes, and one tile of 16 bits
+    if scales:  # bytes, and the query once more
         line = _line(1, width)
-        ring = 2 * c.stages * c.tile * (-(-width // line) * line + 4 * scales)
-        ring += 2 * c.tile * padded
-    parts = heads * (padded + 1) * 4 if c.cluster > 1 else 0
+        wide = -(-width // line) * line
+        ring = 2 * c.stages * c.tile * (wide + 4 * scales) + 2 * heads * wide
+    parts = heads * (padded + 1) * 4 if c.cluster > 1 or scales else 0
     return ring + heads * (padded + c.tile + LINE) * 2 + parts + 4096
 
 
@@ -74,54 +73,10 @@ def _line(size_bytes: int, width: int) -> int:
     return 2 * LINE if size_bytes == 1 and width > LINE else LINE
 
 
-def _load(ref, layout):
-    return _compat.load(ref, layout, optimized=False)
-
-
-def _per_head():
-    return plgpu.Layout.WGMMA.reduce(0)
-
-
-def _each(x, rows):
-    """A number a head, [heads], for each of some rows, as wgmma lays out its result."""
-    x = lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
-    return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
-
-
 def _each_key(x, heads):
     """A number a key, [keys], for each of some heads."""
     x = lax.broadcast_in_dim(x, (x.shape[0], heads), (0,))
     return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
-
-
-def _merge(sums, parts):
-    """Adds parts, each divided by its sum, of which `sums` are log2: the same of all of them."""
-    top = sums[0]
-    for other in sums[1:]:
-        top = jnp.maximum(top, other)
-    shares = [jnp.exp2(x - top) for x in sums]
-    total = shares[0]
-    for share in shares[1:]:
-        total = total + share
-    out = 0.0
-    for part, share in zip(parts, shares, strict=False):  # a sink has a sum, but no part
-        out = out + part * _each(share / total, LINE)
-    return top + jnp.log2(total), out
-
-
-def _put(out_ref, o_s, row, head, chunk, out):
-    """Rounds 64 numbers of every head, [64, heads], and brings them where the result has them."""
-    group, width = out_ref.shape[2:]
-    size = min(LINE, width - chunk * LINE)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    o_s.T[...] = out.astype(o_s.dtype)
-    plgpu.commit_smem()
-    columns = pl.ds(chunk * LINE, size)
-    if size == LINE:
-        plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, group)], out_ref.at[row, head, :, columns])
-    else:  # one by one, so that no copy passes the end of a row
-        for i in range(group):
-            plgpu.copy_smem_to_gmem(o_s.at[i, pl.ds(0, size)], out_ref.at[row, head, i, columns])
 
 
 def attend(
@@ -156,8 +111,9 @@ def attend(
     group, dtype = n // kv_heads, q.dtype
     heads, chunks = -(-group // 8) * 8, -(-width // LINE)
     packed = k_scale is not None and v_scale is not None
+    split_query = k.dtype == jnp.int8
     line = _line(k.dtype.itemsize, width)
-    copies = -(-width // line)
+    copies, per_line = -(-width // line), line // LINE
     cluster = 1 if static.interpret else c.cluster  # it knows no other block's shared memory
     parts = c.splits // cluster
 
@@ -212,10 +168,11 @@ def attend(
                         barrier,
                     )
 
-        for chunk in range(chunks):
+        queries = q_ref.at[row, pl.ds(head * group, heads)]
+        for chunk in range(1 if split_query else chunks):
             plgpu.copy_gmem_to_smem(
-                q_ref.at[row, pl.ds(head * group, heads), columns(chunk, LINE)],
-                rows_as_copied(q_s, (chunk,), 0, heads, static.interpret),
+                queries.at[:, columns(chunk, q_s.shape[-1])],
+                q_s if split_query else rows_as_copied(q_s, (chunk,), 0, heads, static.interpret),
                 scratch["q_full"],
             )
         # Tiles are dealt in turn, so that the first does not hang on the length: it is on its way
@@ -251,40 +208,43 @@ def attend(
                 plgpu.barrier_wait(scratch["k_full"].at[jnp.int32(0)])
                 plgpu.barrier_wait(scratch["v_full"].at[jnp.int32(0)])
 
-        def widened(ring):
-            """What a tile of bytes holds, in 16 bits."""
-            # 8 numbers a thread, so that neither the load nor the store meets a bank twice
-            layout = _compat.tiled_layout(
-                ((32, 32), (8, 32), (8, 8)), warp_dims=(-6,), lane_dims=(-3, -2)
+        if split_query:
+            of_bytes.split_query(
+                q_s, scratch["q_split"], scratch["q_scale"], interpret=static.interpret
             )
-            for i in range(copies):
-                x = _compat.load(ring.at[i], layout)
-                x = x[:, : min(line, chunks * LINE - i * line)]
-                if k.dtype == jnp.float8_e4m3fn:  # the one step that the hardware knows
-                    x = x.astype(jnp.float16)
-                    x = x if dtype == jnp.float16 else x.astype(jnp.float32)
-                scratch["wide"].at[:, pl.ds(i * line, x.shape[1])][...] = x.astype(dtype)
-            plgpu.commit_smem()
-            return scratch["wide"]
+            q_scale = read(scratch["q_scale"], per_head())
+        elif packed:
+            of_bytes.order_query(q_s, interpret=static.interpret)
 
         def scales_of(ref):
             if static.interpret:  # it reshapes no reference
                 x = lax.dynamic_index_in_dim(ref[...].reshape(c.tile, kv_heads), head, 1, False)
             else:
                 layout = plgpu.Layout.WGMMA.reduce(1)
-                x = _load(ref.reshape(c.tile, kv_heads).at[:, head], layout)
+                x = read(ref.reshape(c.tile, kv_heads).at[:, head], layout)
             return _each_key(x, heads)
 
-        def line_of_tile(tile, chunk):
-            return tile.at[:, pl.ds(chunk * LINE, LINE)] if packed else tile.at[chunk]
+        def scores(tiles):
+            """Of tiles that lie side by side, each a line of the keys' width."""
 
-        def scores(k_tile):
             def product(acc):
-                for chunk in range(chunks):
-                    plgpu.wgmma(acc, line_of_tile(k_tile, chunk), q_s.at[chunk].T)
+                for chunk, tile in enumerate(tiles):
+                    plgpu.wgmma(acc, tile, q_s.at[chunk].T)
                 return acc[...]
 
             return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((c.tile, heads), jnp.float32))
+
+        def scores_of_bytes(tiles):
+            if split_query:
+                return of_bytes.scores_of_split(tiles, scratch["q_split"]) * each(q_scale, c.tile)
+            s = None
+            for i, tile in enumerate(tiles):
+                lines = min(chunks - i * per_line, per_line)
+                x = of_bytes.keys(tile, dtype, interpret=static.interpret)[:, : lines * LINE]
+                (x,) = _compat.wgmma_ready(x, interpret=static.interpret)
+                q = q_s.at[pl.ds(i * per_line, lines)]
+                s = _compat.wgmma(s, x, q, transpose_b=True, interpret=static.interpret)
+            return _compat.wgmma_wait(0, s)
 
         def scaled(s):
             if static.softcap is None:
@@ -302,58 +262,77 @@ def attend(
         def weighted(v_tile):
             def product(*accs):
                 for chunk, acc in enumerate(accs):
-                    plgpu.wgmma(acc, line_of_tile(v_tile, chunk).T, p_s.T)
+                    plgpu.wgmma(acc, v_tile.at[chunk].T, p_s.T)
                 plgpu.wgmma_wait(0)
                 return tuple(acc[...] for acc in accs)
 
             accs = [plgpu.WGMMAAccumulatorRef((LINE, heads), jnp.float32) for _ in range(chunks)]
             return pl.run_scoped(product, *accs)
 
+        def added_bytes(out, less, v_tile):
+            parts = []
+            for i in range(copies):
+                lines = min(chunks - i * per_line, per_line)
+                tile = v_tile.at[i]
+                parts += of_bytes.values(tile, dtype, lines, interpret=static.interpret)
+            plgpu.commit_smem()  # the weights are there, and nobody reads the tile any more
+            ready = (*parts, *(o * less for o in out))
+            ready = _compat.wgmma_ready(*ready, interpret=static.interpret)
+            return [
+                _compat.wgmma(o, x, p_s, transpose_b=True, interpret=static.interpret)
+                for x, o in zip(ready[:chunks], ready[chunks:], strict=True)
+            ]
+
         def step(i, carry):
             top, total, out = carry
             slot, again = slot_of(i), i + c.stages < count
             plgpu.barrier_wait(scratch["k_full"].at[slot])
-            s = scores(widened(k_s.at[slot]) if packed else k_s.at[slot])
+            tiles = [k_s.at[slot, j] for j in range(copies)]
             if packed:
-                s = s * scales_of(scratch["k_scale"].at[slot])
-            pl.when(again)(lambda: load("k", slot, tile_of(i + c.stages)))
+                s = scores_of_bytes(tiles) * scales_of(scratch["k_scale"].at[slot])
+            else:
+                s = scores(tiles)
+                pl.when(again)(lambda: load("k", slot, tile_of(i + c.stages)))
             s = seen(s, tile_of(i))
             new_top = jnp.maximum(top, jnp.max(s, axis=0))
+            if packed:  # the warps have met: all of them have read the scales
+                pl.when(again)(lambda: load("k", slot, tile_of(i + c.stages)))
             less = jnp.exp2(top - new_top)
-            p = jnp.exp2(s - _each(new_top, c.tile))
-            total = total * _each(less, c.tile) + p
+            p = jnp.exp2(s - each(new_top, c.tile))
+            total = total * each(less, c.tile) + p
+            less = each(less, LINE)
             plgpu.barrier_wait(scratch["v_full"].at[slot])
             if packed:
                 p = jnp.where(p > 0, p * scales_of(scratch["v_scale"].at[slot]), 0.0)
             p_s.T[...] = p.astype(dtype)
             if packed:
-                v_tile = widened(v_s.at[slot])
-            else:
-                v_tile = v_s.at[slot]
-                plgpu.commit_smem()
-            more = weighted(v_tile)
+                out = added_bytes(out, less, v_s.at[slot])
+                pl.when(again)(lambda: load("v", slot, tile_of(i + c.stages)))
+                out = _compat.wgmma_wait(0, *out)
+                return new_top, total, tuple(out) if chunks > 1 else (out,)
+            plgpu.commit_smem()
+            more = weighted(v_s.at[slot])
             pl.when(again)(lambda: load("v", slot, tile_of(i + c.stages)))
-            less = _each(less, LINE)
             return new_top, total, tuple(o * less + m for o, m in zip(out, more, strict=True))
 
         def filled(value, shape, layout: Any = plgpu.Layout.WGMMA):
             return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
         start = (
-            filled(LOWEST, (heads,), _per_head()),
+            filled(LOWEST, (heads,), per_head()),
             filled(0, (c.tile, heads)),
             tuple(filled(0, (LINE, heads)) for _ in range(chunks)),
         )
 
         def line_of(ref, chunk):
             x = ref.at[row, head, pl.ds(chunk * LINE, LINE)]
-            return _load(x, plgpu.Layout.WGMMA.reduce(1))
+            return read(x, plgpu.Layout.WGMMA.reduce(1))
 
         def begin_with_new():
             """The state after the new token alone: its score, one, and its value."""
             products = 0.0
             for chunk in range(chunks):
-                q_line = _load(q_s.at[chunk].T, plgpu.Layout.WGMMA).astype(jnp.float32)
+                q_line = read(q_s.at[chunk].T, plgpu.Layout.WGMMA).astype(jnp.float32)
                 k_line = line_of(new_k_ref, chunk).astype(jnp.float32)
                 products = products + q_line * _each_key(k_line, heads)
             key = plgpu.broadcasted_iota(jnp.int32, (c.tile, heads), 0, layout=plgpu.Layout.WGMMA)
@@ -380,15 +359,17 @@ def attend(
         total = jnp.sum(total, axis=0)
         some = total > 0
         lse = jnp.where(some, top + jnp.log2(total), LOWEST)
-        share = _each(1.0 / jnp.where(some, total, 1.0), LINE)
+        share = each(1.0 / jnp.where(some, total, 1.0), LINE)
         outs = [out * share for out in outs]
+        if packed:
+            outs = of_bytes.results(outs, scratch["parts"], interpret=static.interpret)
 
         def leave(chunk, sums, outs):
             if parts == 1 and sinks_ref is not None:
-                sums = [*sums, _load(sinks_ref.at[head], _per_head()) * LOG2E]
-            lse, out = (sums[0], outs[0]) if len(sums) == 1 else _merge(sums, outs)
+                sums = [*sums, read(sinks_ref.at[head], per_head()) * LOG2E]
+            lse, out = (sums[0], outs[0]) if len(sums) == 1 else merge(sums, outs)
             if parts == 1:
-                _put(outputs[0], scratch["out"], row, head, chunk, out)
+                put(outputs[0], scratch["out"], row, head, chunk, out)
                 return
             outputs[0].at[row, head, part, pl.ds(chunk * LINE, LINE)][...] = out
             if chunk == 0:
@@ -402,6 +383,7 @@ def attend(
             sums_s[...] = lse
             for chunk, out in enumerate(outs):
                 parts_s.at[chunk][...] = out
+            plgpu.commit_smem()
             plgpu.barrier_arrive(meeting)
             plgpu.barrier_wait(meeting)
             peers: list[Any] = [{"rank": jnp.int32(i)} for i in range(cluster)]
@@ -409,9 +391,9 @@ def attend(
 
                 @pl.when(rank == chunk % cluster)
                 def _(chunk=chunk):
-                    sums = [_load(plgpu.cluster_ref(sums_s, peer), _per_head()) for peer in peers]
+                    sums = [read(plgpu.cluster_ref(sums_s, peer), per_head()) for peer in peers]
                     ours = [plgpu.cluster_ref(parts_s.at[chunk], peer) for peer in peers]
-                    leave(chunk, sums, [_load(x, plgpu.Layout.WGMMA) for x in ours])
+                    leave(chunk, sums, [read(x, plgpu.Layout.WGMMA) for x in ours])
 
             plgpu.barrier_arrive(meeting)  # no block may go while others read what it has
             plgpu.barrier_wait(meeting)
@@ -436,7 +418,14 @@ def attend(
         k_scale, v_scale = (x.reshape(x.shape[0], -1, LINE) for x in (k_scale, v_scale))
         scales = plgpu.SMEM((c.stages, c.tile * kv_heads // LINE, LINE), jnp.float32)
         scratch["k_scale"] = scratch["v_scale"] = scales
-        scratch["wide"] = plgpu.SMEM((c.tile, chunks * LINE), dtype, transforms=of_16_bits)
+        scratch["parts"] = plgpu.SMEM((chunks, LINE, heads), jnp.float32)
+    if split_query:
+        scratch["q"] = plgpu.SMEM((heads, copies * line), dtype)
+        scratch["q_full"] = plgpu.Barrier(num_arrivals=1)
+        scratch["q_split"] = plgpu.SMEM(
+            (2, copies, heads, line), jnp.int8, transforms=wgmma_transforms(line, jnp.int8)
+        )
+        scratch["q_scale"] = plgpu.SMEM((heads,), jnp.float32)
     out_type: Any = jax.ShapeDtypeStruct((batch, kv_heads, group, width), dtype)
     if parts == 1:
         scratch["out"] = plgpu.SMEM((heads, LINE), dtype)
@@ -461,38 +450,6 @@ def attend(
         grid_names=("part", "head", "row"),
         interpret=static.interpret,
         approx_math=True,
+        unsafe_no_auto_barriers=packed,  # 12 a tile, where 3 are needed
         **clusters,
     )(lengths, page_table, q, k, v, sinks, k_scale, v_scale, new_k, new_v)
-
-
-def combine(static: Static, outs, sums, like, *, sinks=None):
-    """The result [B, K, N / K, H], for q `like`, of the parts that `attend` leaves."""
-    batch, kv_heads, parts, _, heads = outs.shape
-    _, n, width = like.shape
-    chunks = -(-width // LINE)
-
-    def body(outs_ref, sums_ref, sinks_ref, out_ref, o_s):
-        head, row = lax.axis_index("head"), lax.axis_index("row")
-        sums = [_load(sums_ref.at[row, head, i], _per_head()) for i in range(parts)]
-        if sinks_ref is not None:
-            sums.append(_load(sinks_ref.at[head], _per_head()) * LOG2E)
-        for chunk in range(chunks):
-
-            @pl.when(lax.axis_index("chunk") == chunk)
-            def _(chunk=chunk):
-                lines = [outs_ref.at[row, head, i, pl.ds(chunk * LINE, LINE)] for i in range(parts)]
-                _, out = _merge(sums, [_load(x, plgpu.Layout.WGMMA) for x in lines])
-                _put(out_ref, o_s, row, head, chunk, out)
-
-        plgpu.wait_smem_to_gmem(0)
-
-    return _compat.kernel(
-        body,
-        name="decode_attention_combine",
-        out_type=jax.ShapeDtypeStruct((batch, kv_heads, n // kv_heads, width), like.dtype),
-        scratch_types={"o_s": plgpu.SMEM((heads, LINE), like.dtype)},
-        grid=(chunks, kv_heads, batch),
-        grid_names=("chunk", "head", "row"),
-        interpret=static.interpret,
-        approx_math=True,
-    )(outs, sums, sinks)
