@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxllm import ops
@@ -246,7 +245,6 @@ class Attention(nnx.Module):
             softcap=self.softcap,
             implementation=self.implementation,
         )
-        out = checkpoint_name(out, "attention_output")
         return self.o_proj(out.reshape(b, t, self.heads * self.width)), entry
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
@@ -75,7 +76,8 @@ def attention(
 
 def _attention_xla(q, k, v, *, return_weights, **kwargs):
     if not return_weights:
-        return reference.attention_reference(q, k, v, **kwargs)
+        out = reference.attention_reference(q, k, v, **kwargs)
+        return checkpoint_name(out, "attention_output")  # as the kernels name theirs
     of_scores = {name: kwargs.pop(name) for name in ("scale", "softcap")}
     sinks = kwargs.pop("sinks")
     mask = reference.visible(q.shape[1], k.shape[1], **kwargs)
