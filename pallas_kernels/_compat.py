@@ -114,6 +114,8 @@ def wgmma(
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
+    depth: int | None = None,
+    columns: int | None = None,
     interpret: bool,
 ) -> jax.Array:
     """acc + a @ b, not done yet: nothing may touch the result before `wgmma_wait` has handed it on.
@@ -121,6 +123,7 @@ def wgmma(
     acc: float32 [M, N] in Layout.WGMMA, None for zeros. a: registers [M, K] in Layout.WGMMA, or
     shared memory as b is. b: shared memory [K, N], tiled and swizzled for wgmma; in several parts
     one beside the other, it is [parts, K, N / parts]. Transposed: [N, K], or [parts, N, K / parts].
+    Of K only `depth` are summed, a multiple of 16, and of N only `columns` computed, one of 8.
     One call is one group for `wgmma_wait`. acc and a in registers have come through `wgmma_ready`
     since anything else wrote them.
     The interpreter has neither an `a` in registers nor a sum to begin with, and multiplies at once.
@@ -131,7 +134,8 @@ def wgmma(
 
     in_registers = isinstance(a, jax.Array)
     m = width(a) if transpose_a else a.shape[-2]
-    n = b.shape[-2] if transpose_b else width(b)
+    n = columns or (b.shape[-2] if transpose_b else width(b))
+    summed = depth or (width(b) if transpose_b else b.shape[-2])
     if interpret:
 
         def whole(x, transpose):
@@ -142,8 +146,9 @@ def wgmma(
 
         left, right = whole(a, transpose_a), whole(b, transpose_b)
         plgpu.commit_smem()  # tensor cores read as copies write: there is nothing to tell them
-        summed = jnp.dot(left, right, preferred_element_type=jnp.float32)
-        return summed if acc is None else acc + summed
+        left, right = left[:, :summed], right[:summed, :n]
+        product = jnp.dot(left, right, preferred_element_type=jnp.float32)
+        return product if acc is None else acc + product
 
     def swizzle_of(x):
         return next(s for s in (128, 64, 32) if x.shape[-1] * jnp.dtype(x.dtype).itemsize % s == 0)
@@ -169,12 +174,13 @@ def wgmma(
         arg_types=tuple(types),
         return_type=plgpu.ShapeDtypeStruct((m, n), jnp.float32, layout=layout),
     )
-    def product(_: Any, *operands: Any) -> Any:
+    def issue(_: Any, *operands: Any) -> Any:
         *first, a, b = operands
         a = a if in_registers else tiles(a, transpose_a)
-        return _wgmma.issue(first[0] if first else None, a, tiles(b, transpose_b), swizzle)
+        acc = first[0] if first else None
+        return _wgmma.issue(acc, a, tiles(b, transpose_b), swizzle, summed, n)
 
-    return product(*([] if acc is None else [acc]), a, b)
+    return issue(*([] if acc is None else [acc]), a, b)
 
 
 def wgmma_ready(*values: jax.Array, interpret: bool) -> tuple[jax.Array, ...]:

@@ -19,14 +19,15 @@ ROWS = 64  # of one instruction
 K_BYTES = 32
 
 
-def issue(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
+def issue(acc: Any, a: Any, b: Any, swizzle: int, depth: int, columns: int) -> Any:
     """acc + a @ b as one group of instructions, float32 [M, N]; zeros if acc is None.
 
     a: registers [M, K], or shared memory as tiles [M / 8, K / line, 8, line]. b: tiles
     [K / 8, N / line, 8, line]. Both are bfloat16 or float16 and may be views that transpose.
+    Of K only `depth` are summed, of N only `columns` computed.
     """
     in_registers = isinstance(a, mgpu.FragmentedArray)
-    (k, n), dtype = mma_utils.tiled_memref_shape(b)
+    (_, n), dtype = mma_utils.tiled_memref_shape(b)
     size_bytes = mgpu_utils.bytewidth(dtype)
     group, step = swizzle // size_bytes, K_BYTES // size_bytes
     m = a.shape[0] if in_registers else mma_utils.tiled_memref_shape(a)[0][0]
@@ -42,18 +43,24 @@ def issue(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
             logical_k_major=False,
         )
         a_step, a_transposed = steps[1][0], fastest != mma_utils.Dim.K
-    (b_base, steps), (_, b_group), fastest = mma_utils.create_descriptor(
-        b,
-        swizzle=swizzle,
-        large_tile=(group, group),
-        group_size=(group, n),
-        logical_k_major=True,
-    )
-    b_step, b_transposed = steps[1][0], fastest != mma_utils.Dim.K
+    # of whole lines of columns, then of a part of one
+    whole = columns - columns % group if group < columns < n else columns
+    parts = [(0, whole), *([(whole, columns)] if whole < columns else [])]
+    rights = []
+    for start, end in parts:
+        some = slice(start // group, start // group + -(-(end - start) // group))
+        (b_base, steps), (_, b_group), fastest = mma_utils.create_descriptor(
+            b if columns == n else mgpu_utils.memref_slice(b, (slice(None), some)),
+            swizzle=swizzle,
+            large_tile=(group, group),
+            group_size=(group, n if columns == n else -(-(end - start) // group) * group),
+            logical_k_major=True,
+        )
+        rights.append((b_base, b_group, steps[1][0], fastest != mma_utils.Dim.K))
     layout = fragmented_array.WGMMA_LAYOUT
     wide = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
     if acc is None:  # the first instruction does not read it
-        splat = mgpu.FragmentedArray.splat(llvm.mlir_undef(f32), (m, n), wide)
+        splat = mgpu.FragmentedArray.splat(llvm.mlir_undef(f32), (m, columns), wide)
         registers = splat.registers
     else:
         registers = acc.to_layout(wide).registers
@@ -62,17 +69,29 @@ def issue(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
         rows = registers[row : row + 1]
         values = list(rows.flat)
         reads = acc is not None
-        for at in range(k // step):
+        for at in range(depth // step):
             chunk, inner = divmod(at, group // step)
             if in_registers:
                 part = a[row * ROWS : (row + 1) * ROWS, at * step : (at + 1) * step]
                 left = [_as_i32(x) for x in part.registers.flat]
             else:
                 left = [_offset(a_base, row * a_rows + chunk * a_group + inner * a_step)]
-            right = _offset(b_base, chunk * b_group + inner * b_step)
-            values = _instruction(
-                values, left, right, n, step, dtype, reads, a_transposed, b_transposed
-            )
+            for (start, end), (base, b_group, b_step, b_transposed) in zip(
+                parts, rights, strict=True
+            ):
+                right = _offset(base, chunk * b_group + inner * b_step)
+                some = slice(start * ROWS // 128, end * ROWS // 128)  # a thread's
+                values[some] = _instruction(
+                    values[some],
+                    left,
+                    right,
+                    end - start,
+                    step,
+                    dtype,
+                    reads,
+                    a_transposed,
+                    b_transposed,
+                )
             reads = True
         for i, value in enumerate(values):
             rows.flat[i] = value

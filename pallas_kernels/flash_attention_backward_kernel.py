@@ -10,9 +10,10 @@ lie in registers. Two consumer warpgroups have half of the keys each; dS^T goes 
 memory, from which each computes its half of the tile's part of dQ. That part is added to a float32
 array in memory by the copy engine (TMA). A counter for every tile of queries holds each block back
 until the one before it has added its part: the order of every sum is fixed, and two calls give the
-same bits. The blocks start with the first tile of keys of every head, the longest ones, and each
-waits only for blocks that started before it. A third warpgroup, of few registers, loads the tiles
-and adds the parts of dQ.
+same bits. Of so many heads at a time the blocks start with the first tile of keys, the longest
+ones, and each waits only for blocks that started before it; those that run together go over the
+same queries, whose tiles and parts of dQ then stay in the L2. A third warpgroup, of few registers,
+loads the tiles and adds the parts of dQ.
 Heads wider than 128 do not fit: there a block has half as many keys, both consumers compute all
 scores, and each has half of the columns of dk, dv and dQ.
 Imported only by flash_attention_backward.py.
@@ -22,11 +23,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -47,6 +50,9 @@ class Config:
 
     early: dV is multiplied before dS is known, which holds P longer. dq_buffers: parts of dQ that
     wait to be added; ds_buffers: of dS, one of which the consumers have to hand back to each other.
+    together: key heads, of all rows of the batch, whose tiles start before those of others.
+    by_head: one query head after the other, instead of all of them for one tile of queries. shares:
+    blocks among which the query heads of a key head are divided; dk and dv are then added later.
     """
 
     block_q: int = 64
@@ -55,6 +61,9 @@ class Config:
     early: bool = True
     dq_buffers: int = 2
     ds_buffers: int = 1
+    together: int = 16
+    by_head: bool = False
+    shares: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +95,11 @@ class Static:
         return 4 if self.wide else -(-self.shape[-1] // ROWS)
 
     @property
+    def depth(self) -> int:
+        """Of a head's columns, those that wgmma has to sum over."""
+        return -(-self.shape[-1] // 16) * 16
+
+    @property
     def block_kv(self) -> int:
         return ROWS if self.wide else CONSUMERS * ROWS
 
@@ -97,20 +111,23 @@ class Static:
 
 
 def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids, kv_ids):
-    """(sum of dQ's parts without the scale, float32 [B, N, T, H], padded; dk; dv).
+    """(sum of dQ's parts without the scale, float32 [B, N, T, H], padded; dk; dv). With shares dk
+    and dv are float32, padded, and of as many heads as there are shares.
 
     delta, negative, and lse are float32 [B, N, tiles of queries, block_q]; lse is in bits and inf
     where nothing is seen, or with `begins` in units of a product of q and k, and negative.
     ranges: for a tile of keys, the first tile of queries that sees it and the end of them, neither
     falling from one tile of keys to the next, and both again of those that see all of it; for a
-    tile of queries the first tile of keys. int32 [B, tiles].
+    tile of queries the first tile of keys. int32 [B, tiles], or [1, tiles] for all rows.
     Ids are padded to whole tiles, and those of queries are [B, tiles, block_q].
     """
-    c, (b, t, s, n, kv_heads, _), interpret = static.config, static.shape, static.interpret
+    c, (b, t, s, n, kv_heads, h), interpret = static.config, static.shape, static.interpret
     (q_tiles, kv_tiles), chunks, wide = static.tiles, static.chunks, static.wide
-    group, dtype, block_q, block_kv = n // kv_heads, q.dtype, c.block_q, static.block_kv
+    heads = kv_heads * c.shares
+    group, dtype, block_q, block_kv = n // heads, q.dtype, c.block_q, static.block_kv
     parts = block_q // ROWS  # of a tile of queries; with two, each consumer has one of dQ
     owned = chunks // CONSUMERS if wide else chunks  # of dk's and dv's chunks, by a consumer
+    owned_columns = owned * ROWS if wide else static.depth
     pieces = parts * chunks // 2  # of 64 columns, of a consumer's dQ
     assert parts * chunks == (4 if wide else 2), (block_q, chunks)
     hand_back = c.ds_buffers == 1 and not wide  # wide: a consumer reads only what it has written
@@ -121,9 +138,12 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
 
     inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "do": dout, "lse": lse, "delta": delta}
     names = ("first", "end", "inner_first", "inner_end", "before")
-    inputs |= dict(zip(names, map(jnp.asarray, ranges), strict=True))
-    if masked:
-        inputs["numbers"] = jnp.arange(2 * ROWS, dtype=jnp.int32)
+    # one array: XLA starts a kernel for every constant that it can compute
+    xp: Any = np if all(isinstance(x, np.ndarray) for x in ranges) else jnp
+    numbers = [np.arange(2 * ROWS, dtype=np.int32), *(x.reshape(-1) for x in ranges)]
+    starts = dict(zip(names, itertools.accumulate(map(np.size, numbers)), strict=False))
+    inputs["numbers"] = jnp.asarray(xp.concatenate(numbers))
+    rows_differ = ranges[0].shape[0] > 1
     if static.lengths:
         inputs["lengths"] = lengths
     if static.segments:
@@ -134,12 +154,20 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
         dq_ref, dk_ref, dv_ref = refs[len(inputs) :]
         thread, task = lax.axis_index("group"), lax.axis_index("task")
         turn = None if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR((b * n * q_tiles,)))
-        tile, row = task // (b * kv_heads), lax.rem(task, b * kv_heads)
-        batch, kv_head = row // kv_heads, lax.rem(row, kv_heads)
+        start = task // (c.together * kv_tiles) * c.together
+        task = task - start * kv_tiles
+        rows = jnp.minimum(b * heads - start, c.together)
+        tile, row = task // rows, start + lax.rem(task, rows)
+        batch, share = row // heads, lax.rem(row, heads)
+        kv_head = share // c.shares
         kv_start = tile * block_kv
-        first, end = source["first"][batch, tile], source["end"][batch, tile]
-        steps = end - first
-        total = group * steps
+
+        def number(name, at):
+            size = q_tiles if name == "before" else kv_tiles
+            return source["numbers"][starts[name] + at + (batch * size if rows_differ else 0)]
+
+        first, end = number("first", tile), number("end", tile)
+        total = group * (end - first)
 
         def columns(chunk):
             # what is not known is not checked: a copy may pass the end of a row of heads
@@ -159,7 +187,8 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                         scratch["kv_full"],
                     )
             if masked:
-                plgpu.copy_gmem_to_smem(source["numbers"], scratch["numbers"], scratch["kv_full"])
+                numbers = source["numbers"].at[pl.ds(0, 2 * ROWS)]
+                plgpu.copy_gmem_to_smem(numbers, scratch["numbers"], scratch["kv_full"])
             if static.segments:
                 plgpu.copy_gmem_to_smem(
                     source["kv_ids"].at[batch, keys], scratch["kv_ids"], scratch["kv_full"]
@@ -167,7 +196,11 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
 
             def place(at):
                 """Query head and tile of queries of a step, the last tile first."""
-                return kv_head * group + at // steps, end - 1 - lax.rem(at, steps)
+                if c.by_head:
+                    steps = end - first
+                    return share * group + at // steps, end - 1 - lax.rem(at, steps)
+                head = 0 if group == 1 else lax.rem(at, jnp.int32(group))
+                return share * group + head, end - 1 - at // group
 
             def load(at, what):
                 (head, m), slot = place(at), slot_of(at, what)
@@ -195,6 +228,8 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 for consumer in range(CONSUMERS):
                     chunk, part = divmod(consumer * pieces + piece, parts)
                     for half in range(2):
+                        if chunk * ROWS + half * (ROWS // 2) >= h:
+                            continue  # the zeros that a head is padded with
                         rows = pl.ds(m * block_q + part * ROWS, ROWS)
                         to = pl.ds(chunk * ROWS + half * (ROWS // 2), ROWS // 2)
                         lead = (tile,) if interpret else ()
@@ -223,7 +258,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 head, m = place(at)
                 turns = at % ADDERS if isinstance(at, int) else lax.rem(at, jnp.int32(ADDERS))
                 counter = None if turn is None else turn.at[(batch * n + head) * q_tiles + m]
-                rank = 0 if counter is None else tile - source["before"][batch, m]
+                rank = 0 if counter is None else tile - number("before", m)
                 if counter is not None:
                     plgpu.semaphore_wait(counter, rank, decrement=False, memory_scope="gpu")
                 for piece in range(pieces):
@@ -268,13 +303,13 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             wgmma = functools.partial(_compat.wgmma, interpret=interpret)
             ready = functools.partial(_compat.wgmma_ready, interpret=interpret)
+            sums = functools.partial(wgmma, columns=owned_columns)
             wait = _compat.wgmma_wait
             start = 0 if wide else thread * ROWS
             mine = pl.ds(start, ROWS)
             length = source["lengths"][batch] if static.lengths else jnp.int32(s)
             behind = length - t  # of query 0
-            inner_first = source["inner_first"][batch, tile]
-            inner_end = source["inner_end"][batch, tile]
+            inner_first, inner_end = number("inner_first", tile), number("inner_end", tile)
             cap = (static.softcap or 1) * LOG2E
 
             def own(ref):
@@ -342,7 +377,8 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 return dq
 
             def step(at, carry):
-                m, dk, dv = carry
+                *tile_of_queries, dk, dv = carry
+                m = tile_of_queries[0] if c.by_head else end - 1 - at // group
                 slot, do_slot = slot_of(at, "q"), slot_of(at, "do")
                 here = jnp.minimum(m, 0)  # 0: what is computed of it is not kept in registers
                 ds = scratch["ds"].at[lax.rem(at, jnp.int32(2)) if c.ds_buffers > 1 else here]
@@ -354,12 +390,13 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                     x, dp = ready(broadcast(scratch["lse"].at[slot], 1), dp)
                 else:
                     (dp,) = ready(dp)
-                x = wgmma(x, scratch["k"].at[here, :, mine], q, transpose_b=True)
-                dp = wgmma(dp, scratch["v"].at[here, :, mine], do, transpose_b=True)
+                scores = functools.partial(wgmma, transpose_b=True, depth=static.depth)
+                x = scores(x, scratch["k"].at[here, :, mine], q)
+                dp = scores(dp, scratch["v"].at[here, :, mine], do)
                 p16, p = weights(wait(1, x), m, slot)
                 if c.early:
                     (p16,) = ready(p16)
-                    dv = wgmma(dv, p16, own(do))
+                    dv = sums(dv, p16, own(do))
                 dp = wait(int(c.early), dp)
                 ds16 = (p * dp).astype(dtype)
                 if hand_back:  # both have read what is there
@@ -372,12 +409,12 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                     plgpu.barrier_arrive(scratch["ds_full"])
                 if not c.early:
                     (p16,) = ready(p16)
-                    dv = wgmma(dv, p16, own(do))
+                    dv = sums(dv, p16, own(do))
                 if not wide:
                     plgpu.barrier_wait(scratch["ds_full"])
                 (ds16,) = ready(ds16)
                 dq = query_part(0, ds, here)
-                dk = wgmma(dk, ds16, own(q))
+                dk = sums(dk, ds16, own(q))
                 dv = wait(2 if wide else 3, dv)
                 plgpu.barrier_arrive(scratch["do_empty"].at[do_slot])
                 dq = wait(1, dq)
@@ -401,14 +438,18 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                     plgpu.barrier_arrive(scratch["dq_full"].at[turns])
                 dk = wait(0, dk)
                 plgpu.barrier_arrive(scratch["q_empty"].at[slot])
-                return jnp.where(m == first, end, m) - 1, dk, dv
+                following = [jnp.where(m == first, end, m) - 1] if c.by_head else []
+                return (*following, dk, dv)
 
             plgpu.barrier_wait(scratch["kv_full"])
-            zeros = jnp.zeros((ROWS, owned * ROWS), jnp.float32)
-            zeros = zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
-            carry = (end - 1, *ready(zeros, zeros))
-            _, *results = lax.fori_loop(0, total, step, carry)
+            def zeros(size):
+                x = jnp.zeros((ROWS, size), jnp.float32)
+                return x if interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+
+            carry = ready(zeros(owned_columns), zeros(owned_columns))
+            carry = (end - 1, *carry) if c.by_head else carry
+            *_, dk, dv = lax.fori_loop(0, total, step, carry)
             for i in range(1, c.dq_buffers + 1):  # every phase of a barrier must be seen
                 last = scratch["dq_empty"].at[lax.rem(total + (2 * ADDERS - i), jnp.int32(ADDERS))]
                 pl.when(total >= i)(functools.partial(plgpu.barrier_wait, last))
@@ -418,8 +459,14 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 plgpu.barrier_arrive(scratch["done"])
                 plgpu.barrier_wait(scratch["done"])
             rows = pl.ds(kv_start + start, ROWS)
-            for result, ref in zip(results, (dk_ref, dv_ref), strict=True):
+            for result, ref in ((dk, dk_ref), (dv, dv_ref)):
                 result = result * static.scale if ref is dk_ref else result
+                if c.shares > 1:
+                    which = pl.ds(thread * owned_columns if wide else 0, owned_columns)
+                    ref.at[batch, rows, share, which][...] = result
+                    continue
+                if more := owned * ROWS - owned_columns:
+                    result = jnp.concatenate([result, zeros(more)], axis=1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 which = [thread * owned + i if wide else i for i in range(owned)]
                 for i, chunk in enumerate(which):
@@ -468,17 +515,20 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
     if static.segments:
         scratch["kv_ids"] = plgpu.SMEM((block_kv,), jnp.int32)
         scratch["q_ids"] = plgpu.SMEM((c.stages, block_q), jnp.int32)
+    k_shape = jax.ShapeDtypeStruct(k.shape, dtype)
+    if c.shares > 1:
+        padded = (b, kv_tiles * block_kv, heads, chunks * ROWS)
+        k_shape = jax.ShapeDtypeStruct(padded, jnp.float32)
     dq_shape = (b, n, q_tiles * block_q, chunks * ROWS)
     dq, dk, dv = _compat.kernel(
         body,
         name="flash_attention_backward",
         out_type=[
             jax.ShapeDtypeStruct((kv_tiles, *dq_shape) if interpret else dq_shape, jnp.float32),
-            jax.ShapeDtypeStruct(k.shape, dtype),
-            jax.ShapeDtypeStruct(v.shape, dtype),
+            *[k_shape] * 2,
         ],
         scratch_types=scratch,
-        grid=(kv_tiles * b * kv_heads,),
+        grid=(kv_tiles * b * heads,),
         grid_names=("task",),
         num_threads=CONSUMERS + 1,
         thread_name="group",
@@ -487,7 +537,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
         unsafe_no_auto_barriers=True,  # every thread arrives; what is stored is committed
     )(*inputs.values())
     if interpret:
-        first, end, *_ = map(jnp.asarray, ranges)
+        first, end = map(jnp.asarray, ranges[:2])
         m = jnp.arange(q_tiles * block_q, dtype=jnp.int32)[:, None, None] // block_q
         wrote = (first[None] <= m) & (m < end[None])  # [T, B, tiles of keys]
         wrote = jnp.transpose(wrote, (2, 1, 0))[:, :, None, :, None]

@@ -97,14 +97,17 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
     q_tiles, kv_blocks = pl.cdiv(t, tile_rows), pl.cdiv(s, c.kv_block)
     rows = b * n
     blocks = min(static.num_sms, rows * q_tiles)
-    order = _schedule(
-        blocks,
-        rows,
-        _section(rows, n // kv_heads, 2 * s * h * dtype.itemsize),
-        tuple(_steps(static, t, s, down) for down in range(q_tiles)),
-    )
-    most = len(order) // blocks - 1
     segmented = q_segment_ids is not None
+    order, most = None, 1  # nothing to look up where each block has one tile
+    if rows * q_tiles > blocks:
+        order = _schedule(
+            blocks,
+            rows,
+            _section(rows, n // kv_heads, 2 * s * h * dtype.itemsize),
+            # how long a document is nobody knows yet: tiles side by side go to all blocks in turn
+            tuple(1 if segmented else _steps(static, t, s, down) for down in range(q_tiles)),
+        )
+        most = len(order) // blocks - 1
     # So that the last tile is like the others, one more follows it, of which nothing but the first
     # scores are computed.
     ahead = c.ahead
@@ -126,7 +129,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
             for ids, size in ((q_segment_ids, tile_rows), (kv_segment_ids, c.kv_block))
         )
     optional = {
-        "order": jnp.asarray(order, jnp.int32),
+        "order": None if order is None else jnp.asarray(order, jnp.int32),
         "ranges": ranges,
         "q_ids": q_segment_ids,
         "kv_ids": kv_segment_ids,
@@ -138,11 +141,11 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
         group = lax.axis_index("group")
         block = lax.axis_index("block")
         i32 = jnp.int32
-        my_tiles = rest["order"][block]
+        my_tiles = rest["order"][block] if order else i32(1)
 
         def tile_at(i):
             """What the i-th tile of this block is; behind the last, something."""
-            return rest["order"][blocks + block * most + i]
+            return rest["order"][blocks + block * most + i] if order else block
 
         def tile_of(index) -> dict[str, Any]:
             """Batch, head and first query of a tile, and its blocks of keys."""

@@ -70,12 +70,13 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_backward": (
-        "pallas_kernels.flash_attention_backward_kernel pallas_kernels.flash_attention_blocks"
+        "pallas_kernels.device pallas_kernels.flash_attention_backward_kernel "
+        "pallas_kernels.flash_attention_blocks"
     ),
     "pallas_kernels.flash_attention": (
         "pallas_kernels.attention_reference pallas_kernels.device "
         "pallas_kernels.flash_attention_backward pallas_kernels.flash_attention_forward "
-        "pallas_kernels.tuned"
+        "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.decode_attention_bytes": "pallas_kernels._compat",
     "pallas_kernels.decode_attention_parts": "pallas_kernels._compat",

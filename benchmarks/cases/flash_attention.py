@@ -25,7 +25,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 DIRECT_BYTES = 2**33  # scores that the plain path may hold at a time; more go by blocks of queries
 BLOCK = 1024
 SAMPLED_ROWS = 128
-SPILLED = (248, 72)  # bytes, of heads of 256, and of heads of 64 with every mask
+SPILLED = (280, 40)  # bytes, of heads of 256, and of heads of 64 with every mask
 EXACT_TOKENS = 8192  # rows of a backward pass that a host does again within seconds
 
 

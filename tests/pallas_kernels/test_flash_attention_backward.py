@@ -14,7 +14,7 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 
 from jaxllm import aot
-from pallas_kernels.flash_attention_backward import backward
+from pallas_kernels.flash_attention_backward import Config, backward
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -32,6 +32,7 @@ class Case:
     lengths: tuple[int, ...] | None = None
     sinks: bool = False
     dtype: Any = BF16
+    config: Config | None = None
 
     def arrays(self) -> dict[str, Any]:
         """What the forward pass took, and both cotangents."""
@@ -64,6 +65,12 @@ INTERPRETED = {
     "a chunk at the end": Case((1, 70, 200, 7, 1, 128), dtype=F16),
     "more queries than keys": Case((1, 200, 70, 1, 1, 128)),
     "all keys": Case((2, 64, 129, 2, 2, 128), FULL),
+    "shares of heads of 96": Case((2, 70, 130, 4, 2, 96), config=Config(together=3, shares=2)),
+    "shares of heads of 192": Case(
+        (1, 70, 65, 3, 1, 192),
+        FULL,
+        config=Config(do_stages=1, early=False, dq_buffers=1, together=2, shares=3),
+    ),
     "heads of 72": Case((1, 65, 129, 1, 1, 72)),
     "heads of 40": Case((1, 130, 130, 1, 1, 40), FULL, dtype=F16),
     "heads of 256": Case((1, 65, 70, 2, 1, 256)),
@@ -101,7 +108,7 @@ def forward(case: Case, arrays: dict[str, Any]) -> tuple[Any, Any]:
     return jnp.asarray(out, F32).astype(case.dtype), jnp.asarray(lse, F32)
 
 
-def gradients(case: Case, arrays: dict[str, Any], *, interpret: bool = False, config=None) -> Any:
+def gradients(case: Case, arrays: dict[str, Any], *, interpret: bool = False) -> Any:
     out, lse = forward(case, arrays)
 
     def call(arrays, out, lse):
@@ -117,7 +124,7 @@ def gradients(case: Case, arrays: dict[str, Any], *, interpret: bool = False, co
             **{**NOTHING, "scale": case.shape[-1] ** -0.5, **case.keywords},
             **sides,
             sinks=arrays.get("sinks"),
-            config=config,
+            config=case.config,
             interpret=interpret,
         )
 
@@ -195,8 +202,8 @@ def test_memory_is_linear():
     for tokens in (4096, 16384, 65536):
         inputs, _, keywords = structs((1, tokens, tokens, 4, 1, 128), "")
         program = aot.compile_for(lambda *x, keywords=keywords: backward(*x, **keywords), *inputs)
-        # dQ in float32, and what is a number a query
-        assert program.temporary_bytes <= tokens * 4 * (4 * 128 + 64) + 2**20
+        # dQ and the shares of dK and dV in float32, and what is a number a query
+        assert program.temporary_bytes <= tokens * 4 * (3 * 4 * 128 + 64) + 2**20
 
 
 ON_DEVICE = {
