@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 from benchmarks.models import LLAMA_8B
 from jaxllm import aot
-from jaxllm.config import REMAT
-from jaxllm.plan import Plan, plan
+from jaxllm.plan import ORDER, Plan, plan
 
 
 def row(name: str, found: Plan) -> str:
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=LLAMA_8B.num_hidden_layers)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--qlora", action="store_true")
-    parser.add_argument("--policies", nargs="+", default=REMAT, choices=REMAT)
+    parser.add_argument("--policies", nargs="+", default=ORDER, choices=ORDER)
     options = parser.parse_args(arguments)
     if (reason := aot.why_not()) is not None:
         print(f"memory_table: {reason}", file=sys.stderr)

@@ -29,10 +29,8 @@ from jaxllm.model import Transformer
 from jaxllm.optimizers import adamw_8bit
 from jaxllm.precision import policy as policy_named
 
-# From what costs no time to what costs most; each needs less memory than the one before. "offload"
-# is planned by name only: XLA puts the products for gradients off when copies to the host are under
-# way, and keeps what they need (8B, LoRA, 8192 tokens: 37.8 GiB, and 19.0 with "full"; jax 0.11.2)
-ORDER = ("none", "dots", "save_attention", "full")
+# From what costs no time to what costs most; each needs less memory than the one before
+ORDER = ("none", "dots", "save_attention", "full", "offload")
 # Bytes, as the driver of each reports them
 CARDS = {"h200": 139 * 2**30, "h100": 79 * 2**30, "a100": 79 * 2**30, "rtx4090": 23 * 2**30}
 RESERVED = 2**30  # for CUDA's context, kernels, and the libraries' own
