@@ -126,7 +126,8 @@ def plan(
         all weights are trained if None. With it the base is frozen and in the compute dtype.
     qlora: the base's linear layers packed in 4 bits; the rank is 16 if `lora` is None.
     policy: of `precision.POLICIES`. optimizer: "adamw", "adamw_8bit", "sgd", or any of optax.
-    remat: of `config.REMAT`; "auto" takes the first of `ORDER` that fits on the card, or the last.
+    remat: of `config.REMAT`; "auto" takes the first of `ORDER` that fits on the card, or the last
+        (with adapters without "dots", which then keeps more than "none").
     card: one of `CARDS`, or a size such as "24GB" (a GB has 10^9 bytes).
     target: the GPU to compile for; None: the CPU, as without JAX's CUDA plugin.
     Takes from half a minute to some minutes a policy for a model of 32 layers.
@@ -151,6 +152,9 @@ def plan(
     rank = 16 if qlora and lora is None else lora
     recipe = _Recipe(config, policy, rank, group_size if qlora else None, adapters)
     names = ORDER if remat == "auto" else (remat,)
+    if rank is not None and len(names) > 1:
+        # Beside each product stands the adapter's, and "dots" keeps both: more than "none"
+        names = tuple(name for name in names if name != "dots")
     tried: list[tuple[str, int]] = []
     for name in names:
         with _as_if_on(target):

@@ -104,6 +104,12 @@ def test_auto_takes_the_first_policy_that_fits(monkeypatch):
     assert "Policy none does not: 0.93 GiB or more." in str(ours)
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_auto_leaves_out_dots_where_adapters_double_the_products():
+    ours = plan(WIDE, **ON_CPU, lora=16, remat="auto", card="0.1GB")
+    assert [name for name, _ in ours.tried] == ["none", "save_attention", "full"]
+
+
 def test_auto_compiles_nothing_that_cannot_fit(monkeypatch):
     asked = []
 
