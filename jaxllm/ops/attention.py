@@ -117,23 +117,6 @@ def _why_not_pallas(q, k, v, *, device, return_weights, **kwargs) -> str | None:
     return why_not_flash(q, k, v, **kwargs, device=device)
 
 
-def _pallas_not_auto(
-    q, k, v, *, q_segment_ids, kv_lengths, softcap, sinks, device, **rest
-) -> str | None:
-    # H200, bfloat16, 32 / 8 heads of 128, us, ours and cuDNN's:
-    # - a token, 1 row over 1k, 8k, 32k keys: 5.0 and 7.1, 11.6 and 14.9, 33.8 and 36.8
-    # - causal, 4 x 4096 tokens: 819 and 916; 1 x 16384: 3374 and 3791; heads of 64: 2071 and 2371
-    # - backward, of two runs, 2 x 8192 tokens: 5190 and 5540; heads of 64: 3067 and 3370;
-    #   16 x 1024 tokens: 1200 and 1105, which is more than the forward pass gains (262 and 287)
-    # cuDNN takes packed texts by a mask of T x S, twenty times as slow; a cache has no gradient.
-    del k, v, device, rest
-    t, width = q.shape[1], q.shape[-1]
-    alone = all(x is None for x in (q_segment_ids, kv_lengths, softcap, sinks))
-    if not alone or t == 1 or t >= 8192 or width <= 64:
-        return None
-    return f"{t} tokens of heads of {width} may be a training step, and cudnn trains them faster"
-
-
 def _has_own_mask(window, q_segment_ids, kv_lengths, kv_len) -> bool:
     """Whether more than `causal` says which keys a query sees."""
     narrow = window is not None and window < kv_len
@@ -296,7 +279,14 @@ def _attention_cudnn(
 HOLDS_SCORES = ("unfused", "unfused-interpret", "xla")
 
 ATTENTION: Table = {
-    **pallas(_attention_pallas, _why_not_pallas, _pallas_not_auto),
+    # First, for it was the fastest or as fast wherever it was measured. H200, bfloat16, 32 / 8
+    # heads of 128, causal, us, ours and cuDNN's:
+    # - forward, 16 x 1024 tokens: 243 and 284; 4 x 4096: 819 and 916; 1 x 16384: 3374 and 3791
+    # - backward, 16 x 1024: 878 and 1097; 4 x 4096: 2697 and 2827; 2 x 8192: 5235 and 5304;
+    #   heads of 64, 2 x 8192: 2707 and 3281; 14 / 2 heads of 64, 1 x 512: 25 and 27
+    # - a token, 1 row over 1k, 8k, 32k keys: 4.4 and 6.7, 11.1 and 14.8, 33.2 and 37.0
+    # cuDNN takes packed texts by a mask of T x S, twenty times as slow.
+    **pallas(_attention_pallas, _why_not_pallas),
     "cudnn": Implementation(_attention_cudnn, _why_not_cudnn),
     "unfused": Implementation(
         _attention_unfused,
