@@ -43,7 +43,9 @@ class Fp8Linear(Linear):
         self.implementation = linear.implementation
 
     def __call__(self, x: Float[Array, "*B I"], *, out_dtype=None) -> Float[Array, "*B O"]:
-        y: Array = _product(jnp.dtype(out_dtype or self.dtype), x.astype(self.dtype), self.weight[...])
+        y: Array = _product(
+            jnp.dtype(out_dtype or self.dtype), x.astype(self.dtype), self.weight[...]
+        )
         if self.bias is None:
             return y
         bias = self.bias[...].astype(y.dtype)
