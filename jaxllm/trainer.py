@@ -27,24 +27,13 @@ from rich.console import Console
 
 from jaxllm import metrics, trace, train
 from jaxllm.checkpoint.native import Checkpoints
-from jaxllm.config import ModelConfig
+from jaxllm.flops import flops_a_token, peak_flops
 from jaxllm.model import Transformer
 from jaxllm.precision import NoScale, Scale
 from jaxllm.train import Batch, Params
 
 LAG = 2  # steps between a dispatch and a look at its numbers: the device always has one to do
 SMOOTHED = 20  # steps that a speed is the mean of
-
-# Dense peak in floating-point operations a second, 16 bits in and float32 accumulated, by what
-# `device_kind` contains; of NVIDIA's data sheets.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}
 
 
 class Batches(Protocol):
@@ -308,15 +297,11 @@ class _Speed:
     """Tokens a second, MFU and memory, by when the numbers of the last steps came."""
 
     def __init__(self, model: Transformer, *, trains_all: bool):
-        config = self.config = model.config
+        self.config = model.config
         self.device = jax.devices()[0]
-        kind = self.device.device_kind
-        peaks = [flops for name, flops in PEAK_FLOPS.items() if name in kind]
         half = model.runtime.compute_dtype != "float32"
-        self.peak = peaks[0] if peaks and half else None
-        self.weights = matrix_weights(config)
-        # Forward, the gradient of the activations, and, of trained weights, that of the weights
-        self.passes = 3 if trains_all else 2
+        self.peak = peak_flops(self.device.device_kind) if half else None
+        self.trains_all = trains_all
         self.seen: collections.deque[tuple[float, _Work]] = collections.deque(maxlen=SMOOTHED + 1)
 
     def pause(self) -> None:
@@ -331,11 +316,9 @@ class _Speed:
             done = [work for _, work in self.seen][1:]
             tokens = sum(work.tokens for work in done)
             row["tokens_per_s"] = tokens / seconds
-            if self.peak is not None:
-                heads = self.config.num_attention_heads * self.config.head_dim
-                flops = 2 * self.passes * self.weights * tokens
-                pairs = sum(work.pairs for work in done)
-                flops += 12 * self.config.num_hidden_layers * heads * pairs
+            if self.peak is not None and tokens:
+                seen = sum(work.pairs for work in done) / tokens
+                flops = tokens * flops_a_token(self.config, seen, trains_all=self.trains_all)
                 row["mfu"] = flops / seconds / self.peak
         return row
 
@@ -382,15 +365,6 @@ class _Profile:
     ) -> None:
         if self.runs:
             self._stop()
-
-
-def matrix_weights(config: ModelConfig) -> int:
-    """How many weights a token is multiplied with: those of all products, the head among them."""
-    heads = config.num_attention_heads + config.num_key_value_heads
-    attention = 2 * config.hidden_size * config.head_dim * heads
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    head = config.vocab_size * config.hidden_size
-    return config.num_hidden_layers * (attention + mlp) + head
 
 
 def fingerprint(params: Params) -> str:

@@ -110,6 +110,7 @@ MAY_IMPORT = {
     "jaxllm.aot": "",
     "jaxllm.config": "",
     "jaxllm.families": "jaxllm.config",
+    "jaxllm.flops": "jaxllm.config",
     "jaxllm.memory": "",
     "jaxllm.compile_cache": "",
     "jaxllm.sampling": "",
@@ -162,7 +163,7 @@ MAY_IMPORT = {
     "jaxllm.metrics": "",
     "jaxllm.trace": "",
     "jaxllm.trainer": (
-        "jaxllm.checkpoint.native jaxllm.config jaxllm.metrics jaxllm.model jaxllm.precision "
+        "jaxllm.checkpoint.native jaxllm.flops jaxllm.metrics jaxllm.model jaxllm.precision "
         "jaxllm.trace jaxllm.train"
     ),
     "jaxllm.checkpoint.peft": (

@@ -23,7 +23,7 @@ from tiny_models import TINY
 from jaxllm import metrics, trace, train
 from jaxllm.config import Runtime
 from jaxllm.model import Transformer
-from jaxllm.trainer import StoppedError, Trainer, fingerprint, matrix_weights
+from jaxllm.trainer import StoppedError, Trainer, fingerprint
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'jaxllm[train]'")
 
@@ -279,16 +279,6 @@ def test_a_fingerprint_tells_weights_apart():
     name = "layers.0.mlp.up_proj.weight"
     assert fingerprint(params) != fingerprint({**params, name: params[name] + 1e-6})
     assert fingerprint(params) != fingerprint({**params, name: params[name].astype("bfloat16")})
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_weights_that_a_token_is_multiplied_with(tied):
-    config = dataclasses.replace(TINY, tie_word_embeddings=tied)
-    params = train.parameters(Transformer(config, rngs=nnx.Rngs(0)))
-    matrices = {name: x.size for name, x in params.items() if x.ndim == 2}
-    if not tied:
-        del matrices["embed_tokens.weight"]  # read, not multiplied with
-    assert matrix_weights(config) == sum(matrices.values())
 
 
 def test_rows_after_the_checkpoint_are_dropped_and_a_cut_line_is_no_row(tmp_path):
