@@ -163,6 +163,16 @@ def _why_not_unfused_interpret(q, k, v, *, device, **kwargs) -> str | None:
     return _why_not_unfused(q, k, v, device=device_lib.INTERPRETED, **kwargs)
 
 
+def _pallas_not_auto(q, k, v, *, device, **kwargs) -> str | None:
+    del k, v, device
+    t, width = q.shape[1], q.shape[-1]
+    names = "q_segment_ids kv_lengths softcap sinks".split()
+    alone = all(kwargs.get(name) is None for name in names)
+    if not alone or t == 1 or t >= 8192 or width <= 128:
+        return None
+    return f"heads of {width} may be trained, which was not timed beside cudnn"
+
+
 def _unfused_not_auto(q, k, v, *, device, **kwargs) -> str | None:
     # H200, float32, 2048 x 2048, 32 heads of 128, causal: 1781 us, XLA 2025 us
     del v, device, kwargs
@@ -286,7 +296,7 @@ ATTENTION: Table = {
     #   heads of 64, 2 x 8192: 2707 and 3281; 14 / 2 heads of 64, 1 x 512: 25 and 27
     # - a token, 1 row over 1k, 8k, 32k keys: 4.4 and 6.7, 11.1 and 14.8, 33.2 and 37.0
     # cuDNN takes packed texts by a mask of T x S, twenty times as slow.
-    **pallas(_attention_pallas, _why_not_pallas),
+    **pallas(_attention_pallas, _why_not_pallas, _pallas_not_auto),
     "cudnn": Implementation(_attention_cudnn, _why_not_cudnn),
     "unfused": Implementation(
         _attention_unfused,

@@ -157,6 +157,10 @@ def test_auto_takes_our_attention():
         with absent("NVIDIA H200"):
             assert ops.chosen("attention", q, k, k, **kwargs) == "pallas"
             assert ops.explain("attention", q, k, k, **kwargs)["pallas"] is None
+    q, k = heads(512, 32, H=256), heads(512, 8, H=256)
+    reason = "heads of 256 may be trained, which was not timed beside cudnn"
+    with absent("NVIDIA H200"):
+        assert ops.explain("attention", q, k, k)["pallas"] == reason
 
 
 def test_float32_attention_is_left_to_others_by_name():
