@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
@@ -40,7 +41,7 @@ class Saved:
 
 
 class TornError(ValueError):
-    """A checkpoint that is there and cannot be read."""
+    """A checkpoint of which a part is missing or broken."""
 
 
 def _to_stderr(sentence: str) -> None:
@@ -138,12 +139,13 @@ class Checkpoints:
             return
         # Never without a number, for Orbax would warn; one that is no number would be the best.
         measure = math.inf if loss is None or math.isnan(loss) else float(loss)
+        leaves = {**_leaves(state), "key": jax.random.key_data(key)}
         self._saving = step
         with self._saying_what_fails(), _quiet():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(jax.tree.map(_own, _leaves(state, key))),
+                    state=ocp.args.StandardSave(jax.tree.map(_own, leaves)),
                     notes=ocp.args.JsonSave({"position": dict(position or {}), "key": _kind(key)}),
                 ),
                 metrics={"loss": measure},
@@ -162,16 +164,30 @@ class Checkpoints:
         *,
         step: int | None = None,
         check: Callable[[Mapping[str, Any]], None] | None = None,
+        donate: bool = False,
     ) -> Saved:
         """The checkpoint of a step, with the shapes, dtypes, placement and frozen parameters of
         `like`, which is not changed.
 
         None: the newest that can be read. One that is torn is said, and set aside as `torn-STEP`.
         `check` is called with the position before any array is compared or read; it may raise.
+        donate: the arrays of `like` but the frozen ones are deleted when all was compared and
+        before any is read, so that there is room where a state does not fit twice.
         Raises: FileNotFoundError if there is none. ValueError if the one that was asked for, or
-        every one, is torn (`TornError`), or it is of another model or optimiser.
+        every one, is torn (`TornError`), or it is of another model or optimiser. What stands in the
+        way of reading and is no fault of the checkpoint (no memory, no permission) as it comes, and
+        nothing is set aside.
         """
         self.wait()
+        given = jax.tree.leaves(dataclasses.replace(like, frozen={})) if donate else []
+        # Shapes from here on, for a second one may be read when the arrays are gone
+        frozen, like = like.frozen, dataclasses.replace(like, frozen={})
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+
+        def read(step: int) -> Saved:
+            saved = self._read(step, like, check, given)
+            return dataclasses.replace(saved, state=dataclasses.replace(saved.state, frozen=frozen))
+
         steps = sorted(self._manager.all_steps())
         if not steps:
             raise FileNotFoundError(f"{self.folder}: no training was saved here")
@@ -181,20 +197,20 @@ class Checkpoints:
                 raise FileNotFoundError(
                     f"{self.folder}: step {step} was not saved here; the steps that were: {listed}"
                 )
-            return self._read(step, like, check)
+            return read(step)
         while True:
             step = steps.pop()
             try:
-                return self._read(step, like, check)
+                return read(step)
             except TornError:
                 if not steps:
                     raise
             self._say(f"{self._set_aside(step)}; going back to step {steps[-1]}")
             self._manager.reload()
 
-    def parameters(self, *, step: int | None = None) -> dict[str, Array]:
+    def parameters(self, *, step: int | None = None) -> dict[str, np.ndarray]:
         """The trained parameters of a step (None: the best; without losses, the latest), by name,
-        as they were saved.
+        as they were saved; in the host's memory. Nothing else is read.
 
         Raises: FileNotFoundError if there is none; TornError.
         """
@@ -204,28 +220,35 @@ class Checkpoints:
             raise FileNotFoundError(f"{self.folder}: no training was saved here")
         with self._torn(step):
             saved = self._manager.item_metadata(step)["state"].tree
-            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            like = {
-                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
-                for name, x in saved.items()
-            }
-            leaves = self._manager.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))
-            )["state"]
-        return {
-            name.removeprefix(_PARAMS): x for name, x in leaves.items() if name.startswith(_PARAMS)
-        }
+            names = [name for name in saved if name.startswith(_PARAMS)]
+            to_host = ocp.RestoreArgs(restore_type=np.ndarray)
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                leaves = reader.restore(
+                    self.folder / str(step) / "state",
+                    args=ocp.args.PyTreeRestore(
+                        item={name: saved[name] for name in names},
+                        restore_args=dict.fromkeys(names, to_host),
+                        partial_restore=True,
+                    ),
+                )
+        return {name.removeprefix(_PARAMS): leaves[name] for name in names}
 
     def _read(
-        self, step: int, like: TrainState, check: Callable[[Mapping[str, Any]], None] | None
+        self,
+        step: int,
+        like: TrainState,
+        check: Callable[[Mapping[str, Any]], None] | None,
+        given: list[Array],
     ) -> Saved:
+        """`like`: shapes. `given`: what is deleted before arrays are read."""
         stored = self.folder / str(step)
         with self._torn(step):
             notes = self._manager.restore(
                 step, args=ocp.args.Composite(notes=ocp.args.JsonRestore())
             )
             notes = notes["notes"]
-            wanted = _leaves(like, jax.random.key(0, impl=notes["key"]))
+            key: Any = jax.random.key_data(jax.random.key(0, impl=notes["key"]))
+            wanted = {**_leaves(like), "key": ocp.utils.to_shape_dtype_struct(key)}
             saved_shapes = _shapes(self._manager.item_metadata(step)["state"].tree)
         if check is not None:
             check(notes["position"])
@@ -236,16 +259,15 @@ class Checkpoints:
                     f"{stored}: {name} is {saved_shapes.get(name, 'absent')} there, but "
                     f"{shapes.get(name, 'absent')} in the model or optimiser that is to go on"
                 )
+        for x in given:
+            x.delete()
         with self._torn(step):
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
             restored = self._manager.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
             )["state"]
         key = jax.random.wrap_key_data(restored.pop("key"), impl=notes["key"])
-        thawed = dataclasses.replace(like, frozen={})
-        leaves = [restored[name] for name in _names(thawed)]
-        state = jax.tree.unflatten(jax.tree.structure(thawed), leaves)
-        state = dataclasses.replace(state, frozen=like.frozen)
+        leaves = [restored[name] for name in _names(like)]
+        state = jax.tree.unflatten(jax.tree.structure(like), leaves)
         return Saved(state, key, notes["position"], self._loss(step))
 
     def _loss(self, step: int) -> float | None:
@@ -258,6 +280,8 @@ class Checkpoints:
             with _quiet():
                 yield
         except Exception as error:  # Orbax and the file layers below raise many kinds
+            if not _is_torn(error):
+                raise
             raise TornError(
                 f"{self.folder / str(step)}: this checkpoint cannot be read, a part of it is "
                 "missing or broken; remove that folder to go back to the one before"
@@ -305,11 +329,34 @@ def _own(x: Array) -> Array:
     return jnp.copy(x) if next(iter(x.devices())).platform == "cpu" else x
 
 
-def _leaves(state: TrainState, key: Array) -> dict[str, Array]:
-    """All that is written, by name."""
+def _is_torn(error: BaseException) -> bool:
+    """Whether a part of what was read is missing or broken, and not the reading itself at fault:
+    out of memory, not permitted, a disk that fails.
+    """
+    chain: list[BaseException] = []
+    while error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__ or error
+    if any(isinstance(e, jax.errors.JaxRuntimeError | MemoryError) for e in chain):
+        return False
+    if any(isinstance(e, OSError) and not isinstance(e, _MISSING) for e in chain):
+        return False
+    # TensorStore raises ValueError, with a status in front
+    return any(
+        isinstance(e, (*_MISSING, KeyError, json.JSONDecodeError, UnicodeDecodeError))
+        or (isinstance(e, ValueError) and str(e).startswith(_BROKEN))
+        for e in chain
+    )
+
+
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_BROKEN = ("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE", "INVALID_ARGUMENT")
+
+
+def _leaves(state: TrainState) -> dict[str, Array]:
+    """All of a state that is written, by name."""
     thawed = dataclasses.replace(state, frozen={})
-    leaves = dict(zip(_names(thawed), jax.tree.leaves(thawed), strict=True))
-    return {**leaves, "key": jax.random.key_data(key)}
+    return dict(zip(_names(thawed), jax.tree.leaves(thawed), strict=True))
 
 
 def _names(tree: Any) -> list[str]:

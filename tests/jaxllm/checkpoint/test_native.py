@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from orbax.checkpoint.type_handlers import ArrayHandler, NumpyHandler
 from tiny_models import TINY
 
 from jaxllm import train
@@ -170,6 +171,95 @@ def test_behind_a_torn_checkpoint_the_one_before_is_taken(tmp_path, part):
         assert checkpoints.restore(state).position == {"at": "again"}
     assert len(said) == 1
     gc.collect()
+
+
+@late_reports
+def test_a_checkpoint_whose_numbers_are_cut_off_is_torn(tmp_path):
+    state = save_two(tmp_path)
+    files = [file for file in (tmp_path / "2/state").rglob("*") if file.is_file()]
+    tear(max(files, key=lambda file: file.stat().st_size))
+    with Checkpoints(tmp_path, say=[].append) as checkpoints:
+        assert checkpoints.restore(state).position == {"at": 1}
+    gc.collect()
+
+
+def caused(by):
+    error = Exception("Encountered error while reading array index")
+    error.__cause__ = by
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+        caused(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")),
+        MemoryError(),
+        PermissionError(13, "Permission denied"),
+        OSError(5, "Input/output error"),
+        caused(ValueError("PERMISSION_DENIED: Error opening local file")),
+    ],
+    ids=lambda error: type(error.__cause__ or error).__name__,
+)
+def test_what_is_no_fault_of_the_checkpoint_leaves_it_where_it_is(tmp_path, monkeypatch, error):
+    state, said = save_two(tmp_path), []
+    with Checkpoints(tmp_path, say=said.append) as checkpoints:
+
+        def fails(*_, **__):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints._manager, "restore", fails)
+            with pytest.raises(type(error)) as raised:
+                checkpoints.restore(state)
+        assert raised.value is error
+        assert not said
+        assert checkpoints.restore(state).position == {"at": 2}
+
+
+def test_a_donated_state_is_gone_before_the_saved_one_is_read(tmp_path, monkeypatch):
+    like = save_two(tmp_path)
+    other, _ = start(vocab_size=32)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match="but float32"):
+            checkpoints.restore(other, donate=True)
+        assert not any(x.is_deleted() for x in jax.tree.leaves(other))
+        restore, gone = checkpoints._manager.restore, []
+
+        def noted(step, args):
+            gone.append(all(x.is_deleted() for x in jax.tree.leaves(like)))
+            return restore(step, args=args)
+
+        monkeypatch.setattr(checkpoints._manager, "restore", noted)
+        assert checkpoints.restore(like, donate=True).position == {"at": 2}
+    assert gone == [False, True]  # the notes, the arrays
+
+
+@late_reports
+def test_a_donated_state_is_no_more_needed_for_the_checkpoint_before(tmp_path):
+    like = save_two(tmp_path)
+    expected = jax.tree.map(np.array, like)
+    tear(tmp_path / "2/state/manifest.ocdbt")
+    with Checkpoints(tmp_path, say=[].append) as checkpoints:
+        assert_same(checkpoints.restore(like, donate=True).state, expected)
+    gc.collect()
+
+
+def test_of_the_parameters_only_they_are_read_and_to_the_host(tmp_path, monkeypatch):
+    state, read = save_two(tmp_path), []
+    deserialize = ArrayHandler.deserialize
+
+    async def noted(self, infos, *args, **options):
+        read.extend(info.name for info in infos)
+        return await deserialize(self, infos, *args, **options)
+
+    for handler in (ArrayHandler, NumpyHandler):
+        monkeypatch.setattr(handler, "deserialize", noted)
+    with Checkpoints(tmp_path) as checkpoints:
+        found = checkpoints.parameters(step=1)
+    assert sorted(read) == sorted(f"params.{name}" for name in state.params)
+    assert all(isinstance(x, np.ndarray) for x in found.values())
+    assert_same(found, jax.device_get(state.params))
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_the_last_good_checkpoint(tmp_path, capfd):
