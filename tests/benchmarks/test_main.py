@@ -415,7 +415,7 @@ def test_sections_are_chosen_by_name():
         return [key.split("/")[0] for key, _ in sections.tasks(names, quick, on_gpu)]
 
     assert set(keys([])) == set(sections.SECTIONS) - {"train"}  # minutes, so only by name
-    assert keys(["train"], quick=True) == ["train"] * 4
+    assert set(keys(["train"], quick=True)) == {"train"}
     assert set(keys(["layer"])) == {"layer"}
     assert "decode" not in keys([], quick=True)
     assert "decode" in keys(["decode"], quick=True)
