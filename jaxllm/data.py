@@ -1,4 +1,4 @@
-"""Examples -> batches: packing, an order that can be taken up again, and the way to the device.
+"""Examples -> batches: packing, and an order that can be taken up again.
 
 A batch is a dictionary of int32 arrays [B, T], as `jaxllm.train` takes it: `tokens`, `targets`
 (-100 is not counted), `positions`, which begin at 0 in each document, and `segment_ids`: 1, 2, ...
@@ -9,14 +9,12 @@ too, makes the examples.
 from __future__ import annotations
 
 import bisect
-import collections
 import functools
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-import jax
 import numpy as np
 
 from jaxllm.records import (
@@ -38,7 +36,6 @@ __all__ = [
     "Encoded",
     "Example",
     "Loader",
-    "Placed",
     "PreferenceExample",
     "PreferenceLoader",
     "Record",
@@ -391,56 +388,3 @@ class PreferenceLoader(_Batches):
             reference = np.zeros((self._rows, 2), np.float32)
             reference[: len(units)] = self._reference[units]
         return preference_batch(pairs, self._length, reference)
-
-
-class Placed(Iterator[dict[str, jax.Array]]):
-    """A loader's batches as arrays on the device, `ahead` of them on their way while a step runs.
-
-    A transfer is begun when the batch before it is handed out, and is not waited for. `sharding`
-    says where a batch goes (None: the default device); with several processes each gives its rows.
-    `state` is that of the first batch not handed out yet, whatever has been read ahead.
-    """
-
-    def __init__(
-        self, loader: Any, *, sharding: jax.sharding.Sharding | None = None, ahead: int = 1
-    ):
-        if ahead < 0:
-            raise ValueError(f"data: ahead must be 0 or more, got {ahead}")
-        self.loader, self._sharding, self._ahead = loader, sharding, ahead
-        self._waiting: collections.deque[tuple[dict[str, Any], Any]] = collections.deque()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> dict[str, jax.Array]:
-        self._fill(1)
-        if not self._waiting:
-            raise StopIteration
-        batch = self._waiting.popleft()[1]
-        self._fill(self._ahead)
-        return batch
-
-    def _fill(self, count: int) -> None:
-        while len(self._waiting) < count:
-            state = self.loader.state()
-            batch = next(self.loader, None)
-            if batch is None:
-                return
-            self._waiting.append((state, self._place(batch)))
-
-    def _place(self, batch: Batch) -> dict[str, jax.Array]:
-        if self._sharding is None:
-            return jax.device_put(batch)
-        return {
-            key: jax.make_array_from_process_local_data(self._sharding, array)
-            for key, array in batch.items()
-        }
-
-    def state(self) -> dict[str, Any]:
-        """As the loader's."""
-        return self._waiting[0][0] if self._waiting else self.loader.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """As the loader's; what was read ahead is forgotten."""
-        self.loader.restore(state)
-        self._waiting.clear()

@@ -9,6 +9,7 @@ import csv
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -129,8 +130,8 @@ def draw_curve(rows: list[dict[str, Any]], file: Path) -> None:
 def bar(total: int, *, completed: int = 0, console: Console) -> tuple[Progress, Any]:
     """The live bar of a run, and the function that moves it: `move(step, row)`.
 
-    It shows loss, tokens a second, MFU where the row has it, memory and the time left; nothing
-    where the console is no terminal.
+    It shows loss, tokens a second, MFU where the row has it, memory, steps that changed nothing and
+    the time left; nothing where the console is no terminal.
     """
     progress = Progress(
         TextColumn("training"),
@@ -154,32 +155,75 @@ def facts(row: Row) -> str:
         said.append(f"MFU {100 * row['mfu']:.1f} %")
     if row.get("memory_bytes"):
         said.append(f"{row['memory_bytes'] / 1e9:.1f} GB")
+    if row.get("skipped"):
+        said.append(f"{row['skipped']} skipped")
     return "  ".join(said)
 
 
+class _Opened:
+    """A writer that opens with its first row, for only then is it known where a run goes on."""
+
+    def __init__(self, open_at: Callable[[int], tuple[Writer, Callable[[], None]]]):
+        self._open_at = open_at
+        self._opened: tuple[Writer, Callable[[], None]] | None = None
+
+    def __call__(self, step: int, row: Mapping[str, float]) -> None:
+        if self._opened is None:
+            self._opened = self._open_at(step)
+        self._opened[0](step, row)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened[1]()
+            self._opened = None
+
+
 def tensorboard(folder: Path) -> Writer:
-    """Rows into TensorBoard's event files. Raises: ValueError if tensorboardX is not installed."""
+    """Rows into TensorBoard's event files. Those of a run that is resumed take the place of what it
+    had written of the same steps. Raises: ValueError if tensorboardX is not installed.
+    """
     try:
         from tensorboardX import SummaryWriter  # type: ignore
     except ImportError as error:
         raise ValueError(
             "tensorboard: its writer is not installed: pip install tensorboardX"
         ) from error
-    writer = SummaryWriter(str(folder))
 
-    def write(step: int, row: Mapping[str, float]) -> None:
-        for name, value in row.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
+    def open_at(first: int) -> tuple[Writer, Callable[[], None]]:
+        writer = SummaryWriter(str(folder), purge_step=first)
 
-    return write
+        def write(step: int, row: Mapping[str, float]) -> None:
+            for name, value in row.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        return write, writer.close
+
+    return _Opened(open_at)
 
 
 def wandb(folder: Path, settings: Mapping[str, Any]) -> Writer:
-    """Rows into a wandb run. Raises: ValueError if wandb is not installed."""
+    """Rows into a wandb run. One that is resumed goes on with its run there, whose id is in
+    `wandb-id`; wandb itself leaves out steps that it has. Raises: ValueError if wandb is not
+    installed.
+    """
     try:
         import wandb as client  # type: ignore
     except ImportError as error:
         raise ValueError("wandb: it is not installed: pip install wandb") from error
-    run = client.init(project="jaxllm", dir=str(folder), config=dict(settings))
-    return lambda step, row: run.log(dict(row), step=step)
+
+    def open_at(first: int) -> tuple[Writer, Callable[[], None]]:
+        file = folder / "wandb-id"
+        if first == 1 or not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(secrets.token_hex(4), encoding="utf-8")
+        run = client.init(
+            project="jaxllm",
+            dir=str(folder),
+            config=dict(settings),
+            id=file.read_text(encoding="utf-8"),
+            resume="allow",
+        )
+        return lambda step, row: run.log(dict(row), step=step), run.finish
+
+    return _Opened(open_at)

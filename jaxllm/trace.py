@@ -1,16 +1,12 @@
-"""A profiler's trace of a few steps, and the kernels that took longest in it."""
+"""The kernels that took longest in a profiler's trace."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
-
-import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +20,6 @@ class Kernel:
     scope: str
     launches: int
     total_us: float
-
-
-@contextlib.contextmanager
-def recorded(folder: Path) -> Iterator[None]:
-    """Writes a `jax.profiler` trace of what runs inside, for TensorBoard and Perfetto."""
-    jax.profiler.start_trace(str(folder))
-    try:
-        yield
-    finally:
-        jax.profiler.stop_trace()
 
 
 def longest(folder: Path, count: int = 10) -> list[Kernel]:

@@ -8,8 +8,11 @@ placed while a step runs. Those who want another loop write one with `train.make
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
+import importlib.util
+import math
 import os
 import resource
 import sys
@@ -48,8 +51,8 @@ class Batches(Protocol):
 class Fitted:
     """How a run ended.
 
-    params: those with the lowest held-out loss, or the last ones if nothing is held out; with the
-        frozen ones. `step` is theirs.
+    params: those of the step, the last or one that was evaluated, with the lowest held-out loss, or
+        the last ones if nothing is held out; with the frozen ones. `step` is theirs.
     base_loss, loss: held-out nats a token before training and with `params` (None: nothing is held
         out). `before`, `after`: samples of text at the same places (None without `sample`).
     """
@@ -63,10 +66,12 @@ class Fitted:
 
 
 class StoppedError(Exception):
-    """Ctrl-C: the run is saved at `step`."""
+    """Ctrl-C. step: that of the newest checkpoint, from which a resumed run goes on; None: nothing
+    could be saved.
+    """
 
-    def __init__(self, step: int):
-        super().__init__(f"saved at step {step}")
+    def __init__(self, step: int | None):
+        super().__init__("nothing was saved" if step is None else f"saved at step {step}")
         self.step = step
 
 
@@ -76,16 +81,16 @@ class Trainer:
     out: gets `checkpoints/`, `metrics.jsonl` and `metrics.csv`, and at the end `loss.png`.
     steps: how many batches in all.
     trainable, scale: as in `train.init_state`; what is not trained is never written. loss,
-        micro_batches: as in `train.make_train_step`.
+        micro_batches, stochastic_rounding: as in `train.make_train_step`.
     held_out: batches whose loss is measured at the start, every `eval_every` steps (None: ten times
         in all) and at the end. sample: text from the model at the same places.
-    save_every: steps between two checkpoints (None: with each evaluation). keep: how many are kept
-        beside the best.
-    schedule: the learning rate of a step, for the metrics.
+    save_every: steps between two checkpoints (None: with each evaluation). An evaluation with the
+        lowest loss so far is saved in any case. keep: how many are kept beside the best.
+    schedule: the learning rate by the count of updates before, for the metrics.
     settings: what JSON can say, and a resumed run must have been given alike.
-    writers: `metrics.tensorboard(...)` and the like.
+    writers: `metrics.tensorboard(...)` and the like; one with a `close` is closed after `fit`.
     profile: how many steps, from the third on, are traced into `out/profile`; 0: none.
-    Raises: ValueError for numbers below what they must be.
+    Raises: ValueError for numbers below what they must be, and without matplotlib.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Trainer:
         trainable: Callable[[str], bool] | None = None,
         scale: Scale = NoScale(),
         micro_batches: int = 1,
+        stochastic_rounding: bool = False,
         held_out: Sequence[Batch] = (),
         sample: Callable[[Transformer], str] | None = None,
         eval_every: int | None = None,
@@ -114,6 +120,7 @@ class Trainer:
     ):
         for name, value, least in (
             ("steps", steps, 1),
+            ("micro_batches", micro_batches, 1),
             ("eval_every", eval_every, 1),
             ("save_every", save_every, 1),
             ("keep", keep, 1),
@@ -121,15 +128,27 @@ class Trainer:
         ):
             if value is not None and value < least:
                 raise ValueError(f"trainer: {name} must be at least {least}, got {value}")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(
+                "trainer: matplotlib, which draws loss.png, is not installed: pip install "
+                "'jaxllm[train]'"
+            )
         self.model, self.batches, self.out = model, batches, Path(out)
         self.steps, self.keep, self.profile = steps, keep, profile
+        self.micro_batches = micro_batches
         self.eval_every = eval_every or -(-steps // 10)
         self.save_every = save_every or self.eval_every
         self.held_out, self.sample = list(held_out), sample
         self.schedule, self.writers = schedule, writers
         self.console = console or Console(stderr=True, highlight=False, markup=False)
         self.key = jax.random.key(seed)
-        self.step = train.make_train_step(model, optimizer, loss, micro_batches=micro_batches)
+        self.step = train.make_train_step(
+            model,
+            optimizer,
+            loss,
+            micro_batches=micro_batches,
+            stochastic_rounding=stochastic_rounding,
+        )
         self.evaluate = train.make_evaluate(model, loss)
         self.state = train.init_state(model, optimizer, trainable=trainable, scale=scale)
         base = fingerprint(self.state.frozen or self.state.params)
@@ -138,15 +157,19 @@ class Trainer:
     def fit(self, *, resume: bool = False) -> Fitted:
         """Trains to the last step; with `resume`, from the newest good checkpoint of the folder on.
 
-        Afterwards the model holds the parameters that are returned.
+        Afterwards the model holds the parameters that are returned, and the optimiser's state is
+        gone. A state that is to be resumed takes the place of the one there is, and never lies
+        beside it.
         Raises: ValueError, with nothing overwritten, if the folder holds a run and `resume` is not
-        set, or if it holds one with other settings, another model or optimiser; FileNotFoundError
-        if there is none to resume; StoppedError after Ctrl-C.
+        set, or if it holds one with other settings, another model or optimiser; if the batches end
+        early, or have rows that `micro_batches` does not divide; if no step changed anything, for
+        no loss and gradient was finite. FileNotFoundError if there is none to resume. StoppedError
+        after Ctrl-C.
         """
         folder = self.out / "checkpoints"
         with Checkpoints(folder, keep=self.keep, say=self._say) as checkpoints:
             if resume:
-                saved = checkpoints.restore(self.state, check=self._check)
+                saved = checkpoints.restore(self.state, check=self._check, donate=True)
                 self.state, self.key = saved.state, saved.key
                 self.batches.restore(saved.position["batches"])
             elif checkpoints.latest_step is not None:
@@ -158,8 +181,12 @@ class Trainer:
             with (
                 metrics.Rows(self.out, resume_at=begun if resume else None) as rows,
                 train.catch_interrupt() as stop,
+                contextlib.ExitStack() as writers,
             ):
+                for write in self.writers:
+                    writers.callback(getattr(write, "close", lambda: None))
                 self._run(checkpoints, rows, begun, stop)
+                self._say_skipped()
                 fitted = self._end(checkpoints, rows.rows)
                 metrics.draw_curve(rows.rows, self.out / "loss.png")
         return fitted
@@ -182,16 +209,23 @@ class Trainer:
         self, checkpoints: Checkpoints, rows: metrics.Rows, begun: int, stop: threading.Event
     ) -> None:
         """Steps `begun + 1` to the last."""
+        ready = self._next_batch(begun + 1) if begun < self.steps else None
         pending: collections.deque[tuple[dict[str, Any], dict[str, Any]]] = collections.deque()
+        skipped = int(self.state.skipped)
+        losses = [row.get("held_out_loss") for row in rows.rows if row["step"]]
+        lowest = min((loss for loss in losses if loss is not None), default=math.inf)
         speed = _Speed(self.model, trains_all=not self.state.frozen)
         per_epoch = getattr(self.batches, "batches_per_epoch", None)
         progress, move = metrics.bar(self.steps, completed=begun, console=self.console)
 
         def read(leave: int) -> None:
             """Writes the rows of all steps but the last `leave`."""
+            nonlocal skipped
             while len(pending) > leave:
                 row, numbers = pending.popleft()
+                row["learning_rate"] = self._rate(row["step"] - 1 - skipped)
                 row |= {name: x.item() for name, x in jax.device_get(numbers).items()}
+                skipped = row["skipped"]
                 if "work" in row:
                     row |= speed.of(row.pop("work"))
                 rows.write(row)
@@ -203,14 +237,14 @@ class Trainer:
             if begun == 0:
                 rows.write({"step": 0, **self._measure(0)})
             for i in range(begun + 1, self.steps + 1):
-                batch, work, place = self._next_batch(i)
+                batch, work, place = ready or self._next_batch(i)
+                ready = None
                 profile.before(i)
                 self.state, numbers = self.step(self.state, batch)
                 for x in numbers.values():
                     x.copy_to_host_async()
-                rate = None if self.schedule is None else float(self.schedule(i - 1))
                 epoch = i / per_epoch if per_epoch else None
-                row = {"step": i, "epoch": epoch, "learning_rate": rate, "work": work}
+                row = {"step": i, "epoch": epoch, "work": work}
                 pending.append((row, numbers))
                 read(LAG)
                 profile.after(i)
@@ -221,6 +255,8 @@ class Trainer:
                     jax.block_until_ready(numbers)
                     row |= speed.of(row.pop("work"))
                     row |= self._measure(i)
+                    loss = row.get("held_out_loss", math.inf)
+                    saves, lowest = saves or loss < lowest, min(lowest, loss)
                 if evaluates or saves:
                     read(0)  # its rows are there before the checkpoint that goes on from them
                     speed.pause()
@@ -230,7 +266,7 @@ class Trainer:
                     checkpoints.save(self.state, key=self.key, position=notes, loss=loss)
                 if stop.is_set() and i < self.steps:
                     checkpoints.wait()
-                    raise StoppedError(i)
+                    raise StoppedError(checkpoints.latest_step)
 
     def _next_batch(self, i: int) -> tuple[Batch, _Work, dict[str, Any]]:
         """A batch on its way to the device, which still works on the last one; what there is to do
@@ -242,7 +278,32 @@ class Trainer:
             raise ValueError(
                 f"trainer: the batches ended before step {i} of {self.steps}"
             ) from None
+        rows = len(batch["tokens"])
+        if rows % self.micro_batches:
+            raise ValueError(
+                f"trainer: a batch of {rows} rows cannot be split into {self.micro_batches} equal "
+                "micro-batches"
+            )
         return jax.device_put(dict(batch)), _Work.of(batch), self.batches.state()
+
+    def _rate(self, updates: int) -> float | None:
+        """The schedule's value, by the host: on a device it would wait for the steps there."""
+        if self.schedule is None:
+            return None
+        with jax.default_device(_host()):
+            return float(self.schedule(updates))
+
+    def _say_skipped(self) -> None:
+        skipped, steps = int(self.state.skipped), int(self.state.step)
+        if skipped == steps:
+            raise ValueError(
+                f"trainer: none of the {steps} steps changed anything, for no loss and gradient "
+                "was finite; look at the data, or take a wider precision"
+            )
+        if skipped:
+            self._say(
+                f"{skipped} of {steps} steps changed nothing, for a loss or gradient was not finite"
+            )
 
     def _measure(self, i: int) -> dict[str, Any]:
         """Held-out loss and sample of the parameters as they are."""
@@ -259,10 +320,18 @@ class Trainer:
 
     def _end(self, checkpoints: Checkpoints, rows: list[dict[str, Any]]) -> Fitted:
         by_step = {row["step"]: row for row in rows}
-        params, step = self.state.all_params, int(self.state.step)
+        step = int(self.state.step)
         best = checkpoints.best_step if self.held_out else None
+        # What is not needed any more goes first, for its room
+        self.state = dataclasses.replace(self.state, opt_state=_deleted(self.state.opt_state))
         if best is not None and best != step:
-            params, step = {**params, **checkpoints.parameters(step=best)}, best
+            step = best
+            of_best = checkpoints.parameters(step=best)
+            places = {name: x.sharding for name, x in self.state.params.items()}
+            _deleted(self.state.params)
+            placed = jax.device_put({name: of_best[name] for name in places}, places)
+            self.state = dataclasses.replace(self.state, params=placed)
+        params = self.state.all_params
         train.update(self.model, params)
         first, last = by_step.get(0, {}), by_step.get(step, {})
         return Fitted(
@@ -365,6 +434,20 @@ class _Profile:
     ) -> None:
         if self.runs:
             self._stop()
+
+
+def _host() -> Any:
+    """The CPU as a device; None, which is the default device, if this process has left it out."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def _deleted(tree: Any) -> tuple[()]:
+    for x in jax.tree.leaves(tree):
+        x.delete()
+    return ()
 
 
 def fingerprint(params: Params) -> str:

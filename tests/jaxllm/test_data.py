@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny_models import ALL, LONGROPE, SLIDING, TINY, build
 
 from jaxllm import data, ops
-from jaxllm.data import Example, Loader, Placed, PreferenceExample, PreferenceLoader
+from jaxllm.data import Example, Loader, PreferenceExample, PreferenceLoader
 
 IGNORE = data.IGNORE
 
@@ -343,50 +343,6 @@ def test_preference_loading():
         PreferenceLoader(pairs, **arguments | {"reference": reference.T})
     with pytest.raises(ValueError, match="has 6 tokens, but a row takes from 1 to 5"):
         PreferenceLoader(pairs, **arguments | {"length": 5})
-
-
-# On the device
-
-
-def test_placed_batches_are_the_loaders():
-    arguments = {"rows": 2, "length": 4, "seed": 0, "epochs": 2}
-    plain = list(Loader(make_examples(1, 2, 3, 4, 4, 4), **arguments))
-    placed = list(Placed(Loader(make_examples(1, 2, 3, 4, 4, 4), **arguments)))
-    assert len(plain) == len(placed)
-    for a, b in zip(placed, plain, strict=True):
-        assert all(isinstance(array, jax.Array) for array in a.values())
-        assert_equal(a, b)
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_the_state_is_that_of_what_was_handed_out(ahead):
-    examples = numbered(9)
-    plain = Loader(examples, rows=2, length=1, seed=0)
-    placed = Placed(Loader(examples, rows=2, length=1, seed=0), ahead=ahead)
-    for _ in range(7):
-        next(plain), next(placed)
-        assert placed.state() == plain.state()
-    other = Placed(Loader(examples, rows=2, length=1, seed=0), ahead=ahead)
-    next(other)
-    other.restore(placed.state())
-    assert_equal(next(other), next(plain))
-
-
-def test_the_next_batch_is_on_its_way_when_one_is_handed_out():
-    loader = Loader(numbered(9), rows=2, length=1, seed=0)
-    placed = Placed(loader)
-    next(placed)
-    assert loader.position == 2
-
-
-def test_placed_over_devices():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
-    batch = next(Placed(Loader(numbered(4), rows=2, length=1, seed=0), sharding=sharding))
-    assert batch["tokens"].sharding == sharding
-    assert batch["tokens"].shape == (2, 1)
-    with pytest.raises(ValueError, match="ahead must be 0 or more, got -1"):
-        Placed(iter([]), ahead=-1)
 
 
 def test_loading_costs_little():

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ from rich.console import Console
 from tiny_models import TINY
 
 from jaxllm import metrics, trace, train
+from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.config import Runtime
 from jaxllm.model import Transformer
 from jaxllm.trainer import StoppedError, Trainer, fingerprint
@@ -53,6 +55,9 @@ class Counting:
 
 
 HELD_OUT = [next(Counting(1000 + i)) for i in range(2)]
+
+
+COMPILED = {}  # step and evaluation of what was trained here: tracing takes longer than a run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,9 +98,12 @@ def trainer(out, *, steps=8, seed=0, batches=None, said=None, config=ONE_LAYER, 
         "eval_every": 4,
         "console": Console(file=said, width=300) if said else Console(quiet=True),
     }
-    return Trainer(
+    run = Trainer(
         model, optax.adam(1e-2), batches or Counting(), out, steps=steps, **{**defaults, **options}
     )
+    alike = config, options.get("loss")
+    run.step, run.evaluate = COMPILED.setdefault(alike, (run.step, run.evaluate))
+    return run
 
 
 def arrays(params):
@@ -164,27 +172,45 @@ def test_a_run_writes_rows_curve_and_checkpoints(tmp_path, said):
     assert kernels == sorted(kernels, key=lambda kernel: -kernel.total_us)
 
 
-def test_the_best_parameters_are_returned_and_left_in_the_model(tmp_path):
-    """The last batches teach nonsense, so that the best step is not the last."""
+def test_the_best_parameters_are_saved_returned_and_left_in_the_model(tmp_path):
+    """The last batches teach nonsense, so that the best step is not the last; nor is it one of
+    those that are saved anyway.
+    """
 
     class Spoilt(Counting):
         def __next__(self):
             batch = super().__next__()
-            if self.at > 8:
+            if self.at > 4:
                 batch["targets"] = batch["targets"] + 30
             return batch
 
-    run = trainer(tmp_path, steps=16, batches=Spoilt())
+    run = trainer(tmp_path, steps=12, batches=Spoilt(), eval_every=2, save_every=12)
+    moments = []
+    end = run._end
+    run._end = lambda *args: moments.extend(jax.tree.leaves(run.state.opt_state)) or end(*args)
     fitted = run.fit()
-    assert fitted.step == 8
+    losses = {
+        row["step"]: row["held_out_loss"] for row in rows_of(tmp_path) if row["step"] % 2 == 0
+    }
+    assert fitted.step == min(losses, key=losses.get) < 12
+    assert fitted.loss == losses[fitted.step]
     total, count = run.evaluate(train.parameters(run.model), HELD_OUT)
     assert total / count == fitted.loss
-    assert (tmp_path / "checkpoints/8").exists()
+    assert moments
+    assert all(x.is_deleted() for x in moments)
 
 
 def test_no_number_is_read_before_the_next_steps_are_dispatched(tmp_path, monkeypatch):
-    """The loop may look at step i only when i + LAG was handed to the device."""
-    run = trainer(tmp_path, steps=12, held_out=(), eval_every=12)
+    """The loop may look at step i only when i + LAG was handed to the device. A schedule of optax
+    is computed on the host, behind which nothing waits.
+    """
+    asked, linear = [], optax.linear_schedule(0.0, 1.0, 12)
+
+    def schedule(count):
+        asked.append((count, jax.config.jax_default_device))
+        return linear(count)
+
+    run = trainer(tmp_path, steps=12, held_out=(), eval_every=12, schedule=schedule)
     dispatched, seen, step = [0], [], run.step
 
     def counted(state, batch):
@@ -201,6 +227,9 @@ def test_no_number_is_read_before_the_next_steps_are_dispatched(tmp_path, monkey
     monkeypatch.setattr(metrics.Rows, "write", noted)
     run.fit()
     assert all(ahead - i == 2 for i, ahead in seen[1:-2]), seen
+    assert [count for count, _ in asked] == list(range(12))
+    assert all(device is not None and device.platform == "cpu" for _, device in asked)
+    assert rows_of(tmp_path)[4]["learning_rate"] == 0.25
 
 
 @pytest.mark.parametrize("at", [1, 4, 6])
@@ -217,9 +246,73 @@ def test_ctrl_c_saves_and_a_resumed_run_equals_one_that_was_not_stopped(tmp_path
     with pytest.raises(StoppedError, match=f"saved at step {at}"):
         trainer(out, batches=Interrupting()).fit()
     assert len(rows_of(out)) == at + 1
-    fitted = trainer(out).fit(resume=True)
+    run = trainer(out)
+    at_first = jax.tree.leaves((run.state.params, run.state.opt_state))
+    fitted = run.fit(resume=True)
+    assert all(x.is_deleted() for x in at_first)  # they make room for those that were saved
     assert_same(arrays(fitted.params), whole)
     assert numbers_of(out) == numbers_of(tmp_path / "whole")
+
+
+def test_ctrl_c_says_which_step_is_there(tmp_path, monkeypatch):
+    class Interrupting(Counting):
+        def __next__(self):
+            if self.at == 2:
+                monkeypatch.setattr(Checkpoints, "save", lambda *_, **__: None)  # as on a full disk
+                signal.raise_signal(signal.SIGINT)
+            return super().__next__()
+
+    with pytest.raises(StoppedError, match="^saved at step 2$") as stopped:
+        trainer(tmp_path / "one", batches=Interrupting(), save_every=1).fit()
+    assert stopped.value.step == 2
+    with pytest.raises(StoppedError, match="^nothing was saved$") as stopped:
+        trainer(tmp_path / "none", batches=Interrupting()).fit()
+    assert stopped.value.step is None
+
+
+class Flagged(Counting):
+    """Batches of which `flagged_loss` makes no finite number at the steps that `bad` names."""
+
+    def __init__(self, bad):
+        super().__init__()
+        self.bad = bad
+
+    def __next__(self):
+        batch = super().__next__()
+        return {**batch, "bad": np.float32(np.nan if self.bad(self.at) else 0)}
+
+
+def flagged_loss(model, batch):
+    total, count = train.token_loss(model, batch)
+    return total + batch["bad"], count
+
+
+def test_steps_that_changed_nothing_are_said_and_count_for_no_schedule(tmp_path, said):
+    options = {"loss": flagged_loss, "held_out": (), "said": said}
+    batches = Flagged(lambda step: step in (2, 3))
+    trainer(tmp_path / "some", batches=batches, schedule=float, **options).fit()
+    assert "2 of 8 steps changed nothing, for a loss or gradient was not finite" in said.text
+    rows = rows_of(tmp_path / "some")[1:]
+    assert [row["learning_rate"] for row in rows] == [0, 1, 1, 1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match="none of the 8 steps changed anything, for no loss and"):
+        trainer(tmp_path / "all", batches=Flagged(lambda step: True), **options).fit()
+
+
+def test_stochastic_rounding_reaches_the_step(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(train, "make_train_step", lambda *_, **options: seen.append(options))
+    trainer(tmp_path, loss=object(), stochastic_rounding=True)
+    assert seen == [{"micro_batches": 1, "stochastic_rounding": True}]
+
+
+def test_what_cannot_be_trained_is_said_before_anything_is_measured(tmp_path, said, monkeypatch):
+    run = trainer(tmp_path, said=said, micro_batches=3)
+    with pytest.raises(ValueError, match="2 rows cannot be split into 3 equal micro-batches"):
+        run.fit()
+    assert not said.text
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match="matplotlib, which draws loss.png, is not installed"):
+        trainer(tmp_path)
 
 
 def test_a_run_goes_back_past_a_torn_checkpoint(tmp_path, said):
@@ -265,7 +358,7 @@ def test_batches_that_end_early_are_a_sentence(tmp_path):
         trainer(tmp_path, batches=Short()).fit()
 
 
-@pytest.mark.parametrize("name", ["steps", "eval_every", "save_every", "keep"])
+@pytest.mark.parametrize("name", ["steps", "eval_every", "save_every", "keep", "micro_batches"])
 def test_numbers_below_one(tmp_path, name):
     with pytest.raises(ValueError, match=f"trainer: {name} must be at least 1, got 0"):
         trainer(tmp_path, **{name: 0})
@@ -308,6 +401,75 @@ def test_the_bar_says_loss_speed_mfu_and_memory(said):
         move(5, row)
     assert "5/10" in said.text
     assert "12,346 tokens/s" in said.text
+    assert metrics.facts({"loss": 2.5, "skipped": 0}) == "loss 2.500"
+    assert metrics.facts({"loss": 2.5, "skipped": 3}) == "loss 2.500  3 skipped"
+
+
+def test_writers_are_closed_also_after_an_error(tmp_path):
+    class Closing:
+        closed = 0
+
+        def __call__(self, step, row):
+            if step == 2:
+                raise OSError("full")
+
+        def close(self):
+            self.closed += 1
+
+    first, second = Closing(), Closing()
+    with pytest.raises(OSError, match="full"):
+        trainer(tmp_path, writers=[first, second]).fit()
+    assert (first.closed, second.closed) == (1, 1)
+
+
+def test_tensorboard_drops_the_steps_that_come_again(tmp_path, monkeypatch):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            calls.append(("open", purge_step))
+
+        def add_scalar(self, name, value, step):
+            calls.append((name, value, step))
+
+        def flush(self):
+            pass
+
+        def close(self):
+            calls.append("closed")
+
+    module = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    write = metrics.tensorboard(tmp_path)
+    write.close()
+    write(5, {"loss": 1.0})
+    write(6, {"loss": 0.5})
+    write.close()
+    assert calls == [("open", 5), ("loss", 1.0, 5), ("loss", 0.5, 6), "closed"]
+
+
+def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
+    opened, finished = [], []
+
+    class Run:
+        def log(self, row, step):
+            pass
+
+        def finish(self):
+            finished.append(self)
+
+    def init(**options):
+        opened.append((options["id"], options["resume"]))
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    for first in (1, 5, 1):  # a run, the same resumed, another one
+        write = metrics.wandb(tmp_path / "run", {})
+        write(first, {"loss": 1.0})
+        write.close()
+    assert len(finished) == 3
+    assert opened[0] == opened[1] != opened[2]
+    assert all(resume == "allow" for _, resume in opened)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -342,9 +504,13 @@ def live(out):
             return super().__next__()
     run = tests.trainer(out, steps={steps}, batches=Telling(), eval_every=10, save_every=1)
     begun = any(p.name.isdecimal() for p in (out / "checkpoints").glob("*"))
+    end, moments = run._end, []
+    def noting(*args):
+        moments.extend(np.ravel(x) for x in tests.jax.tree.leaves(run.state.opt_state))
+        return end(*args)
+    run._end = noting
     fitted = run.fit(resume=begun)
-    final = {{**tests.arrays(fitted.params), "moments": np.concatenate(
-        [np.ravel(x) for x in tests.jax.tree.leaves(run.state.opt_state)])}}
+    final = {{**tests.arrays(fitted.params), "moments": np.concatenate(moments)}}
     np.savez(out / "final.npz", **final)
 
 for line in sys.stdin:
