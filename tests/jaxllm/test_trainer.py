@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,15 +17,13 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
-from tiny_models import TINY
+from tiny_models import TINY, build
 
 from jaxllm import metrics, trace, train
 from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.config import Runtime
-from jaxllm.model import Transformer
 from jaxllm.trainer import StoppedError, Trainer, fingerprint
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'jaxllm[train]'")
@@ -62,10 +61,14 @@ COMPILED = {}  # step and evaluation of what was trained here: tracing takes lon
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs(tmp_path_factory):
-    """Compiled once: all these runs are of one model."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0.0), strict=True):
+    """Compiled once and quickly: all these runs are of one model, and of few steps."""
+    during = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_disable_most_optimizations": True,
+    }
+    before = {name: jax.config.values[name] for name in during}
+    for name, value in during.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     yield
@@ -92,7 +95,7 @@ def said():
 
 
 def trainer(out, *, steps=8, seed=0, batches=None, said=None, config=ONE_LAYER, **options):
-    model = Transformer(config, Runtime(dtype="float32"), rngs=nnx.Rngs(seed))
+    model = build(config, Runtime(dtype="float32"), seed=seed)
     defaults = {
         "held_out": HELD_OUT,
         "eval_every": 4,
@@ -124,6 +127,13 @@ def numbers_of(out):
     """What must be the same in a run that was stopped and one that was not."""
     kept = ("step", "loss", "held_out_loss", "grad_norm", "tokens", "epoch", "skipped")
     return [{k: row.get(k) for k in kept} for row in rows_of(out)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, _programs):
+    """A run that nothing stopped: its folder, and its parameters."""
+    out = tmp_path_factory.mktemp("whole")
+    return out, arrays(trainer(out).fit().params)
 
 
 @pytest.mark.slow  # starting the profiler takes seconds
@@ -233,9 +243,7 @@ def test_no_number_is_read_before_the_next_steps_are_dispatched(tmp_path, monkey
 
 
 @pytest.mark.parametrize("at", [1, 4, 6])
-def test_ctrl_c_saves_and_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, at):
-    whole = arrays(trainer(tmp_path / "whole").fit().params)
-
+def test_ctrl_c_saves_and_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, whole, at):
     class Interrupting(Counting):
         def __next__(self):
             if self.at + 1 == at:
@@ -250,8 +258,8 @@ def test_ctrl_c_saves_and_a_resumed_run_equals_one_that_was_not_stopped(tmp_path
     at_first = jax.tree.leaves((run.state.params, run.state.opt_state))
     fitted = run.fit(resume=True)
     assert all(x.is_deleted() for x in at_first)  # they make room for those that were saved
-    assert_same(arrays(fitted.params), whole)
-    assert numbers_of(out) == numbers_of(tmp_path / "whole")
+    assert_same(arrays(fitted.params), whole[1])
+    assert numbers_of(out) == numbers_of(whole[0])
 
 
 def test_ctrl_c_says_which_step_is_there(tmp_path, monkeypatch):
@@ -315,15 +323,14 @@ def test_what_cannot_be_trained_is_said_before_anything_is_measured(tmp_path, sa
         trainer(tmp_path)
 
 
-def test_a_run_goes_back_past_a_torn_checkpoint(tmp_path, said):
-    whole = arrays(trainer(tmp_path / "whole").fit().params)
+def test_a_run_goes_back_past_a_torn_checkpoint(tmp_path, whole, said):
     out = tmp_path / "torn"
-    trainer(out).fit()
+    shutil.copytree(whole[0], out)
     (out / "checkpoints/8/state/manifest.ocdbt").write_bytes(b"torn")
     fitted = trainer(out, said=said).fit(resume=True)
     assert "going back to step 4" in said.text
-    assert_same(arrays(fitted.params), whole)
-    assert numbers_of(out) == numbers_of(tmp_path / "whole")
+    assert_same(arrays(fitted.params), whole[1])
+    assert numbers_of(out) == numbers_of(whole[0])
 
 
 def test_what_a_resumed_run_must_have_alike(tmp_path):
@@ -366,8 +373,7 @@ def test_numbers_below_one(tmp_path, name):
 
 
 def test_a_fingerprint_tells_weights_apart():
-    model = Transformer(ONE_LAYER, rngs=nnx.Rngs(0))
-    params = train.parameters(model)
+    params = train.parameters(build(ONE_LAYER))
     assert fingerprint(params) == fingerprint(dict(reversed(params.items())))
     name = "layers.0.mlp.up_proj.weight"
     assert fingerprint(params) != fingerprint({**params, name: params[name] + 1e-6})
