@@ -15,7 +15,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-ROWS = 64  # of one instruction
+from pallas_kernels.wgmma_tiles import WGMMA_ROWS
+
 K_BYTES = 32
 
 
@@ -38,8 +39,8 @@ def issue(acc: Any, a: Any, b: Any, swizzle: int, depth: int, columns: int) -> A
         (a_base, steps), (a_rows, a_group), fastest = mma_utils.create_descriptor(
             a,
             swizzle=swizzle,
-            large_tile=(ROWS, group),
-            group_size=(ROWS, group),
+            large_tile=(WGMMA_ROWS, group),
+            group_size=(WGMMA_ROWS, group),
             logical_k_major=False,
         )
         a_step, a_transposed = steps[1][0], fastest != mma_utils.Dim.K
@@ -65,14 +66,14 @@ def issue(acc: Any, a: Any, b: Any, swizzle: int, depth: int, columns: int) -> A
     else:
         registers = acc.to_layout(wide).registers
     registers = registers.copy()
-    for row in range(m // ROWS):
+    for row in range(m // WGMMA_ROWS):
         rows = registers[row : row + 1]
         values = list(rows.flat)
         reads = acc is not None
         for at in range(depth // step):
             chunk, inner = divmod(at, group // step)
             if in_registers:
-                part = a[row * ROWS : (row + 1) * ROWS, at * step : (at + 1) * step]
+                part = a[row * WGMMA_ROWS : (row + 1) * WGMMA_ROWS, at * step : (at + 1) * step]
                 left = [_as_i32(x) for x in part.registers.flat]
             else:
                 left = [_offset(a_base, row * a_rows + chunk * a_group + inner * a_step)]
@@ -80,7 +81,7 @@ def issue(acc: Any, a: Any, b: Any, swizzle: int, depth: int, columns: int) -> A
                 parts, rights, strict=True
             ):
                 right = _offset(base, chunk * b_group + inner * b_step)
-                some = slice(start * ROWS // 128, end * ROWS // 128)  # a thread's
+                some = slice(start * WGMMA_ROWS // 128, end * WGMMA_ROWS // 128)  # a thread's
                 values[some] = _instruction(
                     values[some],
                     left,

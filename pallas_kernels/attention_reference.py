@@ -9,6 +9,7 @@ sinks: gpt-oss, arXiv:2508.10925.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+LOG2E = math.log2(math.e)  # kernels have powers of two where the mathematics has those of e
 UNSEEN = -1e30  # a score that no query sees: finite, so that no row gives NaN
 
 

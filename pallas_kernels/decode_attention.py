@@ -38,6 +38,7 @@ PACKED = (jnp.int8, jnp.float8_e4m3fn)
 PAGES = (16, 32, 64, 128, 256)
 WIDEST = 256
 MOST_HEADS = 64  # that share a key head
+SMALLEST = Config(tile=64, stages=1)  # what takes the least memory on chip
 
 
 def decode_attention(
@@ -181,6 +182,8 @@ def why_not(
     if k_scale is not None and k_cache.shape[1] % LINE:
         what = "room for" if page_table is None else "pages of"
         return f"a cache with scales wants a multiple of 64 keys, has {what} {k_cache.shape[1]}"
+    if problem := config_problem(SMALLEST, q, k_cache):  # of very many heads
+        return f"even the smallest tile is too large: {problem}"
     return None
 
 

@@ -1,7 +1,8 @@
 """A cache of bytes as the tensor cores take it: no tile is ever widened in shared memory.
 
 int8 keys are multiplied as they are stored, by a query that is split in two: 256 high + low, each
-int8, and a scale a head (products of int8 are exact; the split is finer than bfloat16 is). What has
+int8, and a scale a head. Products of int8 are exact; the split has 1/65024 of a head's largest
+number, finer than bfloat16 for numbers above 1/64 of that and coarser for smaller ones. What has
 no such product is widened in registers, of which wgmma reads its left side: keys of float8, and
 values, which loads that transpose 2 bytes at a time bring as V^T. A tile of 16 bits in shared
 memory would be written and read again: 6 bytes of traffic there for each byte of the cache, which
@@ -26,8 +27,8 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
-ROWS = 64  # of wgmma
 STEPS = 127 * 256  # of a query between 0 and the largest number of its head
 
 # Of [heads, 64]: a thread's columns are 16 j + 4 c + 2 g + e, and 16 j + 8 g + 2 c + e
@@ -56,9 +57,9 @@ def split_query(q_s, split_s, scale_s, *, interpret: bool):
     each = plgpu.layout_cast(each, layout)
     for i, x in enumerate(lines):
         whole = jnp.round(x * each)
-        high = jnp.round(whole * (1 / 256))
+        high = jnp.round(whole * (1 / 256) + 1 / 1024)  # a half goes up: the rest is -128 to 127
         for part, number in enumerate((high, whole - high * 256.0)):
-            split_s.at[part, i][...] = jnp.clip(number, -128, 127).astype(jnp.int8)
+            split_s.at[part, i][...] = number.astype(jnp.int8)
     if not interpret:
         plgpu.commit_smem()
 
@@ -102,14 +103,16 @@ def keys(ref, dtype, *, interpret: bool):
     )
     def load(_: Any, *refs: Any) -> Any:
         (ref,) = refs
-        words = np.empty((tile // ROWS, line // 8, 2), dtype=object)
+        words = np.empty((tile // WGMMA_ROWS, line // 8, 2), dtype=object)
         warp, lane = _thread()
         row = warp * 16 + lane % 16  # 8 rows by 16 bytes, four of them: (h, j) is (lane // 8)
         turn = _turn(lane % 8, line)
         for j in range(0, line // 16, 2):
             at = row * line + ((lane // 16 + j) ^ turn) * 16
-            for m in range(tile // ROWS):
-                for i, word in enumerate(_matrices(ref, at + m * ROWS * line, transposed=False)):
+            for m in range(tile // WGMMA_ROWS):
+                for i, word in enumerate(
+                    _matrices(ref, at + m * WGMMA_ROWS * line, transposed=False)
+                ):
                     for g in range(2):
                         words[m, 2 * (j + i // 2) + g, i % 2] = widen(word, 2 * g, 2 * g + 1)
         return _registers(words, (tile, line), dtype)
@@ -124,10 +127,10 @@ def values(ref, dtype, chunks: int, *, interpret: bool) -> Sequence[jax.Array]:
     """
     if interpret:
         x = _plain(ref, dtype)
-        return [x[:, i * ROWS : (i + 1) * ROWS].T for i in range(chunks)]
+        return [x[:, i * WGMMA_ROWS : (i + 1) * WGMMA_ROWS].T for i in range(chunks)]
     tile, line = ref.shape
     widen = _widener(ref.dtype, dtype)
-    one = plgpu.ShapeDtypeStruct((ROWS, tile), dtype, layout=plgpu.Layout.WGMMA)
+    one = plgpu.ShapeDtypeStruct((WGMMA_ROWS, tile), dtype, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(_ref_type(line),), return_type=(one,) * chunks)
     def load(_: Any, *refs: Any) -> Any:
@@ -143,7 +146,7 @@ def values(ref, dtype, chunks: int, *, interpret: bool) -> Sequence[jax.Array]:
                 for h in range(2):
                     place = step * (rows // 8) + i // chunks, h
                     words[i % chunks][place] = widen(word, h, 2 + h)
-        return tuple(_registers(x, (ROWS, tile), dtype) for x in words)
+        return tuple(_registers(x, (WGMMA_ROWS, tile), dtype) for x in words)
 
     return load(ref)
 

@@ -16,6 +16,7 @@ TILES = (64, 128, 256)
 MOST_IN_CLUSTER = 16  # blocks, on Hopper
 MOST_PARTS = 32  # that the second kernel adds: it holds them all
 MOST_BYTES = 6 * 2**20  # that a block reads, unless there is one row
+MOST_SCALES = device_lib.MAX_BOX * LINE  # that one copy brings
 LONG_BYTES = 2**28  # that a call reads; adding parts in a second launch costs 2 us
 
 
@@ -48,12 +49,13 @@ def default_config(
         if q.shape[0] > 1:  # where other rows are short, a long one is not left to few blocks
             parts = max(splits // cluster, -(-row_bytes // (MOST_BYTES * cluster)))
             splits = min(parts, MOST_PARTS) * cluster
-            if pairs * splits > wanted:
+            if long and pairs * splits > wanted and splits <= MOST_PARTS:
                 slots = num_sms * (3 if packed else 2)
-                splits, cluster = _whole_waves(pairs, splits, slots), 1
+                most = min(MOST_PARTS, max(splits, size // 128))
+                splits, cluster = _whole_waves(pairs, splits, slots, most), 1
     few = pairs * splits <= num_sms  # a block has a multiprocessor for itself
     keys = -(-size // splits)
-    if width > 128 or (width > LINE and not few):
+    if width > 128 or group > 32 or (width > LINE and not few):
         tile = 64
     elif width <= LINE and few and keys >= 2048:
         tile = 256
@@ -62,6 +64,8 @@ def default_config(
     if packed:
         tile = math.gcd(tile, k_cache.shape[1])
     scales = k_cache.shape[2] if packed else 0
+    while tile > TILES[0] and tile * scales > MOST_SCALES:
+        tile //= 2
     tiles = -(-keys // tile)
     for blocks in range(1 if few else 3 if packed else 2, 0, -1):  # of a multiprocessor
         for stages in range(min(3, tiles), min(2, tiles) - 1, -1):
@@ -97,7 +101,7 @@ def _shared_out(pairs: int, size: int, num_sms: int, wanted: int | None) -> tupl
     return parts * cluster, cluster
 
 
-def _whole_waves(pairs: int, splits: int, slots: int) -> int:
+def _whole_waves(pairs: int, splits: int, slots: int, most: int) -> int:
     """So many splits, or a few more, that the last blocks come in a wave that is nearly full.
 
     H200, int8, 64 rows of 8 heads of 128, 32k keys: 2 / 4 splits, 2.6 / 5.2 waves, 1179 / 1127 us.
@@ -107,7 +111,7 @@ def _whole_waves(pairs: int, splits: int, slots: int) -> int:
         waves = pairs * number / slots
         return waves / -(-waves // 1)
 
-    found = range(splits, min(2 * splits + 1, MOST_PARTS) + 1)
+    found = range(splits, min(2 * splits + 1, most) + 1)
     return next((number for number in found if full(number) >= 0.9), splits)
 
 
@@ -178,7 +182,7 @@ def config_problem(config: Config, q, k_cache) -> str | None:
             packed and c.tile in TILES and k_cache.shape[1] % c.tile != 0
         ),
         "so many heads with scales want a smaller tile": (
-            packed and c.tile * k_cache.shape[2] > device_lib.MAX_BOX * LINE
+            packed and c.tile * k_cache.shape[2] > MOST_SCALES
         ),
         "stages must be at least 1": c.stages < 1,
         "splits must be a multiple of cluster, and both at least 1": (

@@ -23,7 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels import decode_attention_bytes as of_bytes
-from pallas_kernels.decode_attention_parts import LINE, LOG2E, each, merge, per_head, put, read
+from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.decode_attention_parts import LINE, each, merge, per_head, put, read
 from pallas_kernels.wgmma_tiles import rows_as_copied, wgmma_transforms
 
 LOWEST = -1e30  # no score is lower; finite, so that what sees nothing gives no NaN
@@ -112,6 +113,9 @@ def attend(
     heads, chunks = -(-group // 8) * 8, -(-width // LINE)
     packed = k_scale is not None and v_scale is not None
     split_query = k.dtype == jnp.int8
+    # P is multiplied by the values' scales. float16 would round what is small to few bits: there
+    # the largest of these products is 1, and not the largest p.
+    scale_in_top = packed and dtype == jnp.float16
     line = _line(k.dtype.itemsize, width)
     copies, per_line = -(-width // line), line // LINE
     cluster = 1 if static.interpret else c.cluster  # it knows no other block's shared memory
@@ -293,15 +297,21 @@ def attend(
             else:
                 s = scores(tiles)
                 pl.when(again)(lambda: load("k", slot, tile_of(i + c.stages)))
-            s = seen(s, tile_of(i))
-            new_top = jnp.maximum(top, jnp.max(s, axis=0))
+            s = bound = seen(s, tile_of(i))
+            if scale_in_top:
+                plgpu.barrier_wait(scratch["v_full"].at[slot])
+                scale = jnp.abs(scales_of(scratch["v_scale"].at[slot]))
+                bits = jnp.log2(jnp.maximum(scale, 1e-30))
+                bound = jnp.where(s > -jnp.inf, s + bits, -jnp.inf)  # what is not seen may be NaN
+            new_top = jnp.maximum(top, jnp.max(bound, axis=0))
             if packed:  # the warps have met: all of them have read the scales
                 pl.when(again)(lambda: load("k", slot, tile_of(i + c.stages)))
             less = jnp.exp2(top - new_top)
             p = jnp.exp2(s - each(new_top, c.tile))
             total = total * each(less, c.tile) + p
             less = each(less, LINE)
-            plgpu.barrier_wait(scratch["v_full"].at[slot])
+            if not scale_in_top:
+                plgpu.barrier_wait(scratch["v_full"].at[slot])
             if packed:
                 p = jnp.where(p > 0, p * scales_of(scratch["v_scale"].at[slot]), 0.0)
             p_s.T[...] = p.astype(dtype)
@@ -395,6 +405,8 @@ def attend(
                     ours = [plgpu.cluster_ref(parts_s.at[chunk], peer) for peer in peers]
                     leave(chunk, sums, [read(x, plgpu.Layout.WGMMA) for x in ours])
 
+            if packed:  # one thread arrives for all, which have to be done with reading
+                plgpu.commit_smem()
             plgpu.barrier_arrive(meeting)  # no block may go while others read what it has
             plgpu.barrier_wait(meeting)
         if parts == 1:

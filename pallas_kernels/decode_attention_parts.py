@@ -6,8 +6,6 @@ wgmma leaves them, [64, heads]. Imported only by decode_attention_kernel.py and 
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,9 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
-LINE = 64  # numbers of 16 bits in 128 bytes, the widest swizzle; also the rows of wgmma
-LOG2E = math.log2(math.e)
+LINE = WGMMA_ROWS  # also the numbers of 16 bits in 128 bytes, the widest swizzle
 
 
 def read(ref, layout):

@@ -6,7 +6,8 @@
 with delta = rowsum(out dout) - dlse, and a sink's -sum(exp(sink - lse) delta). How it is computed
 is said in flash_attention_backward_kernel; here is what surrounds it: delta, which tiles meet, and
 dQ's way from float32 [B, N, T, H] to q's.
-Memory beyond the result: that array, and lse and delta.
+Memory beyond the result: that array, lse and delta; and where blocks share a key head's query heads
+(Config.shares), what each has of dk and dv, in float32.
 Sources: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
 `flash_attention` is how a user calls it, and says what it refuses.
 """
@@ -24,9 +25,19 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import device as device_lib
-from pallas_kernels.device import Device
-from pallas_kernels.flash_attention_backward_kernel import LOG2E, ROWS, Config, Static, gradients
+from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.device import SHARED_BYTES, Device
+from pallas_kernels.flash_attention_backward_kernel import (
+    ADDERS,
+    ROWS,
+    Config,
+    Static,
+    gradients,
+    shared_bytes,
+)
 from pallas_kernels.flash_attention_blocks import block_ranges
+
+NAME = "flash_attention_backward"
 
 
 def _ranges(static: Static, lengths, q_ids, kv_ids):
@@ -114,6 +125,8 @@ def backward(
     if config is None:
         device = device_lib.INTERPRETED if interpret else device_lib.current()
         config = default_config(q, k, device=device)
+    elif problem := config_problem(config, q, k):
+        raise ValueError(f"{NAME}: {config}: {problem}")
     if kv_lengths is not None:  # keys past S are not there, but the queries sit where they say
         kv_lengths = kv_lengths.astype(jnp.int32)
     static = Static(
@@ -204,3 +217,23 @@ def default_config(q, k, *, device: Device) -> Config:
     shares = [i for i in range(1, group + 1) if group % i == 0]
     enough = [i for i in shares if 2 * blocks * i >= 3 * device.num_sms]
     return dataclasses.replace(config, shares=(enough or shares[-1:])[0])
+
+
+def config_problem(config: Config, q, k) -> str | None:
+    """What the kernel or the hardware has against a config."""
+    c, width, group = config, q.shape[-1], q.shape[2] // k.shape[2]
+    block_q = 2 * ROWS if width <= ROWS else ROWS
+    size_bytes = shared_bytes(config, width)
+    problems = {
+        f"block_q must be {block_q} for heads of {width}": c.block_q != block_q,
+        "stages and do_stages must be at least 1": min(c.stages, c.do_stages) < 1,
+        f"dq_buffers and ds_buffers must be 1 or {ADDERS}": (
+            not {c.dq_buffers, c.ds_buffers} <= {1, ADDERS}
+        ),
+        "together must be at least 1": c.together < 1,
+        f"shares must divide the {group} query heads of a key head": (
+            c.shares < 1 or group % c.shares != 0
+        ),
+        f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
+    }
+    return next((text for text, wrong in problems.items() if wrong), None)

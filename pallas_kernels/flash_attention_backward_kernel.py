@@ -4,7 +4,8 @@
     dK = scale dS^T Q        dQ = scale dS K
 
 One block owns a tile of keys of one key head and goes over the tiles of queries that see it, of
-every query head of the group, so that dk and dv are summed in registers and written once. Scores
+every query head of the group, so that dk and dv are summed in registers and written once; or of a
+share of these heads, and what the shares have of dk and dv is added by XLA. Scores
 are transposed (rows are keys): P^T and dS^T then are the left operands of their products as they
 lie in registers. Two consumer warpgroups have half of the keys each; dS^T goes through shared
 memory, from which each computes its half of the tile's part of dQ. That part is added to a float32
@@ -24,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -35,13 +35,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
-from pallas_kernels.wgmma_tiles import LINE_BYTES, rows_as_copied, wgmma_transforms
+from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
-ROWS = 64  # of a wgmma; and the columns of 16 bits that the widest swizzle takes
+ROWS = WGMMA_ROWS  # also the columns of 16 bits that the widest swizzle takes
 CONSUMERS = 2
 ADDERS = 2  # warps that add parts of dQ, in turns: each has the time of two steps
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 504 of the 3 x 168 that a block starts with
-LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Config:
 
     early: dV is multiplied before dS is known, which holds P longer. dq_buffers: parts of dQ that
     wait to be added; ds_buffers: of dS, one of which the consumers have to hand back to each other.
-    together: key heads, of all rows of the batch, whose tiles start before those of others.
+    together: key heads, or shares of them, of all rows of the batch, whose tiles start before those
+    of others.
     by_head: one query head after the other, instead of all of them for one tile of queries. shares:
     blocks among which the query heads of a key head are divided; dk and dv are then added later.
     """
@@ -108,6 +109,18 @@ class Static:
         """Of queries, of keys."""
         _, t, s, *_ = self.shape
         return -(-t // self.config.block_q), -(-s // self.block_kv)
+
+
+def shared_bytes(config: Config, width: int) -> int:
+    """On chip: tiles of keys, values, queries and of dout, dS, parts of dQ, numbers, barriers."""
+    c, wide = config, width > 2 * ROWS
+    chunks, block_kv = (4, ROWS) if wide else (-(-width // ROWS), CONSUMERS * ROWS)
+    rows = 2 * block_kv + (c.stages + c.do_stages) * c.block_q
+    tiles = rows * chunks * LINE_BYTES
+    ds = c.ds_buffers * CONSUMERS * c.block_q * LINE_BYTES
+    dq = c.dq_buffers * CONSUMERS * 2 * ROWS * LINE_BYTES
+    numbers = 4 * ((2 * c.stages + c.do_stages) * c.block_q + block_kv + 2 * ROWS)
+    return tiles + ds + dq + numbers + 1024
 
 
 def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids, kv_ids):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-import math
 from typing import Any
 
 import jax
@@ -27,10 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.attention_reference import LOG2E
 from pallas_kernels.flash_attention_blocks import block_ranges
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
-LOG2E = math.log2(math.e)
 REGISTERS = {1: (None, None), 2: (24, 240), 3: (32, 160)}  # of the producer and each consumer
 TILE_STEPS = 2  # what a tile takes beside its blocks of keys, in blocks
 L2_BYTES = 24 * 2**20  # of keys and values that the tiles of one section share

@@ -3,6 +3,7 @@ refuses."""
 
 import dataclasses
 import functools
+import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,11 +19,13 @@ from hypothesis import strategies as st
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+from jaxllm import aot
 from pallas_kernels import device as device_lib
 from pallas_kernels.decode_attention import (
     Config,
     bucket,
     candidates,
+    config_problem,
     decode_attention,
     decode_attention_reference,
     default_config,
@@ -48,6 +51,7 @@ class Case:
     page: int | None = None
     packed: Any = None
     sinks: bool = False
+    small: bool = False  # values, of about 0.001
     config: Config | None = None
     numbers: tuple[tuple[str, Any], ...] = ()
 
@@ -59,6 +63,8 @@ class Case:
         call: dict[str, Any] = {"q": draw(batch, 1, self.N, self.H)}
         for name in ("k", "v"):
             x = draw(batch, self.S, self.K, self.H)
+            if self.small and name == "v":
+                x = x * jnp.asarray(1e-3, self.dtype)
             if self.packed is not None:
                 x, call[f"{name}_scale"] = packed(x, self.packed)
             call[f"{name}_cache"] = x
@@ -144,6 +150,20 @@ CASES = {
     ),
     "fp8, 128 wide, sinks": Case(
         4, 1, 128, 128, (128, 0), packed=jnp.float8_e4m3fn, sinks=True, config=Config(64, 2, 2)
+    ),
+    "int8, values of 0.001, float16": Case(
+        8, 2, 64, 256, (256, 33), jnp.float16, packed=jnp.int8, small=True, config=Config(64, 2, 2)
+    ),
+    "fp8, values of 0.001, float16": Case(
+        4,
+        1,
+        64,
+        128,
+        (128, 0),
+        jnp.float16,
+        packed=jnp.float8_e4m3fn,
+        small=True,
+        config=Config(64, 2, 1),
     ),
     "fp8, pages": Case(
         7, 1, 64, 128, (100,), page=64, packed=jnp.float8_e4m3fn, config=Config(64, 2, 1)
@@ -254,6 +274,13 @@ INT8: dict[str, Any] = {
 } | {name: jax.ShapeDtypeStruct((2, 128, 2), jnp.float32) for name in ("k_scale", "v_scale")}
 
 
+def heads_with_scales(k, group, h) -> dict[str, Any]:
+    x = jax.ShapeDtypeStruct
+    cache, scale = x((1, 128, k, h), jnp.int8), x((1, 128, k), jnp.float32)
+    packed = {"k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale}
+    return shapes(k * group, k, h, batch=1, **packed)
+
+
 @pytest.mark.parametrize(
     ("call", "device", "phrase"),
     [
@@ -294,6 +321,8 @@ INT8: dict[str, Any] = {
             H200,
             "a cache with scales wants a multiple of 64 keys, has pages of 32",
         ),
+        (heads_with_scales(288, 1, 16), H200, "so many heads with scales want a smaller tile"),
+        (heads_with_scales(96, 64, 256), H200, "bytes of shared memory, but a block has 232448"),
     ],
 )
 def test_why_not(call, device, phrase):
@@ -367,17 +396,17 @@ def test_without_a_gpu_it_says_so():
         ({**INT8, "config": Config(tile=256)}, "tile must divide the 128 keys that lie together"),
         (
             {
-                "q": (1, 1, 288, 16),
+                "q": (1, 1, 130, 16),
                 "kv_lengths": np.ones(1, np.int32),
                 **{
-                    name: np.zeros((1, 64, 288, *rest), dtype)
+                    name: np.zeros((1, 128, 130, *rest), dtype)
                     for letter in "kv"
                     for name, rest, dtype in (
                         (f"{letter}_cache", (16,), np.int8),
                         (f"{letter}_scale", (), np.float32),
                     )
                 },
-                "config": Config(tile=64),
+                "config": Config(tile=128),
             },
             "so many heads with scales want a smaller tile",
         ),
@@ -395,6 +424,40 @@ def test_what_a_call_gets_wrong(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         decode_attention(**arrays, interpret=True)
     assert str(caught.value).startswith("decode_attention: ")
+
+
+def test_a_float16_query_over_scales_that_nobody_wrote():
+    """Behind a row's length a cache may hold anything, scales too; and a value may be zeros."""
+    case = Case(4, 1, 64, 128, (70,), jnp.float16, packed=jnp.int8, config=Config(64, 2, 1))
+    call = case.arrays()
+    call["v_scale"] = call["v_scale"].at[:, 3].set(0.0)
+    wild = {**call, "v_scale": call["v_scale"].at[:, 70:].set(jnp.nan)}
+    f = functools.partial(decode_attention, config=case.config, interpret=True)
+    assert_right(interpreted(lambda call: f(**call), wild), call)
+
+
+@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.parametrize("cache", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
+def test_no_block_of_a_cluster_goes_while_another_reads_what_it_has(cache, monkeypatch):
+    """One thread tells the cluster that a block is done, so its warps have to meet before."""
+    texts, read = [], aot._mosaic_kernel
+
+    def kept(ptx):
+        texts.append(ptx.read_text())
+        return read(ptx)
+
+    monkeypatch.setattr(aot, "_mosaic_kernel", kept)
+    packed = None if cache == jnp.bfloat16 else cache
+    call = Case(8, 2, 64, 512, (512,), packed=packed).arrays()
+    config = Config(64, 2, 4, 2)  # two parts, so that the results go straight to memory
+    aot.compile_for(lambda call: decode_attention(**call, config=config), call)
+    [text] = [text for text in texts if "shared::cluster" in text]
+    loads = [m.end() for m in re.finditer(r"ld[.\w]*\.shared::cluster", text)]
+    arrivals = [m.start() for m in re.finditer(r"mbarrier\.arrive[.\w]*\.shared::cluster", text)]
+    [*_, arrival] = arrivals
+    assert loads
+    assert loads[-1] < arrival
+    assert re.search(r"\bbar(rier)?\.sync|barrier\.cta\.sync", text[loads[-1] : arrival])
 
 
 def test_configs():
@@ -420,9 +483,45 @@ def test_configs():
     few_heads = shapes(n=14, k=2, h=64, s=131072, batch=8)
     assert default_config(**few_heads, device=H200) == Config(256, 3, 8, 2)  # every multiprocessor
     assert default_config(**shapes(**INT8), device=H200).tile in (64, 128)
+    short = shapes(n=32, k=8, h=128, s=64, batch=20)
+    assert default_config(**short, device=H200).splits == 1  # nothing to gain
+    many_keys = shapes(n=32, k=8, h=128, s=524288, batch=2)
+    assert default_config(**many_keys, device=H200).cluster == 2  # more than 32 parts in all
     assert bucket(**shapes(**INT8)) == "int8-b2-s128-n4-k2-h64-bfloat16"
     paged = shapes(page_table=jax.ShapeDtypeStruct((2, 4), jnp.int32), s=64)
     assert bucket(**paged) == "bfloat16-b2-s256-n4-k2-h64-page64"
+
+
+@pytest.mark.parametrize("num_sms", [2, 78, 114, 132])
+@pytest.mark.parametrize("cache", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
+def test_no_default_has_a_problem(num_sms, cache):
+    device = device_lib.Device("gpu", "NVIDIA H200", 9.0, num_sms)
+    seen = 0
+    for batch, (k, group), h, s, width in itertools.product(
+        (1, 2, 3, 8, 20, 64),
+        ((1, 1), (1, 64), (2, 7), (8, 4), (96, 64), (130, 1), (256, 1)),
+        (64, 128, 256),
+        (64, 128, 1024, 32768, 131072, 524288),
+        (None, 64),
+    ):
+        call = shapes(k * group, k, h, s, batch=batch)
+        paged = {}
+        cached = (batch, s, k, h)
+        if width is not None:
+            cached = (batch * s // width, width, k, h)
+            paged["page_table"] = jax.ShapeDtypeStruct((batch, s // width), jnp.int32)
+        for name in "kv":
+            call[f"{name}_cache"] = jax.ShapeDtypeStruct(cached, cache)
+            if cache != jnp.bfloat16:
+                scales = jax.ShapeDtypeStruct(cached[:3], jnp.float32)
+                paged[f"{name}_scale"] = scales
+        if why_not(**call, **paged, device=device) is not None:
+            continue
+        config = default_config(**call, **paged, device=device)
+        assert config_problem(config, call["q"], call["k_cache"]) is None, (cached, config)
+        assert config.splits == 1 or config.splits <= s // 32, (cached, config)
+        seen += 1
+    assert seen > 900
 
 
 ON_A_GPU = [
@@ -439,6 +538,15 @@ ON_A_GPU = [
     Case(32, 8, 128, 8192, (8192, 700), packed=jnp.int8),
     Case(14, 2, 64, 8192, (8192, 700), packed=jnp.float8_e4m3fn),
     Case(16, 4, 96, 2048, (2048,), jnp.float16, packed=jnp.int8, sinks=True),
+    *(
+        Case(8, 2, 64, 4096, (4096, 1000, 0), packed=packed, sinks=True, config=config)
+        for packed in (jnp.int8, jnp.float8_e4m3fn)
+        for config in (Config(256, 2, 8, 2), Config(128, 3, 16, 2), Config(64, 1, 3, 1))
+    ),
+    *(
+        Case(32, 8, 128, 1024, (1024, 1), jnp.float16, packed=packed, small=True)
+        for packed in (jnp.int8, jnp.float8_e4m3fn)
+    ),
     *(
         Case(8, 2, 64, 4096, (4096, 1000, 0), sinks=True, config=config)
         for config in (

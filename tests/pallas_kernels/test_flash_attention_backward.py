@@ -1,6 +1,7 @@
 """The backward pass of attention against float64: interpreted if small, at full sizes on a GPU."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import hypothesis
@@ -14,7 +15,13 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 
 from jaxllm import aot
-from pallas_kernels.flash_attention_backward import Config, backward
+from pallas_kernels import device as device_lib
+from pallas_kernels.flash_attention_backward import (
+    Config,
+    backward,
+    config_problem,
+    default_config,
+)
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -58,6 +65,7 @@ class Case:
 
 
 FULL = {"causal": False}
+BY_HEAD = Config(128, early=False, dq_buffers=1, ds_buffers=2, by_head=True)
 INTERPRETED = {
     "one query, one key": Case((1, 1, 1, 1, 1, 8)),
     "17 queries": Case((1, 17, 17, 4, 1, 64)),
@@ -70,6 +78,10 @@ INTERPRETED = {
         (1, 70, 65, 3, 1, 192),
         FULL,
         config=Config(do_stages=1, early=False, dq_buffers=1, together=2, shares=3),
+    ),
+    "head by head": Case((1, 130, 130, 4, 2, 64), config=BY_HEAD),
+    "shares, head by head": Case(
+        (1, 70, 130, 4, 1, 64), config=dataclasses.replace(BY_HEAD, shares=2)
     ),
     "heads of 72": Case((1, 65, 129, 1, 1, 72)),
     "heads of 40": Case((1, 130, 130, 1, 1, 40), FULL, dtype=F16),
@@ -151,6 +163,38 @@ def test_interpreted(name: str):
     case = INTERPRETED[name]
     arrays = case.arrays()
     assert_right(case, arrays, gradients(case, arrays, interpret=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(96), "block_q must be 64 for heads of 128"),
+        (Config(stages=0), "stages and do_stages must be at least 1"),
+        (Config(do_stages=0), "stages and do_stages must be at least 1"),
+        (Config(ds_buffers=3), "dq_buffers and ds_buffers must be 1 or 2"),
+        (Config(dq_buffers=0), "dq_buffers and ds_buffers must be 1 or 2"),
+        (Config(together=0), "together must be at least 1"),
+        (Config(shares=2), "shares must divide the 3 query heads of a key head"),
+        (Config(shares=0), "shares must divide the 3 query heads of a key head"),
+        (Config(stages=6), "of 232448 bytes on chip"),
+    ],
+)
+def test_what_is_wrong_with_a_config(config: Config, message: str):
+    (q, k, v, out, lse, d_out), _, keywords = structs((1, 70, 70, 3, 1, 128), "")
+    call = functools.partial(backward, **keywords, config=config, interpret=True)
+    with pytest.raises(ValueError, match=message) as caught:
+        jax.eval_shape(call, q, k, v, out, lse, d_out)
+    assert str(caught.value).startswith(f"flash_attention_backward: {config}: ")
+
+
+@pytest.mark.parametrize("width", [8, 64, 72, 128, 136, 256])
+@pytest.mark.parametrize("tokens", [1, 1000, 32768])
+def test_no_default_has_a_problem(width: int, tokens: int):
+    for heads, kv_heads in ((1, 1), (7, 1), (32, 8)):
+        (q, k, *_), _, _ = structs((2, tokens, tokens, heads, kv_heads, width), "")
+        for num_sms in (2, 78, 132):
+            device = device_lib.Device("gpu", "NVIDIA H200", 9.0, num_sms)
+            assert config_problem(default_config(q, k, device=device), q, k) is None
 
 
 def test_the_check_can_fail():
