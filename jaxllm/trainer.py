@@ -29,7 +29,7 @@ import optax
 from rich.console import Console
 
 from jaxllm import metrics, trace, train
-from jaxllm.checkpoint.native import Checkpoints
+from jaxllm.checkpoint.native import Checkpoints, host_device
 from jaxllm.flops import flops_a_token, peak_flops
 from jaxllm.model import Transformer
 from jaxllm.precision import NoScale, Scale
@@ -290,7 +290,7 @@ class Trainer:
         """The schedule's value, by the host: on a device it would wait for the steps there."""
         if self.schedule is None:
             return None
-        with jax.default_device(_host()):
+        with jax.default_device(host_device()):
             return float(self.schedule(updates))
 
     def _say_skipped(self) -> None:
@@ -434,14 +434,6 @@ class _Profile:
     ) -> None:
         if self.runs:
             self._stop()
-
-
-def _host() -> Any:
-    """The CPU as a device; None, which is the default device, if this process has left it out."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return None
 
 
 def _deleted(tree: Any) -> tuple[()]:

@@ -44,6 +44,14 @@ class TornError(ValueError):
     """A checkpoint of which a part is missing or broken."""
 
 
+def host_device() -> Any:
+    """The CPU; None, which stands for the default device, if this process has left it out."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
 def _to_stderr(sentence: str) -> None:
     print(sentence, file=sys.stderr)
 
@@ -208,9 +216,10 @@ class Checkpoints:
             self._say(f"{self._set_aside(step)}; going back to step {steps[-1]}")
             self._manager.reload()
 
-    def parameters(self, *, step: int | None = None) -> dict[str, np.ndarray]:
+    def parameters(self, *, step: int | None = None) -> dict[str, Array]:
         """The trained parameters of a step (None: the best; without losses, the latest), by name,
-        as they were saved; in the host's memory. Nothing else is read.
+        as they were saved. Nothing else is read, and they lie in the host's memory: a computation
+        takes them to where its other arguments are.
 
         Raises: FileNotFoundError if there is none; TornError.
         """
@@ -231,7 +240,8 @@ class Checkpoints:
                         partial_restore=True,
                     ),
                 )
-        return {name.removeprefix(_PARAMS): leaves[name] for name in names}
+        with jax.default_device(host_device()):
+            return {name.removeprefix(_PARAMS): jnp.asarray(leaves[name]) for name in names}
 
     def _read(
         self,
