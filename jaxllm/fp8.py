@@ -66,10 +66,11 @@ def use_fp8(model: nnx.Module, *, keep: Sequence[str] = KEEP) -> None:
 
 
 def to_fp8(x: Float[Array, "*B"], dtype: Any = FORWARD) -> tuple[Array, Float[Array, ""]]:
-    """(x / s rounded to an 8-bit dtype, s): s is float32, and 1 for a tensor of zeros."""
+    """(x / s rounded to an 8-bit dtype, s): s is float32, 1 for a tensor of zeros, and never 0."""
     most = np.float32(jnp.finfo(dtype).max)
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    scale = jnp.where(largest > 0, largest / most, jnp.float32(1))
+    least = jnp.finfo(jnp.float32).tiny  # else the quotients of a tiny tensor would be NaN
+    scale = jnp.where(largest > 0, jnp.maximum(largest / most, least), jnp.float32(1))
     # What is too large would become NaN, not the largest number
     rounded = jnp.clip(x.astype(jnp.float32) / scale, -most, most).astype(dtype)
     return rounded, scale

@@ -143,3 +143,12 @@ def test_an_h200_calls_cublaslt_in_8_bits_for_all_three():
     program = aot.compile_for(step, *shapes, compiler_options=options)
     assert program.hlo.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
     assert not [launch for launch in program.launches if launch.kind == "kGemm"]
+
+
+@pytest.mark.parametrize("dtype", [fp8.FORWARD, fp8.GRADIENT])
+def test_the_least_number_does_not_make_nan(dtype):
+    x = jnp.full((2, 3), jnp.finfo(jnp.float32).tiny)
+    small, scale = fp8.to_fp8(x, dtype)
+    assert scale > 0
+    assert np.all(np.isfinite(np.asarray(small, np.float32)))
+    np.testing.assert_allclose(np.asarray(small, np.float32) * scale, x)
