@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm import lora, ops
 from jaxllm.data import PreferenceExample, preference_batch
+from jaxllm.layers import Linear
 from jaxllm.model import Transformer
 from jaxllm.train import IGNORE, Batch, Loss
 
@@ -28,20 +29,33 @@ KINDS = ("sigmoid", "ipo")
 
 
 def log_probs(model: Transformer, batch: Batch) -> Float[Array, " B"]:
-    """The sum of the log-probabilities in nats of each row's targets, in float32."""
+    """The sum of the log-probabilities in nats of each row's targets, in float32.
+
+    As in `train.token_loss`, all logits are made where the head is more than a matrix.
+    """
     tokens = batch["tokens"], batch.get("positions"), batch.get("segment_ids")
     hidden, _ = model.hidden(*tokens)
     head = model.embed_tokens if model.lm_head is None else model.lm_head
+    targets = jnp.asarray(batch["targets"])
     with jax.named_scope("log_probs"):
+        if model.lm_head is not None and type(model.lm_head) is not Linear:
+            return jnp.sum(_log_probs(model.head(hidden), targets), axis=-1)
         each = ops.linear_log_probs(
             hidden,
             head.weight[...],
-            jnp.asarray(batch["targets"]),
+            targets,
             ignore_index=IGNORE,
             softcap=model.config.final_logit_softcapping,
             implementation=model.runtime.implementation,
         )
         return jnp.sum(each, axis=-1)
+
+
+def _log_probs(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    counted = targets != IGNORE
+    chosen = jnp.where(counted, targets, 0)[..., None]
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), chosen, axis=-1)
+    return jnp.where(counted, found[..., 0], jnp.float32(0))
 
 
 def make_loss(*, beta: float = 0.1, kind: str = "sigmoid", label_smoothing: float = 0.0) -> Loss:

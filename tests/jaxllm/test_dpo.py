@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 from tiny_models import TINY, build, logits
 
-from jaxllm import dpo, lora, train
+from jaxllm import dpo, fp8, lora, quantize, train
 from jaxllm.data import Example, PreferenceExample, PreferenceLoader, preference_batch
 
 SMALL = dataclasses.replace(TINY, num_hidden_layers=1, layer_types=TINY.layer_types[:1])
@@ -177,3 +178,20 @@ def test_batches_that_will_not_do():
         dpo.make_loss()(model, batch)
     with pytest.raises(ValueError, match="dpo: 3 rows are no pairs"):
         dpo.make_loss()(model, {k: jnp.asarray(v[:3]) for k, v in batch.items()})
+
+
+@pytest.mark.parametrize("head", ["packed", "fp8", "adapter"])
+def test_a_head_that_is_more_than_a_matrix(head):
+    model, batch = build(SMALL), preference_batch(make_pairs(), LENGTH)
+    if head == "packed":
+        quantize.quantize_linears(model, group_size=8, keep=())
+    elif head == "fp8":
+        fp8.use_fp8(model, keep=())
+    else:
+        lora.add_adapters(model, rank=2, targets="lm_head", rngs=nnx.Rngs(0))
+        params = train.parameters(model)
+        train.update(model, {**params, "lm_head.lora_b": params["lm_head.lora_b"] + 1})
+    graph, state = nnx.split(model)
+    ours = jax.jit(lambda state: dpo.log_probs(nnx.merge(graph, state), batch))(state)
+    # Of log-probabilities of 3 a token in float32; fp8 rounds alike on both sides
+    np.testing.assert_allclose(ours, oracle_sums(model, batch)[0], rtol=1e-4)
