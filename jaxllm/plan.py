@@ -49,8 +49,9 @@ class Plan:
     weights: trained and frozen, as stored. moments: the optimiser's state. activations: what the
     forward pass leaves for the backward pass, on the device. gradients: of what is trained.
     temporaries: the rest of the peak (copies of weights in the compute dtype, results that are used
-    at once, a library's space). Activations and gradients may lie in the same place, the ones gone
-    when the others come: then the gradients are what they add. So the five sum up to `peak`.
+    at once, a library's space; or, where that is more, what packing the largest weight takes).
+    Activations and gradients may lie in the same place, the ones gone when the others come: then
+    the gradients are what they add. So the five sum up to `peak`.
     host: what is kept in pinned host memory instead. compiled_for: "h200", or "cpu". tried: the
     peaks, or what is above the card without compiling, of the policies before this one.
     """
@@ -124,7 +125,8 @@ def plan(
 
     lora: the rank of adapters beside all linear layers (`adapters` goes to `lora.add_adapters`);
         all weights are trained if None. With it the base is frozen and in the compute dtype.
-    qlora: the base's linear layers packed in 4 bits; the rank is 16 if `lora` is None.
+    qlora: the base's linear layers packed in 4 bits; the rank is 16 if `lora` is None. The base is
+        taken to come from the host's memory, weight by weight, as `jaxllm finetune` loads it.
     policy: of `precision.POLICIES`. optimizer: "adamw", "adamw_8bit", "sgd", or any of optax.
     remat: of `config.REMAT`; "auto" takes the first of `ORDER` that fits on the card, or the last
         (with adapters without "dots", which then keeps more than "none").
@@ -147,6 +149,11 @@ def plan(
             f"plan: {batch} rows of {seq} tokens cannot be split into {micro_batches} equal "
             "micro-batches"
         )
+    if qlora and policy_named(policy).fp8:
+        raise ValueError(
+            f"plan: policy {policy!r} is of plain weights, and qlora packs them in int4; take "
+            "policy 'bf16', or leave qlora out"
+        )
     if target is not None and aot.why_not() is not None:
         target = None
     rank = 16 if qlora and lora is None else lora
@@ -163,7 +170,7 @@ def plan(
         if name != names[-1] and least + RESERVED > card_bytes:
             tried.append((name, least))  # nothing to compile for
             continue
-        peak = step.peak(target)
+        peak = max(step.peak(target), step.packing)
         if name != names[-1] and peak + RESERVED > card_bytes:
             tried.append((name, peak))
             continue
@@ -225,6 +232,9 @@ class _Step:
         self.rows = _rows(batch, seq)
         trained, frozen = self.state.params, self.state.frozen
         self.weights = _bytes((trained, frozen))
+        packed = [x.size for name, x in frozen.items() if name.endswith(".packed")]
+        wide = jnp.dtype(chosen.compute_dtype).itemsize
+        self.packing = self.weights + 2 * max(packed, default=0) * (wide + quantize.WORKING_BYTES)
         self.moments = _bytes(self.state.opt_state)
         self.trained = _count(trained)
         self.parameters = _parameters(recipe)

@@ -9,6 +9,7 @@ two codes lie in a byte, the lower half first.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ from jaxllm.ops.linear import precision
 
 SCHEMES = ("int4",)
 KEEP = ("lm_head",)  # the head's error goes straight to the logits
+
+# While a weight is packed, three arrays of float32 of its size lie beside it
+WORKING_BYTES = 12  # a number
 
 _LARGEST = 7  # of the quotients, which are symmetric: -7 to 7
 _ZERO = 8  # the code of the quotient 0
@@ -109,10 +113,14 @@ def quantize_linears(
     *,
     group_size: int = 64,
     keep: Sequence[str] = KEEP,
+    from_host: bool = False,
 ) -> None:
     """Packs the weight of every `Linear` of the model but those whose name's last part is in
-    `keep`, one after the other; the embedding stays as it is.
+    `keep`, one after the other, and lets go of each before the next; the embedding stays as it is.
 
+    from_host: of a model that was loaded into the host's memory. Each weight is brought to the
+        default device to be packed there, and then all that stays as it is: the device never holds
+        more than the packed model and one weight in work.
     Raises: ValueError for another scheme, a group size that does not divide a weight's inputs
     (which it names), or a model with nothing to pack; then nothing is changed.
     """
@@ -128,8 +136,29 @@ def quantize_linears(
                 f"quantize: groups of {group_size} do not divide the {columns} inputs of {name} "
                 "evenly; the size must be even and a divisor"
             )
-    for parent, attribute, linear in found.values():
-        setattr(parent, attribute, Int4Linear(linear, group_size=group_size))
+    # Flax's split and merge, by which a checkpoint is loaded, leave cycles that hold all weights
+    gc.collect()
+    for name in list(found):
+        parent, attribute, linear = found.pop(name)
+        if from_host:
+            _bring(linear.weight)
+        packed = Int4Linear(linear, group_size=group_size)
+        if from_host:
+            # A host that runs ahead would bring the next weights beside this one
+            jax.block_until_ready((packed.packed[...], packed.scale[...]))
+        setattr(parent, attribute, packed)
+        del linear, packed
+    if from_host:
+        for _, parameter in nnx.iter_graph(model):
+            if isinstance(parameter, nnx.Param):
+                _bring(parameter)
+
+
+def _bring(parameter: nnx.Param) -> None:
+    """To the default device, where it stays free to follow other arrays."""
+    here = jnp.zeros(()).devices()
+    if parameter[...].devices() != here:
+        parameter.set_value(jnp.asarray(np.asarray(parameter[...])))
 
 
 def linears(model: nnx.Module, keep: Sequence[str]) -> dict[str, tuple[Any, str, Linear]]:

@@ -206,3 +206,16 @@ def test_offload_moves_the_inputs_of_blocks_to_the_host():
     assert ours.host == 2 * 8192 * 4096 * 2
     assert full.activations - ours.activations == ours.host
     assert ours.peak <= full.peak  # XLA's usual schedule would keep half as much again
+
+
+def test_a_packed_base_and_fp8_are_not_both():
+    with pytest.raises(ValueError, match="^plan: policy 'fp8' is of plain weights, and qlora"):
+        plan(WIDE, **ON_CPU, qlora=True, policy="fp8")
+
+
+def test_packing_counts_where_it_takes_more_than_the_step(monkeypatch):
+    monkeypatch.setattr(plan_module._Step, "peak", lambda self, target: self.weights)
+    ours = plan(WIDE, **ON_CPU, qlora=True, policy="bf16", group_size=32)
+    largest = 64 * 128 * (2 + 12)  # up_proj in bfloat16, and three of float32
+    assert ours.peak == ours.weights + largest
+    assert sum(size for kind, size in ours.rows() if kind != "peak") >= ours.peak

@@ -1,3 +1,5 @@
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -214,3 +216,35 @@ def test_adapters_on_a_packed_base_train_and_the_base_stays():
     assert losses[-1] < 0.7 * losses[0]
     for name, weight in before.items():
         np.testing.assert_array_equal(state.frozen[name], weight)
+
+
+@pytest.mark.parametrize("from_host", [False, True])
+def test_a_weight_is_let_go_before_the_next_is_packed(monkeypatch, from_host):
+    model = tiny_models.build(TINY)
+    found = quantize.linears(model, quantize.KEEP)
+    weights = [weakref.ref(linear.weight[...]) for _, _, linear in found.values()]
+    expected = list(range(len(found), 0, -1))
+    del found
+    alive = []
+    quantized = quantize.quantize
+
+    def counting(weight, *rest):
+        alive.append(sum(ref() is not None for ref in weights))
+        return quantized(weight, *rest)
+
+    monkeypatch.setattr(quantize, "quantize", counting)
+    quantize.quantize_linears(model, group_size=G, from_host=from_host)
+    assert alive == expected
+    assert not any(ref() is not None for ref in weights)
+
+
+@pytest.mark.parametrize("from_host", [False, True])
+def test_a_model_of_the_hosts_is_brought_weight_by_weight(monkeypatch, from_host):
+    """The host's memory stands for another device here: what is not where we are is brought."""
+    model, twin = (tiny_models.build(TINY) for _ in range(2))
+    brought = []
+    monkeypatch.setattr(quantize, "_bring", brought.append)
+    quantize.quantize_linears(model, group_size=G, from_host=from_host)
+    linears = len(quantize.linears(twin, quantize.KEEP))
+    every = len(jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert len(brought) == (linears + every if from_host else 0)
