@@ -16,7 +16,7 @@ from jaxllm.precision import POLICIES
 # Options of finetune that are fields of its recipe, None where they are not given
 SAME_NAMES = (
     "targets learning_rate epochs steps micro_batches precision remat optimizer eval_every "
-    "save_every seed"
+    "save_every seed on_long"
 ).split()
 
 
@@ -144,6 +144,11 @@ def _add_finetune(commands: Any) -> None:
         metavar="T",
         help="tokens a row (default: by the longest record)",
     )
+    add(
+        "--on-long",
+        choices=("truncate", "split", "drop"),
+        help="what is done with a record longer than a row (default truncate)",
+    )
     add("--batch", type=int, metavar="B", help="rows a step (default 8)")
     group = parser.add_argument_group("steps")
     add = group.add_argument
@@ -185,7 +190,7 @@ def _add_finetune(commands: Any) -> None:
 
 def _finetune(args: argparse.Namespace) -> int:
     # Slow to import (Orbax, grain), and of no use to the other commands
-    from jaxllm.finetune import Recipe, finetune
+    from jaxllm.finetune import Recipe, finetune, read_recipe
     from jaxllm.trainer import StoppedError
 
     given = {
@@ -209,9 +214,12 @@ def _finetune(args: argparse.Namespace) -> int:
             soft_wrap=True,
         )
         return 130
-    kind = "model" if args.full else "adapter"
-    assert fitted.loss is not None
-    if fitted.base_loss is not None:
+    # Of the run, for a resumed one need not be told again
+    kind = "model" if read_recipe(args.out).method == "full" else "adapter"
+    assert fitted.loss is not None  # else finetune would have raised
+    if fitted.base_loss is None:
+        print(f"held-out loss: not finite before, {fitted.loss:.4f} after (step {fitted.step})")
+    else:
         fall = 100 * (1 - fitted.loss / fitted.base_loss)
         print(
             f"held-out loss: {fitted.base_loss:.4f} before, {fitted.loss:.4f} after "

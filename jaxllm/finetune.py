@@ -6,7 +6,9 @@ one, to be edited.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import os
@@ -27,11 +29,13 @@ from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.config import DTYPES, ModelConfig, Runtime
 from jaxllm.generate import generate
 from jaxllm.model import Transformer
+from jaxllm.records import ON_LONG
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.trainer import Fitted, Trainer
 
 METHODS = ("lora", "qlora", "full")
 OPTIMIZERS = ("adamw", "adamw_8bit")
+LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # and the package of each
 # Learning rates at a width of 4096, as they are in use for models of 7 to 8 billion parameters.
 # Adam's best step size falls as 1 / width (Yang et al. 2022, arXiv:2203.03466), and so does ours.
 RATES = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
@@ -54,7 +58,8 @@ class Recipe:
     learning_rate: at the end of the warm-up, a twentieth of the steps; a cosine takes it down to a
     tenth. epochs, or else steps, of batches of `rows` rows of `length` tokens (both None: three
     epochs, and 100 steps at least; the best step counts). length None: the power of two that holds
-    the longest record, 1024 and the model's positions at most.
+    the longest record, 1024 and the model's positions at most. on_long: what is done with records
+    that are longer, as in `data.encode_records`.
     micro_batches: parts that a batch is computed in (None: 1, and row by row on a CPU, where that
     is fastest). precision, remat: by their names in `jaxllm.precision` and `Runtime`.
     """
@@ -72,6 +77,7 @@ class Recipe:
     steps: int | None = None
     rows: int = 8
     length: int | None = None
+    on_long: str = "truncate"
     micro_batches: int | None = None
     precision: str | None = None
     remat: str = "none"
@@ -81,12 +87,16 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, names in (("method", METHODS), ("optimizer", OPTIMIZERS)):
+        for name, names in (
+            ("method", METHODS),
+            ("optimizer", OPTIMIZERS),
+            ("on_long", ON_LONG),
+        ):
             if getattr(self, name) not in names:
                 raise ValueError(
                     f"finetune: {name} {getattr(self, name)!r} is not one of {', '.join(names)}"
                 )
-        for name in "rank epochs steps rows length micro_batches".split():
+        for name in "rank epochs steps rows length micro_batches eval_every save_every".split():
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"finetune: {name} must be at least 1, got {value}")
@@ -94,8 +104,12 @@ class Recipe:
             raise ValueError(f"finetune: learning_rate must be positive, got {self.learning_rate}")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("finetune: give epochs or steps, not both")
-        if self.precision is not None:
-            precision.policy(self.precision)
+        policy = None if self.precision is None else precision.policy(self.precision)
+        if policy is not None and policy.fp8 and self.method == "qlora":
+            raise ValueError(
+                f"finetune: precision {self.precision!r} is of plain weights, and method 'qlora' "
+                "packs them in int4; take precision 'bf16', or method 'lora'"
+            )
 
 
 def finetune(
@@ -117,16 +131,16 @@ def finetune(
     log: "tensorboard" or "wandb" beside that.
     Raises: ValueError and OSError, one sentence each, with nothing overwritten: for what the recipe
     names and is not there, an `out` that holds something else, a run to resume that began with
-    another recipe. StoppedError after Ctrl-C.
+    another recipe; and at the end, for a run that changed nothing, or whose held-out loss is no
+    finite number, with no result written. StoppedError after Ctrl-C.
     """
-    missing = [name for name in ("grain", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"finetune: {' and '.join(missing)} not installed: pip install 'jaxllm[train]'"
-        )
+    _check_packages(log)
     out = Path(out).expanduser()
     console = console or Console(stderr=True, highlight=False, markup=False)
     _check_out(out, resume)
+    if Path(recipe.model).expanduser().is_dir():  # for an export from another working directory
+        folder = Path(recipe.model).expanduser().resolve()
+        recipe = dataclasses.replace(recipe, model=str(folder))
     if resume:
         recipe = _resumed(recipe, out, given)
     config, _ = read_config(find_folder(recipe.model))
@@ -140,7 +154,8 @@ def finetune(
     tokenizer = Tokenizer.from_folder(find_folder(recipe.model))
     keys = {"prompt_key": recipe.prompt_key, "completion_key": recipe.completion_key}
     limit = recipe.length or min(config.max_position_embeddings, LONGEST)
-    options = {"length": limit, "vocab_size": config.vocab_size, **keys}
+    options: dict[str, Any] = {"length": limit, "vocab_size": config.vocab_size, **keys}
+    options["on_long"] = recipe.on_long
     encoded = data.encode_records(training, tokenizer, **options)
     measured = data.encode_records(held_out, tokenizer, **options)
     longest = max(map(len, [*encoded.examples, *measured.examples]))
@@ -156,8 +171,9 @@ def finetune(
         steps = _steps(recipe, loader.batches_per_epoch)
         assert recipe.micro_batches is not None
         schedule, optimizer = _optimizer(recipe, steps)
-        prompt = _prompt(measured.examples[0])
+        prompt = prompt_tokens(measured.examples[0])
         settings = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in FREE}
+        settings["held-out records"] = _digest(measured.examples)
         trainer = Trainer(
             model,
             optimizer,
@@ -181,6 +197,12 @@ def finetune(
         if not resume:
             _write_json(out / RUN, dataclasses.asdict(recipe))
         fitted = trainer.fit(resume=resume)
+    _say_skipped(out, console)
+    if fitted.loss is None:
+        raise ValueError(
+            f"finetune: the held-out loss of step {fitted.step} is not a finite number, so nothing "
+            f"is written; a lower learning rate than {recipe.learning_rate:g} may help"
+        )
     if recipe.method == "full":
         _cast(model, recipe.model)
         hf.save(model, tokenizer, out / "model")
@@ -201,7 +223,7 @@ def export(
     not empty, or `adapter` is asked of a full run.
     """
     run, folder = Path(run).expanduser(), Path(folder).expanduser()
-    recipe = _read_recipe(run)
+    recipe = read_recipe(run)
     if adapter and recipe.method == "full":
         raise ValueError(f"{run}: a full fine-tuning has no adapter; leave --adapter out")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -247,7 +269,12 @@ def _check_out(out: Path, resume: bool) -> None:
             raise ValueError(f"{out} is not empty and holds no run; give a new folder")
 
 
-def _read_recipe(out: Path) -> Recipe:
+def read_recipe(run: str | os.PathLike[str]) -> Recipe:
+    """What a run is made by, with nothing left open.
+
+    Raises: FileNotFoundError if there is no run; ValueError if it is of something else.
+    """
+    out = Path(run).expanduser()
     file = out / RUN
     try:
         return Recipe(**json.loads(file.read_text(encoding="utf-8")))
@@ -259,7 +286,7 @@ def _read_recipe(out: Path) -> Recipe:
 
 def _resumed(recipe: Recipe, out: Path, given: Collection[str] | None) -> Recipe:
     """The recipe that the run began with; what is said anew must agree."""
-    began = dataclasses.asdict(_read_recipe(out))
+    began = dataclasses.asdict(read_recipe(out))
     if given is None:
         plain = {field.name: field.default for field in dataclasses.fields(Recipe)}
         given = [name for name, default in plain.items() if getattr(recipe, name) != default]
@@ -282,6 +309,11 @@ def _with_model(recipe: Recipe, config: ModelConfig) -> Recipe:
     if recipe.length is not None and recipe.length > limit:
         raise ValueError(
             f"finetune: a length of {recipe.length} is more than the model's {limit} positions"
+        )
+    if recipe.rows % (recipe.micro_batches or 1):
+        raise ValueError(
+            f"finetune: {recipe.rows} rows cannot be split into {recipe.micro_batches} equal "
+            "micro-batches"
         )
     rate = float(f"{RATES[recipe.method] * 4096 / config.hidden_size:.2g}")
     return dataclasses.replace(
@@ -315,9 +347,11 @@ def _build(recipe: Recipe) -> Transformer:
     policy = precision.policy(recipe.precision)
     dtype = policy.param_dtype if recipe.method == "full" else policy.compute_dtype
     runtime = Runtime(dtype=policy.compute_dtype, param_dtype=dtype, remat=recipe.remat)
-    model, _ = hf.load(recipe.model, dtype, runtime)
+    # The device need not have room for what is packed as it was
+    with _on_host() if recipe.method == "qlora" else contextlib.nullcontext():
+        model, _ = hf.load(recipe.model, dtype, runtime)
     if recipe.method == "qlora":
-        quantize.quantize_linears(model, "int4")
+        quantize.quantize_linears(model, "int4", from_host=True)
     elif policy.fp8:
         fp8.use_fp8(model)
     if recipe.method != "full":
@@ -326,19 +360,32 @@ def _build(recipe: Recipe) -> Transformer:
     return model
 
 
+def _on_host() -> contextlib.AbstractContextManager[object]:
+    """New arrays in the host's memory, if JAX was not started without it (JAX_PLATFORMS=cuda)."""
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if platforms and "cpu" not in platforms.split(","):
+        return contextlib.nullcontext()
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
+def warmup_cosine(rate: float, steps: int, *, warm: int | None = None) -> optax.Schedule:
+    """Up to `rate` in `warm` steps (None: a twentieth of all), then down to a tenth by a cosine."""
+    warm = max(1, steps // 20 if warm is None else warm)
+    return optax.warmup_cosine_decay_schedule(
+        rate / (warm + 1), rate, warm, max(steps, warm + 1), rate / 10
+    )
+
+
 def _optimizer(recipe: Recipe, steps: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
     rate = recipe.learning_rate
     assert rate is not None
-    warm = max(1, steps // 20)
-    schedule = optax.warmup_cosine_decay_schedule(
-        rate / (warm + 1), rate, warm, max(steps, warm + 1), rate / 10
-    )
+    schedule = warmup_cosine(rate, steps)
     make = optimizers.adamw_8bit if recipe.optimizer == "adamw_8bit" else optax.adamw
     adam = make(schedule, weight_decay=0.0)
     return schedule, optax.chain(optax.clip_by_global_norm(1.0), adam)
 
 
-def _prompt(example: data.Example) -> list[int]:
+def prompt_tokens(example: data.Example) -> list[int]:
     """The tokens before the answer; of a text that is all answer, the first ones."""
     first = int(np.argmax(example.targets != data.IGNORE))
     return example.tokens[: first + 1 if first else 8].tolist()
@@ -350,14 +397,48 @@ def _sample(model: Transformer, tokenizer: Tokenizer, prompt: list[int]) -> str:
     return result.texts[0]
 
 
+def _digest(examples: Sequence[data.Example]) -> str:
+    """Of what is measured, for a loss must not be compared with that of other records."""
+    digest = hashlib.sha256()
+    for example in examples:
+        for x in (example.tokens, example.targets):
+            digest.update(f"{len(x)} ".encode() + np.asarray(x, np.int32).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _say_skipped(out: Path, console: Console) -> None:
+    """Says how many steps changed nothing. Raises: ValueError if all of them."""
+    last = metrics.read_rows(out / "metrics.jsonl")[-1]
+    skipped, steps = last.get("skipped", 0), last["step"]
+    if not skipped:
+        return
+    why = "their gradients were not finite"
+    if skipped == steps:
+        raise ValueError(
+            f"finetune: all {steps} steps were skipped, for {why}, so nothing is written; "
+            "look at the weights and the precision"
+        )
+    console.print(f"{skipped} of {steps} steps were skipped: {why}", soft_wrap=True)
+
+
+def _check_packages(log: str | None) -> None:
+    if log is not None and log not in LOGS:
+        raise ValueError(f"finetune: log {log!r} is not one of {', '.join(LOGS)}")
+    missing = [name for name in ("grain", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"finetune: {' and '.join(missing)} not installed: pip install 'jaxllm[train]'"
+        )
+    if log is not None and importlib.util.find_spec(LOGS[log]) is None:
+        raise ValueError(f"finetune: {log} is not installed: pip install {LOGS[log]}")
+
+
 def _writers(log: str | None, out: Path, settings: dict[str, Any]) -> list[metrics.Writer]:
     if log is None:
         return []
     if log == "tensorboard":
         return [metrics.tensorboard(out / "tensorboard")]
-    if log == "wandb":
-        return [metrics.wandb(out, settings)]
-    raise ValueError(f"finetune: log {log!r} is not one of tensorboard, wandb")
+    return [metrics.wandb(out, settings)]
 
 
 def _cast(model: Transformer, base: str) -> None:

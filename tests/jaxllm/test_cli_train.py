@@ -1,6 +1,7 @@
 """finetune, export and plan from the command line, on a tiny model."""
 
 import dataclasses
+import importlib.util
 import json
 import signal
 
@@ -13,6 +14,7 @@ import jaxllm
 from jaxllm import cli, lora, metrics, train
 from jaxllm.checkpoint import native
 from jaxllm.finetune import Recipe
+from jaxllm.trainer import Fitted, Trainer
 
 pytest.importorskip("grain", reason="grain is not installed: pip install 'jaxllm[train]'")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'jaxllm[train]'")
@@ -226,6 +228,10 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--learning-rate", "-1"), "learning_rate must be positive"),
         (("--targets", "nothing"), "'nothing' matches no Linear"),
         (("--prompt-key", "{a"), "the format '{a' cannot be read"),
+        (("--qlora", "int4", "--precision", "fp8"), "precision 'fp8' is of plain weights"),
+        (("--batch", "3", "--micro-batches", "2"), "3 rows cannot be split into 2 equal"),
+        (("--eval-every", "0"), "eval_every must be at least 1, got 0"),
+        (("--save-every", "0"), "save_every must be at least 1, got 0"),
     ],
 )
 def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):
@@ -288,3 +294,102 @@ def test_the_learning_rate_goes_with_method_and_width():
         for config in (wide, CONFIG)
     ]
     assert rates == [2e-5, 1.3e-3, 2e-4, 1.3e-2]
+
+
+def test_a_missing_package_is_said_before_the_model_is_read(tune, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    for log, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda n, p=package: None if n == p else find(n)
+        )
+        code, _, err = tune(tmp_path / "out", "--log", log, model=tmp_path / "none")
+        assert code == 2
+        assert f"{log} is not installed: pip install {package}" in err
+
+
+@pytest.fixture
+def fitted(monkeypatch):
+    """`fit` without training: what it returns, and the last row it writes."""
+
+    def pretend(row, **numbers):
+        result = Fitted(**{**{"params": {}, "step": 4, "before": "b", "after": "a"}, **numbers})
+        seen = []
+
+        def fit(self, *, resume):
+            seen.append(self.settings)
+            (self.out / "metrics.jsonl").write_text(json.dumps({"step": 4, **row}) + "\n")
+            return result
+
+        monkeypatch.setattr(Trainer, "fit", fit)
+        return seen
+
+    return pretend
+
+
+def test_what_comes_out_of_no_finite_loss_is_one_sentence(tune, fitted, tmp_path):
+    fitted({"skipped": 1}, base_loss=2.0, loss=None)
+    code, _, err = tune(tmp_path / "out", "--lora", "2")
+    assert code == 2
+    assert "the held-out loss of step 4 is not a finite number" in err
+    assert "1 of 4 steps were skipped" in err
+    assert not (tmp_path / "out/adapter").exists()
+    fitted({"skipped": 4}, base_loss=2.0, loss=2.0)
+    code, _, err = tune(tmp_path / "out", "--lora", "2")
+    assert code == 2
+    assert "all 4 steps were skipped" in err
+    assert not (tmp_path / "out/adapter").exists()
+    fitted({"skipped": 0}, base_loss=None, loss=2.0)
+    code, printed, err = tune(tmp_path / "out", "--lora", "2")
+    assert code == 0, err
+    assert "held-out loss: not finite before, 2.0000 after (step 4)" in printed
+    assert "skipped" not in err
+
+
+def test_a_bare_resume_of_a_full_run_names_the_model(tune, fitted, folder, tmp_path, monkeypatch):
+    fitted({}, base_loss=2.0, loss=1.0)
+    out = tmp_path / "out"
+    monkeypatch.chdir(folder.parent)
+    _, printed, _ = tune(out, "--full", model=folder.name)
+    assert f"{out}/model, loss.png" in printed
+    assert json.loads((out / "run.json").read_text())["model"] == str(folder.resolve())
+    _, printed, _ = tune(out, "--resume", model=folder.name)
+    assert f"{out}/model, loss.png" in printed
+    assert "adapter" not in printed
+
+
+def test_other_held_out_records_are_another_run(tune, fitted, records, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text(records.read_text().replace("Say", "Tell"))
+    again = tmp_path / "again.jsonl"
+    again.write_text(records.read_text())
+    seen = fitted({}, base_loss=2.0, loss=1.0)
+    for number, file in enumerate((records, again, other)):
+        assert tune(tmp_path / str(number), "--held-out", file)[0] == 0
+    same, copy, changed = seen
+    assert same == copy
+    assert {name for name in same if same[name] != changed[name]} == {"held-out records"}
+
+
+def test_long_records_are_split_where_that_is_asked_for(tune, fitted, tmp_path):
+    file = tmp_path / "long.jsonl"
+    file.write_text(20 * (json.dumps({"text": 40 * "word "}) + "\n"))
+    fitted({}, base_loss=2.0, loss=1.0)
+    code, _, err = tune(tmp_path / "out", "--on-long", "split", data=file)
+    assert code == 0, err
+    assert " split" in err
+
+
+def test_a_base_to_pack_is_loaded_into_the_hosts_memory(folder, monkeypatch):
+    from jaxllm import finetune
+
+    where = []
+    load = finetune.hf.load
+
+    def loading(*args):
+        where.append(jax.config.jax_default_device)
+        return load(*args)
+
+    monkeypatch.setattr(finetune.hf, "load", loading)
+    for method in ("qlora", "lora"):
+        finetune._build(Recipe(str(folder), "d", method=method, precision="fp32"))
+    assert where == [jax.devices("cpu")[0], None]
