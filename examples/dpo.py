@@ -16,6 +16,7 @@ from flax import nnx
 
 import jaxllm
 from jaxllm import data, dpo, lora, train
+from jaxllm.finetune import prompt_tokens, warmup_cosine
 from jaxllm.trainer import StoppedError, Trainer
 
 
@@ -39,16 +40,13 @@ def main(args: argparse.Namespace) -> None:
     with data.PreferenceLoader(measured.examples, **shape, seed=0, epochs=1) as all_once:
         evaluation = list(all_once)
 
-    warm = max(1, args.steps // 10)
-    schedule = optax.warmup_cosine_decay_schedule(
-        args.learning_rate / warm, args.learning_rate, warm, args.steps, args.learning_rate / 10
-    )
+    schedule = warmup_cosine(args.learning_rate, args.steps, warm=args.steps // 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
 
-    prompt = held_out[0]["prompt"]
+    prompt = prompt_tokens(measured.examples[0].chosen)
 
     def sample(model: jaxllm.Transformer) -> str:
-        result = jaxllm.generate(model, tokenizer, prompt, max_new_tokens=40, stop="\n")
+        result = jaxllm.generate(model, tokenizer, [prompt], max_new_tokens=40, stop="\n")
         return (result.texts or [""])[0]
 
     trainer = Trainer(
@@ -70,6 +68,8 @@ def main(args: argparse.Namespace) -> None:
             fitted = trainer.fit(resume=args.resume)
     except StoppedError as stopped:
         sys.exit(f"dpo: {stopped}; the same command with --resume goes on")
+    if fitted.loss is None or fitted.base_loss is None:
+        sys.exit("dpo: the held-out loss is not a finite number; try a lower --learning-rate")
 
     # The model now holds the adapters with the lowest held-out loss.
     lora.save_peft(model, args.output, base_model_name=str(args.model))
@@ -82,7 +82,8 @@ def main(args: argparse.Namespace) -> None:
         total, count = train.make_evaluate(model, measure)(params, evaluation)
         print(f"{name} over {count} held-out pairs: {total / count:.3f}")
     print(f"{args.output}: step {fitted.step}, held-out loss {fitted.base_loss:.4f} before and")
-    print(f"{fitted.loss:.4f} after\n\n{prompt}\nbefore: {fitted.before}\nafter: {fitted.after}")
+    print(f"{fitted.loss:.4f} after\n\n{tokenizer.decode(prompt)}")
+    print(f"before: {fitted.before}\nafter: {fitted.after}")
 
 
 def parse() -> argparse.Namespace:

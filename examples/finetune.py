@@ -14,6 +14,7 @@ import optax
 
 import jaxllm
 from jaxllm import data, train
+from jaxllm.finetune import prompt_tokens, warmup_cosine
 from jaxllm.trainer import StoppedError, Trainer
 
 
@@ -49,16 +50,13 @@ def main(
     loader = data.Loader(encoded.examples, **shape, seed=args.seed)
     evaluation = data.batches(measured.examples, **shape)
 
-    warm = max(1, args.steps // 20)
-    schedule = optax.warmup_cosine_decay_schedule(
-        args.learning_rate / warm, args.learning_rate, warm, args.steps, args.learning_rate / 10
-    )
+    schedule = warmup_cosine(args.learning_rate, args.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
 
-    prompt = held_out[0]["prompt"]
+    prompt = prompt_tokens(measured.examples[0])
 
     def sample(model: jaxllm.Transformer) -> str:
-        return (jaxllm.generate(model, tokenizer, prompt, max_new_tokens=40).texts or [""])[0]
+        return (jaxllm.generate(model, tokenizer, [prompt], max_new_tokens=40).texts or [""])[0]
 
     trainer = Trainer(
         model,
@@ -79,11 +77,14 @@ def main(
             fitted = trainer.fit(resume=args.resume)
     except StoppedError as stopped:
         sys.exit(f"finetune: {stopped}; the same command with --resume goes on")
+    if fitted.loss is None or fitted.base_loss is None:
+        sys.exit("finetune: the held-out loss is not a finite number; try a lower --learning-rate")
 
     # The model now holds the parameters with the lowest held-out loss.
     write(model, tokenizer, args)
     print(f"{args.output}: step {fitted.step}, held-out loss {fitted.base_loss:.4f} before and")
-    print(f"{fitted.loss:.4f} after\n\n{prompt}\nbefore: {fitted.before}\nafter: {fitted.after}")
+    print(f"{fitted.loss:.4f} after\n\n{tokenizer.decode(prompt)}")
+    print(f"before: {fitted.before}\nafter: {fitted.after}")
 
 
 def parse(rate: float = 4e-4) -> argparse.Namespace:

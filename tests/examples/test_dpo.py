@@ -10,6 +10,7 @@ import tiny_models
 
 import jaxllm
 from jaxllm import lora
+from jaxllm.trainer import Fitted, Trainer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -44,3 +45,16 @@ def test_it_writes_a_peft_folder(monkeypatch, tmp_path, capsys):
     model, _ = jaxllm.load(folder, dtype="float32")
     lora.load_peft(model, out)
     assert any((x != 0).any() for name, x in lora.adapters(model).items() if "lora_b" in name)
+
+
+def test_one_step_and_a_loss_that_is_not_finite(monkeypatch, tmp_path):
+    def fit(self, *, resume):
+        return Fitted({}, 1, 2.0, None, "b", "a")
+
+    monkeypatch.setattr(Trainer, "fit", fit)
+    command = ["dpo.py", EXAMPLES / "data/courtesy-pairs.jsonl", "--steps", 1, "--rank", 1]
+    command += ["--output", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", list(map(str, command)))
+    with pytest.raises(SystemExit, match="^dpo: the held-out loss is not a finite number"):
+        runpy.run_path(str(EXAMPLES / "dpo.py"), run_name="__main__")
+    assert not (tmp_path / "out").exists()

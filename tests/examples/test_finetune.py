@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 
 import jaxllm
+from jaxllm.trainer import Fitted, Trainer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = "--steps 4 --rows 2 --length 64 --micro-batches 2".split()
@@ -87,3 +88,33 @@ def test_what_the_library_refuses_is_one_sentence(recipe, folder, tmp_path):
         recipe("finetune.py", empty, "--model", folder, "--output", tmp_path / "out", *SMALL)
     assert "\n" not in str(stopped.value)
     assert not list(tmp_path.glob("out*"))
+
+
+def pretend(monkeypatch, loss):
+    """`fit` without training; what a Trainer was given is what it returns the loss beside."""
+    seen = []
+
+    def fit(self, *, resume):
+        seen.append(self)
+        return Fitted({}, 1, 2.0, loss, "b", "a")
+
+    monkeypatch.setattr(Trainer, "fit", fit)
+    return seen
+
+
+def test_one_step_of_texts_without_prompts(recipe, folder, tmp_path, monkeypatch, capsys):
+    seen = pretend(monkeypatch, 1.0)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(20 * (json.dumps({"text": "To be, or not to be"}) + "\n"))
+    small = ["--model", folder, "--output", tmp_path / "out", *SMALL, "--steps", "1"]
+    recipe("finetune_lora.py", texts, *small)
+    assert len(seen) == 1
+    assert "To be" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_is_one_sentence(recipe, folder, tmp_path, monkeypatch):
+    pretend(monkeypatch, None)
+    small = ["--model", folder, "--output", tmp_path / "out", *SMALL]
+    with pytest.raises(SystemExit, match="^finetune: the held-out loss is not a finite number"):
+        recipe("finetune.py", EXAMPLES / "data/clerk.jsonl", *small)
+    assert not (tmp_path / "out").exists()
