@@ -176,12 +176,12 @@ MAY_IMPORT = {
         "jaxllm.aot jaxllm.config jaxllm.fp8 jaxllm.lora jaxllm.model jaxllm.optimizers "
         "jaxllm.precision jaxllm.quantize jaxllm.train"
     ),
-    "jaxllm.dpo": "jaxllm.data jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
+    "jaxllm.dpo": "jaxllm.data jaxllm.layers jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
     "jaxllm.finetune": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.checkpoint.native jaxllm.config "
         "jaxllm.data jaxllm.fp8 jaxllm.generate jaxllm.lora jaxllm.metrics jaxllm.model "
-        "jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.tokenizer jaxllm.train "
-        "jaxllm.trainer"
+        "jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.records jaxllm.tokenizer "
+        "jaxllm.train jaxllm.trainer"
     ),
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.config jaxllm.families jaxllm.finetune jaxllm.plan "
