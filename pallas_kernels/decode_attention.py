@@ -29,7 +29,7 @@ from pallas_kernels.decode_attention_config import (
     candidates as candidates,  # for tune
 )
 from pallas_kernels.decode_attention_kernel import LINE, Config, Static, attend
-from pallas_kernels.decode_attention_parts import combine
+from pallas_kernels.decode_attention_parts import combine, padded_heads
 from pallas_kernels.device import Device
 
 NAME = "decode_attention"
@@ -325,7 +325,10 @@ def _forward(
     kv_heads = k_cache.shape[2]
     group = n // kv_heads
     if sinks is not None:
-        sinks = jnp.pad(sinks.reshape(kv_heads, group), ((0, 0), (0, -group % 8)))
+        sinks = jnp.pad(
+            sinks.reshape(kv_heads, group),
+            ((0, 0), (0, padded_heads(group, k_cache.dtype) - group)),
+        )
     if page_table is not None:
         page_table = page_table.astype(jnp.int32)
     lengths = kv_lengths.astype(jnp.int32)

@@ -10,6 +10,7 @@ import math
 from pallas_kernels import device as device_lib
 from pallas_kernels import tuned
 from pallas_kernels.decode_attention_kernel import LINE, Config, shared_bytes
+from pallas_kernels.decode_attention_parts import padded_heads
 from pallas_kernels.device import Device
 
 TILES = (64, 128, 256)
@@ -56,8 +57,8 @@ def default_config(
     few = pairs * splits <= num_sms  # a block has a multiprocessor for itself
     keys = -(-size // splits)
     if width > 128 or group > 32 or (width > LINE and not few):
-        tile = 64
-    elif width <= LINE and few and keys >= 2048:
+        tile = 64  # scores of 64 heads take the registers of wider tiles
+    elif width <= LINE and few and keys >= 2048 and (group <= 16 or not packed):
         tile = 256
     else:
         tile = 128
@@ -67,10 +68,11 @@ def default_config(
     while tile > TILES[0] and tile * scales > MOST_SCALES:
         tile //= 2
     tiles = -(-keys // tile)
+    heads = padded_heads(group, k_cache.dtype)
     for blocks in range(1 if few else 3 if packed else 2, 0, -1):  # of a multiprocessor
         for stages in range(min(3, tiles), min(2, tiles) - 1, -1):
             config = Config(tile, stages, splits, cluster)
-            if blocks * shared_bytes(config, width, group, scales) <= device_lib.SHARED_BYTES:
+            if blocks * shared_bytes(config, width, heads, scales) <= device_lib.SHARED_BYTES:
                 return config
     return Config(64, 1, splits, cluster)
 
@@ -175,7 +177,8 @@ def config_problem(config: Config, q, k_cache) -> str | None:
     c = config
     width, group, _ = _sizes(q, k_cache)
     packed = k_cache.dtype.itemsize == 1
-    size_bytes = shared_bytes(config, width, group, k_cache.shape[2] if packed else 0)
+    heads = padded_heads(group, k_cache.dtype)
+    size_bytes = shared_bytes(config, width, heads, k_cache.shape[2] if packed else 0)
     problems = {
         f"tile must be one of {TILES}": c.tile not in TILES,
         f"tile must divide the {k_cache.shape[1]} keys that lie together, which have scales": (

@@ -24,7 +24,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels import decode_attention_bytes as of_bytes
 from pallas_kernels.attention_reference import LOG2E
-from pallas_kernels.decode_attention_parts import LINE, each, merge, per_head, put, read
+from pallas_kernels.decode_attention_parts import (
+    LINE,
+    each,
+    merge,
+    padded_heads,
+    per_head,
+    put,
+    read,
+)
 from pallas_kernels.wgmma_tiles import rows_as_copied, wgmma_transforms
 
 LOWEST = -1e30  # no score is lower; finite, so that what sees nothing gives no NaN
@@ -57,9 +65,9 @@ class Static:
 def shared_bytes(config: Config, width: int, heads: int, scales: int) -> int:
     """On chip: the ring of K and V, Q, P, parts that a cluster shares, the result, barriers.
 
-    heads: that share a key head; scales: of one key and all its heads, 0 if it has none.
+    heads: that share a key head, padded; scales: of one key and all its heads, 0 if it has none.
     """
-    c, padded, heads = config, -(-width // LINE) * LINE, -(-heads // 8) * 8
+    c, padded = config, -(-width // LINE) * LINE
     ring = 2 * c.stages * c.tile * padded * 2
     if scales:  # bytes, and the query once more
         line = _line(1, width)
@@ -100,7 +108,7 @@ def attend(
     [P, page, K, H]; a cache of bytes has scales, shaped alike without H; sinks [K, heads].
     With new_k and new_v [B, K, H], k and v are references, whose last key of each row they become.
     Parts: [B, K, clusters, H, heads] float32 and log2 of their sums [B, K, clusters, heads], with H
-    in whole lines and the heads of a group up to a multiple of 8.
+    in whole lines and the heads of a group as `padded_heads` has them.
     """
     c = static.config
     batch, n, width = q.shape
@@ -110,7 +118,7 @@ def attend(
         size = page_table.shape[1] * page
     together = c.tile if page_table is None else min(c.tile, page)  # keys that are neighbours
     group, dtype = n // kv_heads, q.dtype
-    heads, chunks = -(-group // 8) * 8, -(-width // LINE)
+    heads, chunks = padded_heads(group, k.dtype), -(-width // LINE)
     packed = k_scale is not None and v_scale is not None
     split_query = k.dtype == jnp.int8
     # P is multiplied by the values' scales. float16 would round what is small to few bits: there

@@ -16,7 +16,14 @@ from pallas_kernels import _compat
 from pallas_kernels.attention_reference import LOG2E
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
+HEADS = 8  # the least that a matrix product has
 LINE = WGMMA_ROWS  # also the numbers of 16 bits in 128 bytes, the widest swizzle
+
+
+def padded_heads(group: int, dtype) -> int:
+    """Columns for the query heads that share a key head; wgmma of int8 has no 40 or 56 of them."""
+    step = 2 * HEADS if dtype == jnp.int8 and group > 4 * HEADS else HEADS
+    return -(-group // step) * step
 
 
 def read(ref, layout):
@@ -50,49 +57,63 @@ def merge(sums, parts):
     return top + jnp.log2(total), out
 
 
-def put(out_ref, o_s, row, head, chunk, out):
-    """Rounds 64 numbers of every head, [64, heads], and brings them where the result has them."""
+def put(out_ref, o_s, row, head, chunk, out, first: int = 0):
+    """Rounds 64 numbers of every head, [64, heads], and brings them where the result has them.
+
+    first: of the heads that share the key head, the one that these begin with.
+    """
     group, width = out_ref.shape[2:]
+    count = min(group - first, out.shape[1])
     size = min(LINE, width - chunk * LINE)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     o_s.T[...] = out.astype(o_s.dtype)
     plgpu.commit_smem()
     columns = pl.ds(chunk * LINE, size)
     if size == LINE:
-        plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, group)], out_ref.at[row, head, :, columns])
+        to = out_ref.at[row, head, pl.ds(first, count), columns]
+        plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, count)], to)
     else:  # one by one, so that no copy passes the end of a row
-        for i in range(group):
-            plgpu.copy_smem_to_gmem(o_s.at[i, pl.ds(0, size)], out_ref.at[row, head, i, columns])
+        for i in range(count):
+            to = out_ref.at[row, head, first + i, columns]
+            plgpu.copy_smem_to_gmem(o_s.at[i, pl.ds(0, size)], to)
 
 
 def combine(outs, sums, like, *, sinks=None, interpret: bool):
-    """The result [B, K, N / K, H], for q `like`, of the parts that `attend` leaves."""
-    batch, kv_heads, parts, _, heads = outs.shape
+    """The result [B, K, N / K, H], for q `like`, of the parts that `attend` leaves.
+
+    A block has 64 numbers of 8 heads, and all parts of them in registers.
+    """
+    batch, kv_heads, parts, *_ = outs.shape
     _, n, width = like.shape
-    chunks = -(-width // LINE)
+    group = n // kv_heads
+    places = [(i, j) for i in range(0, group, HEADS) for j in range(-(-width // LINE))]
 
     def body(outs_ref, sums_ref, sinks_ref, out_ref, o_s):
         head, row = lax.axis_index("head"), lax.axis_index("row")
-        sums = [read(sums_ref.at[row, head, i], per_head()) for i in range(parts)]
-        if sinks_ref is not None:
-            sums.append(read(sinks_ref.at[head], per_head()) * LOG2E)
-        for chunk in range(chunks):
+        some = lambda first: pl.ds(first, HEADS)  # noqa: E731
+        for place, (first, chunk) in enumerate(places):
 
-            @pl.when(lax.axis_index("chunk") == chunk)
-            def _(chunk=chunk):
-                lines = [outs_ref.at[row, head, i, pl.ds(chunk * LINE, LINE)] for i in range(parts)]
+            @pl.when(lax.axis_index("place") == place)
+            def _(first=first, chunk=chunk):
+                sums = [
+                    read(sums_ref.at[row, head, i, some(first)], per_head()) for i in range(parts)
+                ]
+                if sinks_ref is not None:
+                    sums.append(read(sinks_ref.at[head, some(first)], per_head()) * LOG2E)
+                columns = pl.ds(chunk * LINE, LINE)
+                lines = [outs_ref.at[row, head, i, columns, some(first)] for i in range(parts)]
                 _, out = merge(sums, [read(x, plgpu.Layout.WGMMA) for x in lines])
-                put(out_ref, o_s, row, head, chunk, out)
+                put(out_ref, o_s, row, head, chunk, out, first)
 
         plgpu.wait_smem_to_gmem(0)
 
     return _compat.kernel(
         body,
         name="decode_attention_combine",
-        out_type=jax.ShapeDtypeStruct((batch, kv_heads, n // kv_heads, width), like.dtype),
-        scratch_types={"o_s": plgpu.SMEM((heads, LINE), like.dtype)},
-        grid=(chunks, kv_heads, batch),
-        grid_names=("chunk", "head", "row"),
+        out_type=jax.ShapeDtypeStruct((batch, kv_heads, group, width), like.dtype),
+        scratch_types={"o_s": plgpu.SMEM((HEADS, LINE), like.dtype)},
+        grid=(len(places), kv_heads, batch),
+        grid_names=("place", "head", "row"),
         interpret=interpret,
         approx_math=True,
     )(outs, sums, sinks)

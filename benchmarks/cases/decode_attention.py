@@ -33,6 +33,7 @@ def cases() -> list[Case]:
     found += [odd(2, 257, (7, 1, 128)), odd(3, 1000, (8, 8, 96)), odd(1, 17, (4, 1, 256))]
     found += [odd(1, 8192, LLAMA, cache="float8_e4m3fn"), odd(8, 1024, QWEN, pages=True)]
     found += [odd(8, 4096, LLAMA, cache="int8", pages=True), odd(8, 4096, LLAMA, softcap=30.0)]
+    found += [odd(1, 131072, (64, 1, 64), cache="int8"), odd(1, 8192, (40, 1, 64), cache="int8")]
     found += [odd(2, 1024, (16, 1, 256), cache="int8"), odd(2, 1024, (8, 1, 96), cache="int8")]
     return found
 

@@ -165,6 +165,9 @@ CASES = {
         small=True,
         config=Config(64, 2, 1),
     ),
+    "int8, 33 heads a key head, sinks, parts": Case(
+        33, 1, 64, 128, (128,), packed=jnp.int8, sinks=True, config=Config(64, 2, 2)
+    ),
     "fp8, pages": Case(
         7, 1, 64, 128, (100,), page=64, packed=jnp.float8_e4m3fn, config=Config(64, 2, 1)
     ),
@@ -277,7 +280,12 @@ INT8: dict[str, Any] = {
 def heads_with_scales(k, group, h) -> dict[str, Any]:
     x = jax.ShapeDtypeStruct
     cache, scale = x((1, 128, k, h), jnp.int8), x((1, 128, k), jnp.float32)
-    packed = {"k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale}
+    packed: dict[str, Any] = {
+        "k_cache": cache,
+        "v_cache": cache,
+        "k_scale": scale,
+        "v_scale": scale,
+    }
     return shapes(k * group, k, h, batch=1, **packed)
 
 
@@ -458,6 +466,21 @@ def test_no_block_of_a_cluster_goes_while_another_reads_what_it_has(cache, monke
     assert loads
     assert loads[-1] < arrival
     assert re.search(r"\bbar(rier)?\.sync|barrier\.cta\.sync", text[loads[-1] : arrival])
+
+
+@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.parametrize("group", [33, 56, 64])
+def test_many_heads_share_a_key_head(group):
+    """wgmma of int8 has no 40 or 56 columns; nor have 32 parts of 64 heads room in registers."""
+    call = shapes(group, 1, 64, 131072, batch=1)
+    for name in "kv":
+        call[f"{name}_cache"] = jax.ShapeDtypeStruct((1, 131072, 1, 64), jnp.int8)
+        call[f"{name}_scale"] = jax.ShapeDtypeStruct((1, 131072, 1), jnp.float32)
+    program = aot.compile_for(lambda call: decode_attention(**call), call)
+    assert program.mosaic_launches() == ["decode_attention", "decode_attention_combine"]
+    for kernel in program.kernels:
+        assert kernel.spill_store_bytes == 0, kernel
+        assert not [note for note in kernel.notes if note.startswith("C75")], kernel
 
 
 def test_configs():
