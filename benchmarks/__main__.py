@@ -23,10 +23,10 @@ from typing import Any
 
 import jax
 
-from benchmarks import report, rivals, sections
+from benchmarks import report, rivals, sections, torch_rivals
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
-from benchmarks.lacking import NO_RESULT, complete, names_of
+from benchmarks.lacking import FURTHER, NO_RESULT, complete, names_of
 from benchmarks.plan import Plan, chosen
 from benchmarks.worker import CLOCKS_EXIT, FATAL_EXIT
 
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         workers: dict[str, Worker] = {}
 
         def save() -> None:
-            assemble(results, workers, plan)
+            assemble(results, workers, plan, with_torch=with_torch)
             temporary = args.out.with_suffix(".part")
             temporary.write_text(json.dumps(results, indent=1) + "\n")
             temporary.replace(args.out)
@@ -205,8 +205,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if bad or "worker" in results["notes"] else 0
 
 
-def assemble(results: dict[str, Any], workers: dict[str, Worker], plan: Plan) -> None:
-    """What the logs say so far, as rows and sections."""
+def assemble(
+    results: dict[str, Any], workers: dict[str, Worker], plan: Plan, *, with_torch: bool = False
+) -> None:
+    """What the logs say so far, as rows and sections; with_torch: rivals of torch are due."""
     found = workers["worker"].results
     other = workers["torch_worker"].results if "torch_worker" in workers else {}
     results["device"] = found.get("device")
@@ -218,7 +220,10 @@ def assemble(results: dict[str, Any], workers: dict[str, Worker], plan: Plan) ->
         for key, value in {**found, **other}.items()
         if key.startswith(prefix)
     }
-    results["rows"] = [_row(case, found, other) for case in chosen(plan, _on_gpu(workers))]
+    on_gpu = _on_gpu(workers)
+    ended = "all" in other or "failed" in other.get("torch", {})
+    due = set(torch_rivals.OPS) if with_torch and on_gpu and not ended else set()
+    results["rows"] = [_row(case, found, other, due) for case in chosen(plan, on_gpu)]
     results["spent_s"] = _spent(workers)
 
 
@@ -235,15 +240,21 @@ def _spent(workers: dict[str, Worker]) -> dict[str, float]:
     return {name: round(seconds, 1) for name, seconds in spent.items()}
 
 
-def _row(case: Case, found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _row(
+    case: Case, found: dict[str, Any], other: dict[str, Any], torch_due: set[str]
+) -> dict[str, Any]:
+    """torch_due: ops of which torch has not said that there is no more to come."""
     times = found.get(f"time/{case.name}", {"ours": NO_RESULT})
     if "failed" in times or "not_run" in times:
         times = {"ours": times}
-    rest = found.get(f"rivals/{case.name}", {})
+    further = case.name in found.get(FURTHER, {}).get("cases", ())
+    rest = found.get(f"rivals/{case.name}", NO_RESULT if further else {})
     if "failed" in rest or "not_run" in rest:
-        rest = {"further rivals": rest}
+        rest = {FURTHER: rest}
     prefix = f"torch/{case.name}/"
     torch = {key.removeprefix(prefix): v for key, v in other.items() if key.startswith(prefix)}
+    if case.op in torch_due:
+        torch = {"torch": NO_RESULT, **torch, "further torch": NO_RESULT}
     return {
         "op": case.op,
         "label": case.label,

@@ -6,6 +6,7 @@ from typing import Any
 
 SPENT = {"not_run": "the time for this run was spent"}
 NO_RESULT = {"not_run": "no result"}
+FURTHER = "further rivals"  # of a case, in the second round; and which cases have them
 LATE = (SPENT, NO_RESULT)
 
 

@@ -23,7 +23,13 @@ from jaxllm.layers import Block
 from pallas_kernels.measure import Stopwatch, Timing, num_sets, size_bytes
 
 SECTIONS = (
-    *("softmax-fusion", "unfused-attention", "layer", "decode", "prefill", "long-context", "train"),
+    "softmax-fusion",
+    "unfused-attention",
+    "layer",
+    "decode",
+    "prefill",
+    "long-context",
+    "train",
 )
 # Names that stand for several
 GROUPS = {

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks import ceilings, sections
 from benchmarks.case import Case
 from benchmarks.compiling import Programs
 from benchmarks.correct import DIFFERS, check, sentence
-from benchmarks.lacking import SPENT
+from benchmarks.lacking import FURTHER, SPENT
 from benchmarks.plan import Plan, chosen, in_turn, is_large
 from pallas_kernels.measure import Stopwatch, num_sets
 
@@ -119,6 +120,9 @@ class _Run:
         for them.
         """
         plan = self.plan
+        if self.on_gpu and self.cases:
+            due = [c.name for c in self.cases if self.programs.names(c, first=False)]
+            self.log.write("end", FURTHER, result={"cases": due})
         work = sections.tasks(plan.names, plan.quick, self.on_gpu, plan.layers)
         work = [(key, run) for key, run in work if plan.takes(key)]
         late = [key for key, _ in work if key.split("/")[0] in sections.LATE]
@@ -290,7 +294,8 @@ def _apart(result: Any, plain: Any) -> float:
     if [x.shape for x in ours] != [x.shape for x in other]:
         shapes = [[tuple(x.shape) for x in tree] for tree in (ours, other)]
         raise ValueError(f"its results have shapes {shapes[0]}, xla's {shapes[1]}")
-    return max(float(_distance(a, b)) for a, b in zip(ours, other, strict=True))
+    distances = [float(_distance(a, b)) for a, b in zip(ours, other, strict=True)]
+    return float(np.max(distances))  # NaN stays NaN, wherever it stands
 
 
 @jax.jit

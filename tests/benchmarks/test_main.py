@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as main
-from benchmarks import ceilings, compiling, lacking, plan, rivals, sections, worker
+from benchmarks import ceilings, compiling, lacking, plan, rivals, sections, torch_rivals, worker
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 from benchmarks.models import QWEN
@@ -122,6 +122,8 @@ def results_of(tmp_path, cases, monkeypatch, **changes):
     run.programs.close()
     events = [json.loads(line) for line in path.read_text().splitlines()]
     found = {e["key"]: e["result"] for e in events if e["event"] == "end"}
+    due = found.pop(lacking.FURTHER, {"cases": []})["cases"]
+    assert {key for key in found if key.startswith("rivals/")} <= {f"rivals/{x}" for x in due}
     spent = found.pop(f"spent/{os.getpid()}", {})
     assert all(seconds >= 0 for seconds in spent.values())
     return found
@@ -284,6 +286,47 @@ def test_rows_join_both_workers(monkeypatch):
     assert results["rows"][1]["correct"] == {"not_run": "no result"}
     assert results["sections"] == {"layer/512 tokens": {"failed": "x"}}
     assert results["torch"] == {"version": "2"}
+
+
+def test_a_run_that_was_interrupted_is_not_complete(monkeypatch):
+    cases = [toy("both"), toy("ours alone"), toy("of torch")]
+    monkeypatch.setattr(main, "chosen", lambda plan, on_gpu: cases)
+    monkeypatch.setattr(torch_rivals, "OPS", {"toy": None})
+
+    class Ended(main.Worker):
+        def __init__(self, results):
+            self.results, self.seconds = results, 1.0
+
+    timed = {"ours": {"us": 1.0}, "xla": {"us": 2.0}}
+    found: dict = {"device": {"platform": "gpu"}, lacking.FURTHER: {"cases": ["toy: both"]}}
+    for case in cases:
+        found |= {f"correct/{case.name}": {"status": "right"}, f"time/{case.name}": timed}
+    workers: dict[str, main.Worker] = {"worker": Ended(found)}
+
+    def complete(**changes):
+        results: dict = {}
+        main.assemble(results, workers, plan.Plan("", [], [], 0.0), **changes)
+        return lacking.complete(results)
+
+    assert complete() == ["toy: ours alone", "toy: of torch"]
+    found["rivals/toy: both"] = {"triton": {"us": 3.0}}
+    assert complete() == [case.name for case in cases]
+    assert complete(with_torch=True) == []  # its worker never ran
+    ran: dict = {"torch/toy: of torch/torch": {"us": 1.0}}
+    workers["torch_worker"] = Ended(ran)
+    assert complete(with_torch=True) == []  # it had more to do
+    ran["all"] = {}
+    assert complete(with_torch=True) == [case.name for case in cases]
+    workers["torch_worker"] = Ended({"torch": {"failed": "torch sees no GPU"}})
+    assert complete(with_torch=True) == [case.name for case in cases]
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_a_result_that_is_no_number_is_not_near(bad):
+    plain = [jnp.ones(3)] * 3
+    ours = [x.at[1].set(jnp.nan) if i == bad else x for i, x in enumerate(plain)]
+    assert worker._apart(plain, plain) == 0.0
+    assert np.isnan(worker._apart(ours, plain))
 
 
 def test_a_name_that_nothing_has(tmp_path, capsys):
