@@ -6,6 +6,7 @@ step: bfloat16 products, float32 weights and AdamW's moments, clipping, random t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxllm import train
+from benchmarks.models import LLAMA_8B
+from jaxllm import fp8, lora, precision, train
 from jaxllm.config import ModelConfig, Rope, Runtime
+from jaxllm.flops import PEAK_FLOPS, flops_a_token, matrix_weights
 from jaxllm.model import Transformer
 
 LLAMA_1B = ModelConfig(
@@ -37,35 +40,17 @@ LLAMA_1B = ModelConfig(
     tie_word_embeddings=False,
 )
 ROWS, LENGTH = 32, 2048  # 65536 tokens a step
-PEAK_FLOPS = 989e12  # H100 and H200, bfloat16, dense; NVIDIA's data sheet
 WARM_UP, STEPS = 2, 6
 # (remat policy, micro-batches): parts as few as 139 GiB hold, the least remat first
 WAYS = (("none", 2), ("none", 4), ("dots", 1), ("save_attention", 1), ("full", 1))
 
 
-def matmul_parameters(config: ModelConfig) -> int:
-    """Parameters that every token is multiplied by: the input embedding is only looked up."""
-    d, f, width = config.hidden_size, config.intermediate_size, config.head_dim
-    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
-    layer = d * heads * width + 3 * d * f
-    return config.num_hidden_layers * layer + config.vocab_size * d
-
-
-def flops_a_token(config: ModelConfig, length: int) -> int:
-    """6 a parameter of `matmul_parameters`, and attention: 6 L T N H.
-
-    A product is 2 forward and 4 backward. Of attention's two products [T, T, H] a head causality
-    needs half, 2 T N H a token and layer forward, and twice that backward. What remat does again
-    is not counted.
-    """
-    width = config.num_attention_heads * config.head_dim
-    attention = 6 * config.num_hidden_layers * length * width
-    return 6 * matmul_parameters(config) + attention
-
-
-def utilisation(config: ModelConfig, length: int, tokens_per_s: float) -> float:
-    """MFU: the share of PEAK_FLOPS that `flops_a_token` at that rate are."""
-    return flops_a_token(config, length) * tokens_per_s / PEAK_FLOPS
+def utilisation(
+    config: ModelConfig, length: int, tokens_per_s: float, *, trains_all: bool = True
+) -> float:
+    """MFU: the share of an H200's peak that `flops_a_token` of causal rows at that rate are."""
+    operations = flops_a_token(config, length / 2, trains_all=trains_all)
+    return operations * tokens_per_s / PEAK_FLOPS["H200"]
 
 
 def tasks() -> Iterator[tuple[str, Callable[..., dict[str, Any]]]]:
@@ -73,16 +58,42 @@ def tasks() -> Iterator[tuple[str, Callable[..., dict[str, Any]]]]:
     for remat, parts in WAYS:
         name = f"train/{remat}, {parts} part{'s' if parts > 1 else ''}"
         yield name, functools.partial(measure, LLAMA_1B, remat, parts)
+    yield "train/fp8, 4 parts", functools.partial(measure, LLAMA_1B, "none", 4, policy="fp8")
+    yield (
+        "train/lora-8b, 8 parts",
+        functools.partial(measure, LLAMA_8B, "none", 8, rank=16, rows=8),
+    )
 
 
 def program(
-    config: ModelConfig, remat: str, parts: int, *, rows: int = ROWS, length: int = LENGTH
+    config: ModelConfig,
+    remat: str,
+    parts: int,
+    *,
+    rows: int = ROWS,
+    length: int = LENGTH,
+    policy: str = "bf16",
+    rank: int | None = None,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step, and the shapes of its arguments: to compile with and without a GPU."""
-    runtime = Runtime(dtype="bfloat16", param_dtype="float32", remat=remat)
-    model = nnx.eval_shape(lambda: Transformer(config, runtime, rngs=nnx.Rngs(0)))
+    """The step, and the shapes of its arguments: to compile with and without a GPU.
+
+    rank: of adapters, which are then all that is trained, beside a base in bfloat16.
+    """
+    stored = "float32" if rank is None else "bfloat16"
+    runtime = Runtime(dtype="bfloat16", param_dtype=stored, remat=remat)
+
+    def build() -> Transformer:
+        model = Transformer(config, runtime, rngs=nnx.Rngs(0))
+        if precision.policy(policy).fp8:
+            fp8.use_fp8(model)
+        if rank is not None:
+            lora.add_adapters(model, rank=rank, rngs=nnx.Rngs(0))
+        return model
+
+    model = nnx.eval_shape(build)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=0.1))
-    state = train.init_state(model, optimizer)
+    trainable = None if rank is None else lora.is_adapter
+    state = train.init_state(model, optimizer, trainable=trainable)
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     step = train.make_train_step(model, optimizer, micro_batches=parts)
     return step, (state, {"tokens": ids, "targets": ids})
@@ -97,10 +108,14 @@ def measure(
     rows: int = ROWS,
     length: int = LENGTH,
     steps: int = STEPS,
+    policy: str = "bf16",
+    rank: int | None = None,
 ) -> dict[str, Any]:
     """Steps by the wall clock, one after the other, as a loop runs them."""
     del watch  # a step is long, and its kernels are not all there is to it
-    step, (shapes, batch_shapes) = program(config, remat, parts, rows=rows, length=length)
+    step, (shapes, batch_shapes) = program(
+        config, remat, parts, rows=rows, length=length, policy=policy, rank=rank
+    )
     start = time.perf_counter()
     compiled = step.lower(shapes, batch_shapes).compile()  # type: ignore[attr-defined]
     compile_s = time.perf_counter() - start
@@ -116,25 +131,34 @@ def measure(
         losses.append(float(metrics["loss"]))  # waits
         seconds.append(time.perf_counter() - start)
     memory = compiled.memory_analysis()
+    kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
     stats = jax.devices()[0].memory_stats() or {}
     return {
-        **figures(config, rows, length, seconds[WARM_UP:]),
+        **figures(config, rows, length, seconds[WARM_UP:], trains_all=rank is None),
         "losses": losses,
         "compile_s": compile_s,
+        "planned_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + kept,
         "temporary_bytes": memory.temp_size_in_bytes,
         "state_bytes": memory.alias_size_in_bytes,
         "peak_bytes": stats.get("peak_bytes_in_use", 0),
     }
 
 
-def figures(config: ModelConfig, rows: int, length: int, seconds: list[float]) -> dict[str, Any]:
+def figures(
+    config: ModelConfig,
+    rows: int,
+    length: int,
+    seconds: list[float],
+    *,
+    trains_all: bool = True,
+) -> dict[str, Any]:
     """What is told of a run, ours or a rival's."""
     step_s = statistics.median(seconds)
     rate = rows * length / step_s
     return {
         "step_s": step_s,
         "tokens_per_s": rate,
-        "mfu": utilisation(config, length, rate),
+        "mfu": utilisation(config, length, rate, trains_all=trains_all),
         "tokens": rows * length,
     }
 
@@ -144,17 +168,20 @@ def _random_state(shapes: train.TrainState, key: jax.Array) -> train.TrainState:
 
     Array by array, for as one program it compiles for 100 s (measured on an H200's host).
     """
-    keys = jax.random.split(key, len(shapes.params))
-    params = {
+    every = shapes.all_params
+    keys = jax.random.split(key, len(every))
+    drawn = {
         name: 0.02 * jax.random.normal(k, x.shape, x.dtype)
         if len(x.shape) > 1
         else jnp.ones(x.shape, x.dtype)
-        for k, (name, x) in zip(keys, shapes.params.items(), strict=True)
+        for k, (name, x) in zip(keys, every.items(), strict=True)
     }
-    zeros: Any = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return train.TrainState(
-        params, zeros.frozen, zeros.opt_state, zeros.step, zeros.scale, zeros.skipped
+    params, frozen = (
+        {name: drawn[name] for name in part} for part in (shapes.params, shapes.frozen)
     )
+    rest = dataclasses.replace(shapes, params={}, frozen={})
+    zeros: Any = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
+    return train.TrainState(params, frozen, zeros.opt_state, zeros.step, zeros.scale, zeros.skipped)
 
 
 def lines(found: dict[str, dict[str, Any]], why: Callable[[Any], str]) -> Iterator[str]:
@@ -162,20 +189,23 @@ def lines(found: dict[str, dict[str, Any]], why: Callable[[Any], str]) -> Iterat
     if not found:
         return
     yield (
-        f"Training: a Llama of {matmul_parameters(LLAMA_1B) / 1e9:.2f}B parameters in products, "
+        f"Training: a Llama of {matrix_weights(LLAMA_1B) / 1e9:.2f}B parameters in products, "
         f"{ROWS} x {LENGTH} tokens a step, bfloat16 with float32 weights and AdamW. MFU: "
-        "(6 parameters + 6 L T N H) a token, of 989 TFLOP/s."
+        "(6 parameters + 6 L T N H) a token, of 989 TFLOP/s, also for fp8. lora-8b: adapters of "
+        "rank 16 beside Llama-3.1-8B, 8 rows; 4 parameters + 6 L T N H. Planned: by XLA, as "
+        "`jaxllm plan` has it; the peak is the allocator's, of all steps so far in the process."
     )
     yield ""
-    yield "| step | ms | tokens/s | MFU | compiled in, s | peak, GB |"
-    yield "|---|--:|--:|--:|--:|--:|"
+    yield "| step | ms | tokens/s | MFU | compiled in, s | planned, GB | peak, GB |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
     for name, row in found.items():
         if "step_s" not in row:
-            yield f"| {name} | {why(row)} | | | | |"
+            yield f"| {name} | {why(row)} | | | | | |"
             continue
         compiled = f"{row['compile_s']:.0f}" if "compile_s" in row else ""
+        planned = f"{row['planned_bytes'] / 1e9:.1f}" if "planned_bytes" in row else ""
         yield (
             f"| {name} | {1e3 * row['step_s']:.0f} | {row['tokens_per_s']:.0f} | "
-            f"{100 * row['mfu']:.1f} % | {compiled} | {row['peak_bytes'] / 1e9:.1f} |"
+            f"{100 * row['mfu']:.1f} % | {compiled} | {planned} | {row['peak_bytes'] / 1e9:.1f} |"
         )
     yield ""
