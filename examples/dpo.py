@@ -61,13 +61,12 @@ def main(args: argparse.Namespace) -> None:
         sample=sample,
         schedule=schedule,
         settings={k: getattr(args, k) for k in ("learning_rate", "beta", "loss", "rank")},
-        seed=args.seed,
     )
     try:
         with loader:
             fitted = trainer.fit(resume=args.resume)
     except StoppedError as stopped:
-        sys.exit(f"dpo: {stopped}; the same command with --resume goes on")
+        sys.exit(f"dpo: {stopped}; --resume goes on from the newest checkpoint")
     if fitted.loss is None or fitted.base_loss is None:
         sys.exit("dpo: the held-out loss is not a finite number; try a lower --learning-rate")
 

@@ -70,13 +70,12 @@ def main(
         sample=sample,
         schedule=schedule,
         settings={"learning_rate": args.learning_rate},
-        seed=args.seed,
     )
     try:
         with loader:
             fitted = trainer.fit(resume=args.resume)
     except StoppedError as stopped:
-        sys.exit(f"finetune: {stopped}; the same command with --resume goes on")
+        sys.exit(f"finetune: {stopped}; --resume goes on from the newest checkpoint")
     if fitted.loss is None or fitted.base_loss is None:
         sys.exit("finetune: the held-out loss is not a finite number; try a lower --learning-rate")
 

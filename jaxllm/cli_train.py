@@ -210,7 +210,8 @@ def _finetune(args: argparse.Namespace) -> int:
         fitted = finetune(recipe, args.out, given=given.keys() | {"model", "data"}, **options)
     except StoppedError as stopped:
         Console(stderr=True, highlight=False, markup=False).print(
-            f"jaxllm: saved at step {stopped.step}; the same command with --resume goes on",
+            f"jaxllm: {stopped}"
+            + ("; the same command with --resume goes on" if stopped.step is not None else ""),
             soft_wrap=True,
         )
         return 130

@@ -189,7 +189,6 @@ def finetune(
             save_every=recipe.save_every,
             schedule=schedule,
             settings=settings,
-            seed=recipe.seed,
             writers=_writers(log, out, settings),
             profile=profile,
             console=console,
@@ -197,7 +196,6 @@ def finetune(
         if not resume:
             _write_json(out / RUN, dataclasses.asdict(recipe))
         fitted = trainer.fit(resume=resume)
-    _say_skipped(out, console)
     if fitted.loss is None:
         raise ValueError(
             f"finetune: the held-out loss of step {fitted.step} is not a finite number, so nothing "
@@ -404,21 +402,6 @@ def _digest(examples: Sequence[data.Example]) -> str:
         for x in (example.tokens, example.targets):
             digest.update(f"{len(x)} ".encode() + np.asarray(x, np.int32).tobytes())
     return digest.hexdigest()[:16]
-
-
-def _say_skipped(out: Path, console: Console) -> None:
-    """Says how many steps changed nothing. Raises: ValueError if all of them."""
-    last = metrics.read_rows(out / "metrics.jsonl")[-1]
-    skipped, steps = last.get("skipped", 0), last["step"]
-    if not skipped:
-        return
-    why = "their gradients were not finite"
-    if skipped == steps:
-        raise ValueError(
-            f"finetune: all {steps} steps were skipped, for {why}, so nothing is written; "
-            "look at the weights and the precision"
-        )
-    console.print(f"{skipped} of {steps} steps were skipped: {why}", soft_wrap=True)
 
 
 def _check_packages(log: str | None) -> None:

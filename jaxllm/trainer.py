@@ -113,7 +113,6 @@ class Trainer:
         keep: int = 2,
         schedule: Callable[[int], Any] | None = None,
         settings: Mapping[str, Any] | None = None,
-        seed: int = 0,
         writers: Sequence[metrics.Writer] = (),
         profile: int = 0,
         console: Console | None = None,
@@ -141,7 +140,6 @@ class Trainer:
         self.held_out, self.sample = list(held_out), sample
         self.schedule, self.writers = schedule, writers
         self.console = console or Console(stderr=True, highlight=False, markup=False)
-        self.key = jax.random.key(seed)
         self.step = train.make_train_step(
             model,
             optimizer,
@@ -170,7 +168,7 @@ class Trainer:
         with Checkpoints(folder, keep=self.keep, say=self._say) as checkpoints:
             if resume:
                 saved = checkpoints.restore(self.state, check=self._check, donate=True)
-                self.state, self.key = saved.state, saved.key
+                self.state = saved.state
                 self.batches.restore(saved.position["batches"])
             elif checkpoints.latest_step is not None:
                 raise ValueError(
@@ -263,7 +261,8 @@ class Trainer:
                 if saves:
                     notes = {"settings": self.settings, "batches": place}
                     loss = row.get("held_out_loss")
-                    checkpoints.save(self.state, key=self.key, position=notes, loss=loss)
+                    key = jax.random.key(0)  # nothing draws: rounding takes its key from the step
+                    checkpoints.save(self.state, key=key, position=notes, loss=loss)
                 if stop.is_set() and i < self.steps:
                     checkpoints.wait()
                     raise StoppedError(checkpoints.latest_step)

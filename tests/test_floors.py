@@ -20,7 +20,7 @@ LAYERS = "jaxllm.ops jaxllm.ops.[!_]* jaxllm.cache jaxllm.config"
 MAY_IMPORT = {
     "pallas_kernels": "pallas_kernels.*",
     "pallas_kernels.device": "",
-    "pallas_kernels._wgmma": "",
+    "pallas_kernels._wgmma": "pallas_kernels.wgmma_tiles",
     "pallas_kernels._compat": "pallas_kernels._wgmma",
     "pallas_kernels.rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
     "pallas_kernels.over_rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows",
@@ -64,13 +64,15 @@ MAY_IMPORT = {
     "pallas_kernels.attention_reference": "",
     "pallas_kernels.flash_attention_blocks": "",
     "pallas_kernels.flash_attention_forward": (
-        "pallas_kernels._compat pallas_kernels.flash_attention_blocks pallas_kernels.wgmma_tiles"
+        "pallas_kernels._compat pallas_kernels.attention_reference "
+        "pallas_kernels.flash_attention_blocks pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_backward_kernel": (
-        "pallas_kernels._compat pallas_kernels.wgmma_tiles"
+        "pallas_kernels._compat pallas_kernels.attention_reference pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_backward": (
-        "pallas_kernels.device pallas_kernels.flash_attention_backward_kernel "
+        "pallas_kernels.attention_reference pallas_kernels.device "
+        "pallas_kernels.flash_attention_backward_kernel "
         "pallas_kernels.flash_attention_blocks"
     ),
     "pallas_kernels.flash_attention": (
@@ -78,14 +80,18 @@ MAY_IMPORT = {
         "pallas_kernels.flash_attention_backward pallas_kernels.flash_attention_forward "
         "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
-    "pallas_kernels.decode_attention_bytes": "pallas_kernels._compat",
-    "pallas_kernels.decode_attention_parts": "pallas_kernels._compat",
+    "pallas_kernels.decode_attention_bytes": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
+    "pallas_kernels.decode_attention_parts": (
+        "pallas_kernels._compat pallas_kernels.attention_reference pallas_kernels.wgmma_tiles"
+    ),
     "pallas_kernels.decode_attention_kernel": (
-        "pallas_kernels._compat pallas_kernels.decode_attention_bytes "
-        "pallas_kernels.decode_attention_parts pallas_kernels.wgmma_tiles"
+        "pallas_kernels._compat pallas_kernels.attention_reference "
+        "pallas_kernels.decode_attention_bytes pallas_kernels.decode_attention_parts "
+        "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.decode_attention_config": (
-        "pallas_kernels.decode_attention_kernel pallas_kernels.device pallas_kernels.tuned"
+        "pallas_kernels.decode_attention_kernel pallas_kernels.decode_attention_parts "
+        "pallas_kernels.device pallas_kernels.tuned"
     ),
     "pallas_kernels.decode_attention": (
         "pallas_kernels._compat pallas_kernels.attention_reference "

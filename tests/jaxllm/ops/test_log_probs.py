@@ -82,6 +82,7 @@ def test_no_array_of_all_logits():
     assert not re.search(rf"f32\[16,32,{V}\]", text)  # nor kept for the backward pass
 
 
+@pytest.mark.own_errors
 def test_what_does_not_fit_is_one_sentence():
     hidden, head, targets = make()
     with pytest.raises(ValueError, match=r"hidden \(3, 5, 12\) and head \(12, 37\) must be"):
