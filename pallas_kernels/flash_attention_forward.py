@@ -15,8 +15,6 @@ Imported only by flash_attention.py. Source: Shah et al. 2024 (FlashAttention-3)
 from __future__ import annotations
 
 import dataclasses
-import functools
-import heapq
 from typing import Any
 
 import jax
@@ -28,11 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels.attention_reference import LOG2E
 from pallas_kernels.flash_attention_blocks import block_ranges
+from pallas_kernels.flash_attention_schedule import schedule, section, steps
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 REGISTERS = {1: (None, None), 2: (24, 240), 3: (32, 160)}  # of the producer and each consumer
-TILE_STEPS = 2  # what a tile takes beside its blocks of keys, in blocks
-L2_BYTES = 24 * 2**20  # of keys and values that the tiles of one section share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +96,14 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
     segmented = q_segment_ids is not None
     order, most = None, 1  # nothing to look up where each block has one tile
     if rows * q_tiles > blocks:
-        order = _schedule(
+        sizes = {"tile_rows": tile_rows, "kv_block": c.kv_block}
+        mask: dict[str, Any] = {"causal": static.causal, "window": static.window}
+        order = schedule(
             blocks,
             rows,
-            _section(rows, n // kv_heads, 2 * s * h * dtype.itemsize),
+            section(rows, n // kv_heads, 2 * s * h * dtype.itemsize),
             # how long a document is nobody knows yet: tiles side by side go to all blocks in turn
-            tuple(1 if segmented else _steps(static, t, s, down) for down in range(q_tiles)),
+            tuple(1 if segmented else steps(i, t, s, **sizes, **mask) for i in range(q_tiles)),
         )
         most = len(order) // blocks - 1
     # So that the last tile is like the others, one more follows it, of which nothing but the first
@@ -564,44 +563,3 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
         approx_math=True,
     )(q, k, v, *given.values())
     return out, lse[0][:, :, :t] if static.save_lse else None
-
-
-def _section(rows: int, group: int, kv_bytes: int) -> int:
-    """How many heads share the L2 at a time: whole groups of them, a divisor of all."""
-    for count in range(rows, group, -1):
-        if rows % count == 0 and count % group == 0 and count // group * kv_bytes <= L2_BYTES:
-            return count
-    return group
-
-
-def _steps(static: Static, t: int, s: int, down: int) -> int:
-    """Blocks of keys of a tile of queries, as far as the shapes tell."""
-    c = static.config
-    rows = c.consumers * WGMMA_ROWS
-    at, last = s - t + down * rows, s - t + min(down * rows + rows, t) - 1
-    low = 0 if static.window is None else at - static.window + 1
-    high = s - 1 if static.window is None else last + static.window - 1
-    high = min(last if static.causal else high, s - 1)
-    return max(high // c.kv_block + 1 - max(low, 0) // c.kv_block, 1)
-
-
-@functools.lru_cache(maxsize=64)
-def _schedule(blocks: int, rows: int, section: int, steps: tuple[int, ...]) -> tuple[int, ...]:
-    """How many tiles each block has, then which, as many for each as the most has.
-
-    Tiles come by sections of heads, the longest first, heads of one tile side by side; each goes to
-    the block that is free first.
-    """
-    lists: list[list[int]] = [[] for _ in range(blocks)]
-    free = [(0, block) for block in range(blocks)]  # a heap as it stands
-    longest = sorted(range(len(steps)), key=lambda down: (-steps[down], -down))
-    for start in range(0, rows, section):
-        for down in longest:
-            for row in range(start, min(start + section, rows)):
-                time, block = free[0]
-                lists[block].append(row * len(steps) + down)
-                heapq.heapreplace(free, (time + steps[down] + TILE_STEPS, block))
-    most = max(map(len, lists)) + 1  # one more: the index of the next tile is read ahead
-    counts = [len(tiles) for tiles in lists]
-    padded = [tiles + [0] * (most - len(tiles)) for tiles in lists]
-    return (*counts, *(tile for tiles in padded for tile in tiles))

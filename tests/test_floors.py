@@ -63,9 +63,11 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.attention_reference": "",
     "pallas_kernels.flash_attention_blocks": "",
+    "pallas_kernels.flash_attention_schedule": "",
     "pallas_kernels.flash_attention_forward": (
         "pallas_kernels._compat pallas_kernels.attention_reference "
-        "pallas_kernels.flash_attention_blocks pallas_kernels.wgmma_tiles"
+        "pallas_kernels.flash_attention_blocks "
+        "pallas_kernels.flash_attention_schedule pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_backward_kernel": (
         "pallas_kernels._compat pallas_kernels.attention_reference pallas_kernels.wgmma_tiles"
