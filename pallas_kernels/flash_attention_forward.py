@@ -15,6 +15,7 @@ Imported only by flash_attention.py. Source: Shah et al. 2024 (FlashAttention-3)
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
