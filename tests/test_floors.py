@@ -61,6 +61,7 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.embedding_backward "
         "pallas_kernels.row_parts pallas_kernels.tuned"
     ),
+    "pallas_kernels.packed": "",
     "pallas_kernels.attention_reference": "",
     "pallas_kernels.flash_attention_blocks": "",
     "pallas_kernels.flash_attention_schedule": "",

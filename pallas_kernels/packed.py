@@ -1,0 +1,48 @@
+"""`Packed`: a weight [out, in] whose numbers take 16 bits or fewer, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+SCHEMES = ("int8", "int4", "fp8", "nvfp4", "mxfp4", "mxfp8", "ternary")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A weight [O, I] as codes and scales; a pytree whose leaves are the arrays.
+
+    A number is value(code) * scale of its group * row_scale of its output; a part that is None
+    counts as 1. Groups are `group_size` numbers side by side along I; G below is that size.
+
+    codes: uint8, int8 or float8, rows of the weight one after the other:
+        int8      int8 [O, I]            the code itself, -127 to 127
+        int4      uint8 [O, I / 2]       c - 8, or c - zero where there are zero points
+        fp8       float8_e4m3fn [O, I]
+        nvfp4     uint8 [O, I / 2]       E2M1
+        mxfp4     uint8 [O, I / 2]       E2M1
+        mxfp8     float8_e4m3fn [O, I]
+        ternary   uint8 [O, I / 4]       two bits, c - 1 with c of 0, 1, 2
+        Codes of less than a byte lie lowest bits first: column 2i (4i) in the lowest bits.
+    scale: [I / G, O], so that the scales of outputs that a tile computes lie side by side: the
+        weight's dtype or float32 (int8, int4, fp8), float8_e4m3fn (nvfp4, G = 16), uint8 exponents
+        with bias 127, that is E8M0 (mxfp4, mxfp8, G = 32). None where the rows' scale is all.
+    zero: uint8 [I / G, O], int4's code for 0; None: 8.
+    row_scale: float32 [O]: of int8 and fp8 without groups, nvfp4's tensor scale and ternary's gamma
+        (a number for each output, so that weights of several scales can stand in one). Else None.
+    """
+
+    codes: jax.Array
+    scale: jax.Array | None
+    zero: jax.Array | None
+    row_scale: jax.Array | None
+    scheme: str = dataclasses.field(metadata={"static": True})
+    group_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I) of the weight."""
+        per_byte = {"int4": 2, "nvfp4": 2, "mxfp4": 2, "ternary": 4}.get(self.scheme, 1)
+        return self.codes.shape[0], self.codes.shape[1] * per_byte
