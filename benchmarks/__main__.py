@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks import report, rivals, sections, torch_rivals
+from benchmarks import report, rivals, sections, torch_rivals, torch_training
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 from benchmarks.lacking import FURTHER, NO_RESULT, complete, names_of
@@ -33,6 +33,7 @@ from benchmarks.worker import CLOCKS_EXIT, FATAL_EXIT
 REPO = Path(__file__).resolve().parent.parent
 JAX_SHARE = 0.72  # of the time, if torch is there too
 MAX_STARTS = 12
+MODULES = ("worker", "torch_worker")
 FINE = {"right", "compared", "not_run"}
 PACKAGES = (
     "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin flax numpy nvidia-cudnn-cu13 nvidia-cublas "
@@ -54,7 +55,9 @@ class Worker:
         Path(plan.log).touch()
 
     def run(self, on_change: Callable[[], None]) -> None:
-        """Until every task has a result, or why it has none."""
+        """Until every task of the plan has a result, or why it has none."""
+        self.starts, self.stopped = 0, None
+        self.results.pop("all", None)  # of the stage before
         while self.starts < MAX_STARTS:
             self.starts += 1
             code, killed = self._once(on_change)
@@ -137,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"benchmarks: nothing is named {', '.join(unknown)}; there are "
                 f"{', '.join(sorted(known | set(sections.GROUPS)))}"
             )
-        if not chosen(plan, on_gpu=True) and not _sections(plan):
+        if not any(_has_work(module, plan) for module in MODULES):
             raise ValueError("benchmarks: --only and --missing leave nothing to run")
         args.out.parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
@@ -173,15 +176,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             temporary.write_text(json.dumps(results, indent=1) + "\n")
             temporary.replace(args.out)
 
-        for module, share in (
-            ("worker", JAX_SHARE if with_torch else 1.0),
-            ("torch_worker", 1.0),
-        ):
-            if module == "torch_worker" and not (with_torch and _on_gpu(workers)):
-                continue
-            log = str(Path(folder) / f"{module}.log")
-            part = dataclasses.replace(plan, log=log, deadline=start + share * args.budget_s)
-            workers[module] = Worker(module, part, Path(folder), task_s=args.task_s)
+        for module, part in turns(plan, args.budget_s, with_torch=with_torch):
+            if "worker" in workers and not _on_gpu(workers):
+                break
+            part.log, part.deadline = str(Path(folder) / f"{module}.log"), start + part.deadline
+            if module not in workers:
+                workers[module] = Worker(module, part, Path(folder), task_s=args.task_s)
+            workers[module].plan = part
             workers[module].run(save)
             if workers[module].stopped:
                 results["notes"][module] = workers[module].stopped
@@ -203,6 +204,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in bad:
         print(f"not right: {row['op']}: {row['label']}: {row['correct']}", file=sys.stderr)
     return 1 if bad or "worker" in results["notes"] else 0
+
+
+def turns(plan: Plan, budget_s: float, *, with_torch: bool) -> Iterator[tuple[str, Plan]]:
+    """Which worker is to do what, stage by stage, ours before torch's; deadlines in seconds from
+    the start.
+
+    Ours begins, if only to see what device there is. Whole training steps have half of the time
+    where they are not all that is asked for.
+    """
+    stages = [dataclasses.replace(plan, stage=stage) for stage in range(sections.NUM_STAGES)]
+    busy = [part for part in stages if any(_has_work(module, part) for module in MODULES)]
+    for part in busy:
+        alone = part.stage != 0 or len(busy) == 1
+        deadline = budget_s if alone else budget_s / 2
+        if part is busy[0] or _has_work("worker", part):
+            share = JAX_SHARE if with_torch and part.stage == 0 else 1.0
+            yield "worker", dataclasses.replace(part, deadline=share * deadline)
+        if with_torch and _has_work("torch_worker", part):
+            yield "torch_worker", dataclasses.replace(part, deadline=deadline)
+
+
+def _has_work(module: str, plan: Plan) -> bool:
+    """Whether a worker has anything to do on a GPU."""
+    return bool(chosen(plan, on_gpu=True) or _sections(plan, module))
 
 
 def assemble(
@@ -294,9 +319,11 @@ def _plan(args: argparse.Namespace) -> Plan:
     )
 
 
-def _sections(plan: Plan) -> list[str]:
-    """Keys of the sections that are asked for."""
+def _sections(plan: Plan, module: str) -> list[str]:
+    """Keys of the sections that are asked of a worker."""
     work = sections.tasks(plan.names, plan.quick, True, plan.layers)
+    if module == "torch_worker":
+        work = torch_training.tasks(plan.names)
     return [key for key, _ in work if plan.takes(key)]
 
 

@@ -21,6 +21,7 @@ class Plan:
 
     only: a regular expression, found in the case's name ("rope: 1 x ..."), or the section's key;
     have: names and keys that another file has already. done: keys of tasks that have a result.
+    stage: the one that is run now (`sections.stage`); None: all of them.
     """
 
     log: str
@@ -33,10 +34,12 @@ class Plan:
     layers: int = 32
     only: str = ""
     have: list[str] = dataclasses.field(default_factory=list)
+    stage: int | None = None
 
     def takes(self, name: str) -> bool:
         """Whether a case or section of this name is asked for."""
-        return name not in self.have and re.search(self.only, name) is not None
+        now = self.stage in (None, sections.stage(name))
+        return now and name not in self.have and re.search(self.only, name) is not None
 
 
 def chosen(plan: Plan, on_gpu: bool) -> list[Case]:

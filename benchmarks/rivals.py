@@ -28,6 +28,8 @@ LIBRARIES = {
     "torch": "torch",
     "triton": "triton",
     "liger-kernel": "liger_kernel",
+    "transformers": "transformers",
+    "peft": "peft",
 }
 
 

@@ -42,6 +42,7 @@ GROUPS = {
     )
 }
 LATE = ("decode", "prefill", "train")  # whose programs take long to compile
+NUM_STAGES = 2 + len(training.STAGES)  # that of all else, training's, and that of what they leave
 
 Work = Callable[[Stopwatch], dict[str, Any]]
 
@@ -90,6 +91,15 @@ def tasks(names: list[str], quick: bool, on_gpu: bool, layers: int = 32) -> list
     if "train" in names:  # minutes, so only by name
         work += training.tasks()
     return work
+
+
+def stage(name: str) -> int:
+    """When a case or section is run: behind all of the stages before, in processes of its own.
+
+    0: at once. Training has stages of its own, for a run may end before the last.
+    """
+    prefix = "train/"
+    return training.stage(name.removeprefix(prefix)) if name.startswith(prefix) else 0
 
 
 def wanted(section: str, names: list[str]) -> bool:

@@ -1,28 +1,56 @@
-"""The step of training.py in torch: eager, compiled, and with Liger's kernels where they are.
+"""The steps of training.py in torch: eager, compiled, with Liger's loss, and adapters by PEFT.
 
-The same Llama in plain torch: bfloat16 under autocast over float32 weights, torch's attention, the
-fused AdamW, clipping. torch is imported when asked for.
+The same Llama in plain torch, and for PEFT transformers': bfloat16 under autocast over float32
+weights (over a base in bfloat16 and float32 adapters), torch's attention, the fused AdamW,
+clipping. torch is imported when asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.training import LENGTH, LLAMA_1B, ROWS, STEPS, WARM_UP, figures
+from benchmarks.models import LLAMA_8B
+from benchmarks.training import (
+    ADAPTED_ROWS,
+    LENGTH,
+    LLAMA_1B,
+    RANK,
+    ROWS,
+    STEPS,
+    WARM_UP,
+    figures,
+)
 from jaxllm.config import ModelConfig
+from jaxllm.families import to_hf
 
 PARTS = (1, 2, 4, 8)  # micro-batches: as few as fit
+Work = Callable[[], dict[str, Any]]
+# (config, device) to what is trained, and (ids, targets) to their mean loss
+Build = Callable[[ModelConfig, str], tuple[list[Any], Callable[[Any, Any], Any]]]
 
 
-def rivals() -> dict[str, tuple[bool, bool]]:
-    """(compiled, Liger's loss) by name."""
-    found = {"torch eager": (False, False), "torch.compile": (True, False)}
+def tasks(names: Sequence[str]) -> list[tuple[str, Work]]:
+    """(key, work), if "train" is among the names, of the libraries that are here."""
+    found: dict[str, Work] = {
+        "torch eager": functools.partial(measure, whole),
+        "torch.compile": functools.partial(measure, whole, compiled=True),
+    }
     if importlib.util.find_spec("liger_kernel") is not None:
-        found["torch.compile, Liger's loss"] = (True, True)
-    return found
+        with_liger = functools.partial(whole, liger=True)
+        found["torch.compile, Liger's loss"] = functools.partial(measure, with_liger, compiled=True)
+    if importlib.util.find_spec("peft") is not None:
+        adapters = functools.partial(
+            measure, adapted, config=LLAMA_8B, rows=ADAPTED_ROWS, trains_all=False
+        )
+        found["lora-8b, PEFT, 8 parts"] = functools.partial(adapters, try_parts=(8,))
+        found["lora-8b, PEFT"] = adapters
+    return [(f"train/{name}", work) for name, work in found.items() if "train" in names]
 
 
 def model(config: ModelConfig, device: str) -> Any:
@@ -92,35 +120,79 @@ def model(config: ModelConfig, device: str) -> Any:
     return made
 
 
+def whole(config: ModelConfig, device: str, *, liger: bool = False) -> Any:
+    """All of `model` trained."""
+    llama, loss = model(config, device), _loss(liger)
+    return list(llama.parameters()), lambda ids, targets: loss(llama.head, llama(ids), targets)
+
+
+def adapted(config: ModelConfig, device: str, *, rank: int = RANK) -> Any:
+    """Adapters beside all linear layers of transformers' model in bfloat16, as PEFT makes them."""
+    import peft
+    import torch
+    import transformers
+
+    with torch.device(device):
+        base = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**to_hf(config)),
+            dtype=torch.bfloat16,
+            attn_implementation="sdpa",
+        )
+    options = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+    made: Any = peft.get_peft_model(base, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+    made.train()
+
+    def loss(ids: Any, targets: Any) -> Any:
+        logits = made(ids, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    return [parameter for parameter in made.parameters() if parameter.requires_grad], loss
+
+
 def measure(
-    compiled: bool,
-    liger: bool,
+    build: Build,
     *,
+    compiled: bool = False,
     config: ModelConfig = LLAMA_1B,
     rows: int = ROWS,
     length: int = LENGTH,
     steps: int = STEPS,
+    try_parts: Sequence[int] = PARTS,
+    trains_all: bool = True,
     device: str = "cuda",
 ) -> dict[str, Any]:
     """As `training.measure`, with as few micro-batches as there is memory for."""
     import torch
     import torch._functorch.config
 
-    for parts in PARTS:
-        if rows % parts:
-            continue
-        try:
-            with torch._functorch.config.patch(donated_buffer=True):  # torch's own default
-                return _measure(compiled, liger, parts, config, rows, length, steps, device)
-        except torch.OutOfMemoryError:
-            torch._dynamo.reset()
-            torch.cuda.empty_cache()
-    raise MemoryError(f"not in {PARTS[-1]} parts either")
+    shape = rows, length, steps
+    for parts in (parts for parts in try_parts if rows % parts == 0):
+        _forget()
+        # torch's own default; an error's frames keep what is in memory until it is let go
+        with (
+            torch._functorch.config.patch(donated_buffer=True),
+            contextlib.suppress(torch.OutOfMemoryError),
+        ):
+            row = _measure(build, compiled, parts, config, *shape, device)
+            seconds = row.pop("seconds")
+            return {**figures(config, rows, length, seconds, trains_all=trains_all), **row}
+    raise MemoryError(f"not in {try_parts[-1]} parts either")
+
+
+def _forget() -> None:
+    """Let go of what was there before, so that the peak is that of what comes."""
+    import torch
+
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _measure(
+    build: Build,
     compiled: bool,
-    liger: bool,
     parts: int,
     config: ModelConfig,
     rows: int,
@@ -131,18 +203,17 @@ def _measure(
     import torch
 
     torch.manual_seed(0)
-    llama = model(config, device)
-    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+    parameters, loss = build(config, device)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1, fused=True)
     text = torch.randint(0, config.vocab_size, (rows, length + 1), device=device)
-    loss = _loss(liger)
 
     def forward(ids: Any, targets: Any) -> Any:
         with torch.autocast(device, torch.bfloat16):
-            return loss(llama.head, llama(ids), targets)
+            return loss(ids, targets)
 
     run = torch.compile(forward, dynamic=False) if compiled else forward
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    losses, seconds, compile_s = [], [], 0.0
+    losses, seconds = [], []
     for _ in range(WARM_UP + steps):
         synchronize()
         start = time.perf_counter()
@@ -151,17 +222,16 @@ def _measure(
             each = run(part[:, :-1], part[:, 1:]) / parts
             each.backward()
             total += each.detach()
-        torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(float(total))
         seconds.append(time.perf_counter() - start)
-        compile_s = compile_s or seconds[0]
         del total, each
     return {
-        **figures(config, rows, length, seconds[WARM_UP:]),
+        "seconds": seconds[WARM_UP:],
         "losses": losses,
-        "compile_s": compile_s,
+        "compile_s": seconds[0],
         "parts": parts,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
     }

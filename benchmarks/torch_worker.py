@@ -8,7 +8,6 @@ first each case's best known rival, then the others, and what torch compiles las
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import statistics
 import sys
@@ -139,17 +138,19 @@ def main(argv: list[str]) -> int:
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False
-    watch = TorchWatch(torch)
-    version = {"version": torch.__version__, "cudnn": torch.backends.cudnn.version()}
-    log.write("end", "torch", result={**version, "profiler": watch.reason or "works"})
-    for name, how in torch_training.rivals().items() if "train" in plan.names else ():
-        _section(plan, log, f"train/{name}", functools.partial(torch_training.measure, *how))
     cases = in_turn(chosen(plan, on_gpu=True))
-    for case, name, forward in turns(cases, compiled=not plan.quick):
-        if name == "torch.compile":
-            torch._dynamo.reset()
-            forward = torch.compile(forward, dynamic=False, fullgraph=True)
-        _task(plan, log, watch, case, name, forward)
+    watch = TorchWatch(torch) if cases else None
+    profiler = "no case wants it" if watch is None else watch.reason or "works"
+    version = {"version": torch.__version__, "cudnn": torch.backends.cudnn.version()}
+    log.write("end", "torch", result={**version, "profiler": profiler})
+    for key, work in torch_training.tasks(plan.names):
+        _section(plan, log, key, work)
+    if watch is not None:
+        for case, name, forward in turns(cases, compiled=not plan.quick):
+            if name == "torch.compile":
+                torch._dynamo.reset()
+                forward = torch.compile(forward, dynamic=False, fullgraph=True)
+            _task(plan, log, watch, case, name, forward)
     log.write("end", "all", result={})
     return 0
 

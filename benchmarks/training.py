@@ -40,9 +40,16 @@ LLAMA_1B = ModelConfig(
     tie_word_embeddings=False,
 )
 ROWS, LENGTH = 32, 2048  # 65536 tokens a step
+ADAPTED_ROWS, RANK = 8, 16  # of Llama-3.1-8B: 16384 tokens a step
 WARM_UP, STEPS = 2, 6
 # (remat policy, micro-batches): parts as few as 139 GiB hold, the least remat first
 WAYS = (("none", 2), ("none", 4), ("dots", 1), ("save_attention", 1), ("full", 1))
+# What a run does first, a stage behind the other: ours, then torch's, each in a process of its own
+STAGES = (
+    ("none, 2 parts", "torch eager", "torch.compile", "torch.compile, Liger's loss"),
+    ("fp8, 4 parts",),
+    ("lora-8b, 8 parts", "lora-8b, PEFT, 8 parts", "lora-8b, PEFT"),
+)
 
 
 def utilisation(
@@ -55,14 +62,19 @@ def utilisation(
 
 def tasks() -> Iterator[tuple[str, Callable[..., dict[str, Any]]]]:
     """(key, work) of each way to run our step."""
+    yield "train/fp8, 4 parts", functools.partial(measure, LLAMA_1B, "none", 4, policy="fp8")
+    for parts in (8, 2):
+        adapters = functools.partial(measure, LLAMA_8B, "none", parts, rank=RANK, rows=ADAPTED_ROWS)
+        yield f"train/lora-8b, {parts} parts", adapters
     for remat, parts in WAYS:
         name = f"train/{remat}, {parts} part{'s' if parts > 1 else ''}"
         yield name, functools.partial(measure, LLAMA_1B, remat, parts)
-    yield "train/fp8, 4 parts", functools.partial(measure, LLAMA_1B, "none", 4, policy="fp8")
-    yield (
-        "train/lora-8b, 8 parts",
-        functools.partial(measure, LLAMA_8B, "none", 8, rank=16, rows=8),
-    )
+
+
+def stage(name: str) -> int:
+    """In which stage of a run a step is measured, from 1; the last: what STAGES does not name."""
+    places = (place for place, names in enumerate(STAGES, 1) if name in names)
+    return next(places, len(STAGES) + 1)
 
 
 def program(
@@ -137,6 +149,7 @@ def measure(
         **figures(config, rows, length, seconds[WARM_UP:], trains_all=rank is None),
         "losses": losses,
         "compile_s": compile_s,
+        "parts": parts,
         "planned_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + kept,
         "temporary_bytes": memory.temp_size_in_bytes,
         "state_bytes": memory.alias_size_in_bytes,
@@ -192,20 +205,23 @@ def lines(found: dict[str, dict[str, Any]], why: Callable[[Any], str]) -> Iterat
         f"Training: a Llama of {matrix_weights(LLAMA_1B) / 1e9:.2f}B parameters in products, "
         f"{ROWS} x {LENGTH} tokens a step, bfloat16 with float32 weights and AdamW. MFU: "
         "(6 parameters + 6 L T N H) a token, of 989 TFLOP/s, also for fp8. lora-8b: adapters of "
-        "rank 16 beside Llama-3.1-8B, 8 rows; 4 parameters + 6 L T N H. Planned: by XLA, as "
-        "`jaxllm plan` has it; the peak is the allocator's, of all steps so far in the process."
+        "rank 16 beside Llama-3.1-8B, 8 rows; 4 parameters + 6 L T N H. Parts: micro-batches, "
+        "torch's as few as fit where its name says none. Planned: by XLA, as `jaxllm plan` has it; "
+        "the peak is the allocator's, ours of all steps so far in the process."
     )
     yield ""
-    yield "| step | ms | tokens/s | MFU | compiled in, s | planned, GB | peak, GB |"
-    yield "|---|--:|--:|--:|--:|--:|--:|"
-    for name, row in found.items():
+    yield "| step | parts | ms | tokens/s | MFU | compiled in, s | planned, GB | peak, GB |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
+    for name in sorted(found, key=stage):
+        row = found[name]
         if "step_s" not in row:
-            yield f"| {name} | {why(row)} | | | | | |"
+            yield f"| {name} | | {why(row)} | | | | | |"
             continue
         compiled = f"{row['compile_s']:.0f}" if "compile_s" in row else ""
         planned = f"{row['planned_bytes'] / 1e9:.1f}" if "planned_bytes" in row else ""
         yield (
-            f"| {name} | {1e3 * row['step_s']:.0f} | {row['tokens_per_s']:.0f} | "
-            f"{100 * row['mfu']:.1f} % | {compiled} | {planned} | {row['peak_bytes'] / 1e9:.1f} |"
+            f"| {name} | {row.get('parts', '')} | {1e3 * row['step_s']:.0f} | "
+            f"{row['tokens_per_s']:.0f} | {100 * row['mfu']:.1f} % | {compiled} | {planned} | "
+            f"{row['peak_bytes'] / 1e9:.1f} |"
         )
     yield ""

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as main
-from benchmarks import ceilings, compiling, lacking, plan, rivals, sections, torch_rivals, worker
+from benchmarks import (
+    ceilings,
+    compiling,
+    lacking,
+    plan,
+    rivals,
+    sections,
+    torch_rivals,
+    torch_training,
+    worker,
+)
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 from benchmarks.models import QWEN
@@ -94,6 +104,46 @@ def test_a_worker_that_never_begins(tmp_path):
     dead.command = [sys.executable, "-c", "raise SystemExit(3)"]
     dead.run(lambda: None)
     assert dead.stopped == "the process ended before its first task: exit code 3"
+
+
+def test_a_worker_takes_stage_after_stage(tmp_path):
+    """A later stage is not ended by the first, and its tasks are blamed as well."""
+    fake = run_fake(tmp_path, "", "pass")
+    (tmp_path / "fake.py").write_text(
+        FAKE.replace("BAD", '"five"').replace("ACTION", "os.abort()").replace('"four"', '"five"')
+    )
+    fake.run(lambda: None)
+    assert fake.results["five"]["failed"] == "the process died: exit code -6"
+    assert fake.results.keys() == {"one", "two", "three", "four", "five", "all"}
+
+
+def test_training_takes_turns_and_the_main_case_is_first(monkeypatch):
+    monkeypatch.setattr(main, "chosen", lambda plan, on_gpu: ["rope"] * plan.takes("rope: x"))
+    torch_keys = [("train/torch.compile", None), ("train/lora-8b, PEFT", None)]
+    monkeypatch.setattr(
+        torch_training, "tasks", lambda names: torch_keys if "train" in names else []
+    )
+
+    def turns(names, *, with_torch=True, **changes):
+        asked = plan.Plan("", names, [], 0.0, **changes)
+        found = main.turns(asked, 100.0, with_torch=with_torch)
+        return [(module, part.stage, part.deadline) for module, part in found]
+
+    train = [
+        ("worker", 1, 100.0),
+        ("torch_worker", 1, 100.0),
+        ("worker", 2, 100.0),
+        ("worker", 3, 100.0),
+        ("torch_worker", 3, 100.0),
+        ("worker", 4, 100.0),
+    ]
+    assert turns(["train"], only="^train/") == train
+    assert turns(["rope"]) == [("worker", 0, 72.0), ("torch_worker", 0, 100.0)]
+    assert turns(["rope"], with_torch=False) == [("worker", 0, 100.0)]
+    both = [("worker", 0, 36.0), ("torch_worker", 0, 50.0), *train]
+    assert turns(["rope", "train"]) == both
+    alone = [("worker", 1, 100.0), ("torch_worker", 1, 100.0)]  # ours says what device there is
+    assert turns(["train"], only="torch.compile") == alone
 
 
 X = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)
@@ -369,8 +419,8 @@ def test_a_second_run_takes_what_the_first_has_not_had_the_time_for(tmp_path):
     taken = [c.name for c in plan.chosen(asked, True)]
     assert {cases[1].name, cases[2].name} <= set(taken)
     assert not {cases[0].name, cases[3].name} & set(taken)
-    assert "decode/xla" in main._sections(asked)
-    assert "layer/512 tokens" not in main._sections(asked)
+    assert "decode/xla" in main._sections(asked, "worker")
+    assert "layer/512 tokens" not in main._sections(asked, "worker")
     named = main._plan(main._arguments(["rope", "--missing", str(path), "--out", out]))
     assert named.names == ["rope"]
 

@@ -1,6 +1,7 @@
 """The training benchmark, small and on the CPU: ours and torch's model learn the same."""
 
 import dataclasses
+import importlib.machinery
 import importlib.util
 
 import jax
@@ -21,6 +22,8 @@ SMALL = dataclasses.replace(
     head_dim=16,
     layer_types=(),
 )
+
+SMALL_RUN = {"config": SMALL, "rows": 4, "length": 16, "steps": 2, "device": "cpu"}
 
 
 def test_the_model_has_1_3_billion_parameters():
@@ -57,25 +60,89 @@ def test_other_steps_are_measured_too(options):
     assert row["losses"][-1] < row["losses"][0] == pytest.approx(4.16, abs=0.05)
 
 
-def test_the_tasks_have_fp8_and_adapters_and_the_table_what_was_planned():
-    assert {"train/fp8, 4 parts", "train/lora-8b, 8 parts"} <= dict(training.tasks()).keys()
+def test_the_main_case_is_measured_first_then_fp8_then_adapters(monkeypatch):
+    """Ours and torch's of each before the next; the other policies last."""
+    found = importlib.machinery.ModuleSpec("found", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    assert torch_training.tasks(["rope"]) == []
+    ours, theirs = (
+        [key.removeprefix("train/") for key, _ in work]
+        for work in (training.tasks(), torch_training.tasks(["train"]))
+    )
+    named = [name for names in training.STAGES for name in names]
+    assert sorted(set(named) & {*ours, *theirs}) == sorted(named)  # each once, and no other
+    assert set(theirs) < set(named)
+    assert [training.stage(name) for name in ours] == [2, 3, 4, 1, 4, 4, 4, 4]
+    assert [training.stage(name) for name in theirs] == [1, 1, 1, 3, 3]
+
+
+def test_the_table_has_what_was_planned_and_the_main_case_first():
+    text = "\n".join(training.lines({"full": {}, "fp8, 4 parts": {}, "torch eager": {}}, str))
+    assert text.index("torch eager |") < text.index("fp8, 4 parts |") < text.index("full |")
     row = {"step_s": 1.0, "tokens_per_s": 1.0, "mfu": 0.5, "peak_bytes": 3e9}
     text = "\n".join(training.lines({"new": {**row, "planned_bytes": 2e9}, "old": row}, str))
-    assert "|  | 2.0 | 3.0 |" in text
+    assert "| new |  | 1000 | 1 | 50.0 % |  | 2.0 | 3.0 |" in text
     assert "|  |  | 3.0 |" in text
     text = "\n".join(training.lines({"full": row, "x": {"failed": "it"}}, lambda row: str(row)))
     assert "| full |" in text
-    assert "| x | {'failed': 'it'}" in text
+    assert "| x | | {'failed': 'it'}" in text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch not installed")
 def test_torch_trains_the_same_model():
-    row = torch_training.measure(
-        False, False, config=SMALL, rows=4, length=16, steps=2, device="cpu"
-    )
+    row = torch_training.measure(torch_training.whole, **SMALL_RUN)
+    assert row["parts"] == 1
     assert row["losses"][-1] < row["losses"][0] == pytest.approx(4.16, abs=0.05)
     made = torch_training.model(SMALL, "cpu")
     count = sum(p.numel() for p in made.parameters())
     _, (state, _) = training.program(SMALL, "none", 1)
     assert isinstance(state, train.TrainState)
     assert count == sum(x.size for x in state.params.values())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch not installed")
+def test_torch_takes_as_few_parts_as_fit():
+    import torch
+
+    tried = []
+
+    def build(config, device):
+        parameters, loss = torch_training.whole(config, device)
+
+        def limited(ids, targets):
+            tried.append(len(ids))
+            if len(ids) > 1:
+                raise torch.OutOfMemoryError("as a GPU says it")
+            return loss(ids, targets)
+
+        return parameters, limited
+
+    row = torch_training.measure(build, **SMALL_RUN)
+    assert row["parts"] == 4
+    assert tried[:3] == [4, 2, 1]
+    with pytest.raises(MemoryError, match="not in 2 parts either"):
+        torch_training.measure(build, **SMALL_RUN, try_parts=(1, 2))
+
+
+@pytest.mark.reference
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers for such names
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_peft_trains_adapters_of_the_same_shapes():
+    """As many numbers as ours; only they change, and in float32 over a base in bfloat16."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    kept = {}
+
+    def build(config, device):
+        kept["parameters"], loss = torch_training.adapted(config, device, rank=2)
+        return kept["parameters"], loss
+
+    row = torch_training.measure(build, **SMALL_RUN, try_parts=(2,), trains_all=False)
+    assert row["parts"] == 2
+    assert row["losses"][-1] < row["losses"][0] == pytest.approx(4.16, abs=0.05)
+    whole = torch_training.measure(torch_training.whole, **SMALL_RUN)
+    assert row["mfu"] / row["tokens_per_s"] < whole["mfu"] / whole["tokens_per_s"]
+    assert {parameter.dtype for parameter in kept["parameters"]} == {torch.float32}
+    _, (state, _) = training.program(SMALL, "none", 1, rank=2)
+    shapes = sorted(tuple(parameter.shape) for parameter in kept["parameters"])
+    assert shapes == sorted(x.shape for x in state.params.values())
