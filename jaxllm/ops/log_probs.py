@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.ops.linear import linear
-from jaxllm.ops.loss import chunk_tokens
+from jaxllm.ops.loss import check_linear, chunk_tokens
 
 
 def linear_log_probs(
@@ -28,20 +28,13 @@ def linear_log_probs(
     chunk of logits is in memory at a time, and the backward pass makes it again. With `softcap`, a
     logit x is softcap * tanh(x / softcap). `chunk`: tokens at a time (None: chosen by V).
     `implementation`: as in `linear`, which makes the logits.
-    Dtypes: products in hidden's dtype with sums in float32, as is the result; a gradient has the
-    dtype of what it is of, and the head's is summed over the chunks in that.
-    Raises: ValueError if shapes disagree. A target outside the vocabulary makes its result NaN.
+    Dtypes: hidden and head in bfloat16, float16 or float32; products in hidden's dtype with sums in
+    float32, as is the result; a gradient has the dtype of what it is of, and the head's is summed
+    over the chunks in that.
+    Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
+    a traced one makes its result NaN.
     """
-    if head.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != head.shape[1]:
-        raise ValueError(
-            f"linear_log_probs: hidden {hidden.shape} and head {head.shape} must be [*B, D] and "
-            "[V, D]"
-        )
-    if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"linear_log_probs: targets have shape {targets.shape}, hidden states {hidden.shape} "
-            f"need {hidden.shape[:-1]}"
-        )
+    check_linear("linear_log_probs", hidden, head, targets, ignore_index, softcap, chunk)
     rows, ids = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(targets).reshape(-1)
     size = chunk or chunk_tokens(len(ids), len(head))
     parts = -(-len(ids) // size)

@@ -67,7 +67,7 @@ def linear_cross_entropy(
     Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
     a traced one makes the loss NaN.
     """
-    _check(hidden, head, targets, ignore_index, softcap, chunk)
+    check_linear("linear_cross_entropy", hidden, head, targets, ignore_index, softcap, chunk)
     kwargs = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss, "chunk": chunk}
     run = select(
         "linear_cross_entropy",
@@ -89,37 +89,34 @@ def chunk_tokens(tokens: int, vocab_size: int) -> int:
     return max(-(-tokens // max(parts, 1)), 1)
 
 
-def _check(hidden, head, targets, ignore_index, softcap, chunk) -> None:
+def check_linear(op: str, hidden, head, targets, ignore_index, softcap, chunk) -> None:
+    """What `linear_cross_entropy` and `linear_log_probs` refuse, in the name of `op`."""
     if head.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != head.shape[1]:
         raise ValueError(
-            f"linear_cross_entropy: hidden {hidden.shape} and head {head.shape} must be [*B, D] "
-            "and [V, D]"
+            f"{op}: hidden {hidden.shape} and head {head.shape} must be [*B, D] and [V, D]"
         )
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"linear_cross_entropy: targets have shape {targets.shape}, hidden states "
-            f"{hidden.shape} need {hidden.shape[:-1]}"
+            f"{op}: targets have shape {targets.shape}, hidden states {hidden.shape} need "
+            f"{hidden.shape[:-1]}"
         )
     for name, x in (("hidden", hidden), ("head", head)):
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise ValueError(
-                f"linear_cross_entropy: {name} is {x.dtype}; bfloat16, float16 or float32 are "
-                "allowed"
-            )
+            raise ValueError(f"{op}: {name} is {x.dtype}; bfloat16, float16 or float32 are allowed")
     if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"linear_cross_entropy: targets must be integers, got {targets.dtype}")
+        raise ValueError(f"{op}: targets must be integers, got {targets.dtype}")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"linear_cross_entropy: softcap must be positive or None, got {softcap}")
+        raise ValueError(f"{op}: softcap must be positive or None, got {softcap}")
     if chunk is not None and chunk < 1:
-        raise ValueError(f"linear_cross_entropy: chunk must be at least 1, got {chunk}")
+        raise ValueError(f"{op}: chunk must be at least 1, got {chunk}")
     if isinstance(targets, Tracer) or not hasattr(targets, "__array__"):
         return
     values = np.asarray(targets)
     outside = values[(values != ignore_index) & ((values < 0) | (values >= head.shape[0]))]
     if outside.size:
         raise ValueError(
-            f"linear_cross_entropy: target {outside[0]} is outside the vocabulary of "
-            f"{head.shape[0]}, and not {ignore_index}, which is not counted"
+            f"{op}: target {outside[0]} is outside the vocabulary of {head.shape[0]}, and not "
+            f"{ignore_index}, which is not counted"
         )
 
 

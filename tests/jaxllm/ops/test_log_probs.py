@@ -89,5 +89,28 @@ def test_what_does_not_fit_is_one_sentence():
         linear_log_probs(hidden, head.T, targets)
     with pytest.raises(ValueError, match=r"targets have shape \(3,\), hidden states \(3, 5, 12\)"):
         linear_log_probs(hidden, head, targets[:, 0])
-    for outside in (V, -1):
-        assert np.isnan(linear_log_probs(hidden, head, targets.at[1, 1].set(outside))[1, 1])
+    with pytest.raises(ValueError, match="linear_log_probs: hidden is int32; bfloat16, float16"):
+        linear_log_probs(hidden.astype(jnp.int32), head, targets)
+    with pytest.raises(ValueError, match="linear_log_probs: head is int8"):
+        linear_log_probs(hidden, head.astype(jnp.int8), targets)
+    with pytest.raises(ValueError, match="linear_log_probs: targets must be integers, got float32"):
+        linear_log_probs(hidden, head, targets.astype(jnp.float32))
+    with pytest.raises(ValueError, match="linear_log_probs: softcap must be positive or None"):
+        linear_log_probs(hidden, head, targets, softcap=0.0)
+    for chunk in (0, -1):  # zero does not mean that it is chosen
+        with pytest.raises(ValueError, match=f"chunk must be at least 1, got {chunk}"):
+            linear_log_probs(hidden, head, targets, chunk=chunk)
+
+
+@pytest.mark.parametrize("outside", [V, -1])
+def test_a_target_outside_the_vocabulary(outside):
+    """An error where it can be seen, and NaN for that token alone where it is traced."""
+    hidden, head, targets = make()
+    wrong = targets.at[1, 1].set(outside)
+    with pytest.raises(ValueError, match=f"linear_log_probs: target {outside} is outside the voc"):
+        linear_log_probs(hidden, head, wrong)
+    uncounted = jnp.where(wrong == -100, jnp.int32(outside), wrong)
+    assert np.all(np.isfinite(linear_log_probs(hidden, head, uncounted, ignore_index=outside)))
+    found = np.isnan(jax.jit(linear_log_probs)(hidden, head, wrong))
+    assert found[1, 1]
+    assert found.sum() == 1
