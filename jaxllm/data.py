@@ -41,6 +41,7 @@ __all__ = [
     "Record",
     "batches",
     "check_vocabulary",
+    "digest",
     "encode",
     "encode_preference",
     "encode_preferences",
@@ -225,7 +226,7 @@ class _Batches(Iterator[Batch]):
         self._rows, self._length = rows, length
         self._settings = {
             "examples": len(examples),
-            "data": _digest(examples),
+            "data": digest(examples),
             "rows": rows * process_count,
             "length": length,
             "seed": seed,
@@ -286,15 +287,20 @@ class _Batches(Iterator[Batch]):
         self.close()
 
 
-def _digest(examples: Iterable[Any]) -> str:
-    digest = hashlib.sha256()
+def digest(examples: Iterable[Example | PreferenceExample]) -> str:
+    """16 hexadecimal digits that change with any token or target, and with the examples' order.
+
+    Of what is trained on, for a run must resume with it; and of what is measured, for a loss must
+    not be compared with that of other records.
+    """
+    found = hashlib.sha256()
     for example in examples:
         sides = (example,) if isinstance(example, Example) else (example.chosen, example.rejected)
         for side in sides:
-            digest.update(len(side).to_bytes(8, "little"))
-            digest.update(side.tokens.tobytes())
-            digest.update(side.targets.tobytes())
-    return digest.hexdigest()[:16]
+            found.update(len(side).to_bytes(8, "little"))
+            found.update(side.tokens.tobytes())
+            found.update(side.targets.tobytes())
+    return found.hexdigest()[:16]
 
 
 class Loader(_Batches):

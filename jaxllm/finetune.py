@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.util
 import json
 import os
@@ -173,7 +172,7 @@ def finetune(
         schedule, optimizer = _optimizer(recipe, steps)
         prompt = prompt_tokens(measured.examples[0])
         settings = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in FREE}
-        settings["held-out records"] = _digest(measured.examples)
+        settings["held-out records"] = data.digest(measured.examples)
         trainer = Trainer(
             model,
             optimizer,
@@ -393,15 +392,6 @@ def _sample(model: Transformer, tokenizer: Tokenizer, prompt: list[int]) -> str:
     result = generate(model, tokenizer, [prompt], max_new_tokens=SAMPLE)
     assert result.texts is not None
     return result.texts[0]
-
-
-def _digest(examples: Sequence[data.Example]) -> str:
-    """Of what is measured, for a loss must not be compared with that of other records."""
-    digest = hashlib.sha256()
-    for example in examples:
-        for x in (example.tokens, example.targets):
-            digest.update(f"{len(x)} ".encode() + np.asarray(x, np.int32).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _check_packages(log: str | None) -> None:

@@ -308,6 +308,17 @@ def make_pairs(count):
     return [PreferenceExample(*make_examples(3 + i % 4, 2 + i % 5)) for i in range(count)]
 
 
+def test_a_digest_tells_examples_apart():
+    a, b = make_examples(5, 4)
+    unlearnt = Example(a.tokens, np.full(5, IGNORE, np.int32))
+    cut = Example(a.tokens[:4], a.targets[:4]), Example(a.tokens[4:], a.targets[4:])
+    lists = [[], [a], [a, b], [b, a], [unlearnt], [*cut]]
+    assert len({data.digest(examples) for examples in lists}) == len(lists)
+    pairs = [PreferenceExample(a, b)], [PreferenceExample(b, a)], [PreferenceExample(a, a)]
+    assert len({data.digest(pair) for pair in pairs}) == len(pairs)
+    assert data.digest(iter(numbered(3))) == "98fc53f7b3872464"  # a run from before must resume
+
+
 def test_a_preference_batch_has_the_chosen_half_first():
     one, two = make_pairs(2)
     reference = np.array([[1, 2], [3, 4], [0, 0]], np.float32)
