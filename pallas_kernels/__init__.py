@@ -1,7 +1,8 @@
 """GPU kernels in Pallas that know nothing of language models.
 
 Each is a function of the module of its name, which also tells what keeps it from a call (`why_not`)
-and how it is tiled (`Config`): `from pallas_kernels.rms_norm import why_not`.
+and how it is tiled (`Config`): `from pallas_kernels.quantize import dequantize, quantize
+from pallas_kernels.rms_norm import why_not`.
 """
 
 from pallas_kernels.decode_attention import decode_attention
@@ -9,18 +10,22 @@ from pallas_kernels.embedding import embedding
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.matmul import matmul
+from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope
 from pallas_kernels.softmax import scale_softmax
-from pallas_kernels.swiglu import geglu, swiglu
+from pallas_kernels.swiglu import geglu, relu2_glu, swiglu
 
 __all__ = [
     "decode_attention",
+    "dequantize",
     "embedding",
     "flash_attention",
     "geglu",
     "layer_norm",
     "matmul",
+    "relu2_glu",
+    "quantize",
     "rms_norm",
     "rope",
     "scale_softmax",

@@ -53,6 +53,7 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.matmul_few_rows pallas_kernels.matmul_kernel "
         "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
+    "pallas_kernels.ternary_matmul": "pallas_kernels.packed",
     "pallas_kernels.row_parts": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.embedding_backward": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.row_parts"
@@ -135,6 +136,7 @@ MAY_IMPORT = {
     "jaxllm.ops.norm": OP,
     "jaxllm.ops.rope": OP,
     "jaxllm.ops.softmax": OP,
+    "jaxllm.ops.ternary": f"{OP} jaxllm.ops.linear",
     "jaxllm.ops": f"{OP} jaxllm.ops.*",
     "jaxllm.cache": "jaxllm.config",
     "jaxllm.layers": LAYERS,
