@@ -1,8 +1,7 @@
 """GPU kernels in Pallas that know nothing of language models.
 
 Each is a function of the module of its name, which also tells what keeps it from a call (`why_not`)
-and how it is tiled (`Config`): `from pallas_kernels.quantize import dequantize, quantize
-from pallas_kernels.rms_norm import why_not`.
+and how it is tiled (`Config`): `from pallas_kernels.rms_norm import why_not`.
 """
 
 from pallas_kernels.decode_attention import decode_attention
@@ -14,7 +13,7 @@ from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope
 from pallas_kernels.softmax import scale_softmax
-from pallas_kernels.swiglu import geglu, relu2_glu, swiglu
+from pallas_kernels.swiglu import geglu, swiglu
 
 __all__ = [
     "decode_attention",
@@ -24,7 +23,6 @@ __all__ = [
     "geglu",
     "layer_norm",
     "matmul",
-    "relu2_glu",
     "quantize",
     "rms_norm",
     "rope",

@@ -63,6 +63,7 @@ MAY_IMPORT = {
         "pallas_kernels.row_parts pallas_kernels.tuned"
     ),
     "pallas_kernels.packed": "",
+    "pallas_kernels.quantize": "pallas_kernels.packed",
     "pallas_kernels.attention_reference": "",
     "pallas_kernels.flash_attention_blocks": "",
     "pallas_kernels.flash_attention_schedule": "",
