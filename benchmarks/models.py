@@ -56,6 +56,23 @@ LLAMA_8B = ModelConfig(
     tie_word_embeddings=False,
 )
 
+# A Llama of 1.3B parameters, for training steps
+LLAMA_1B = ModelConfig(
+    model_type="llama",
+    vocab_size=32_000,
+    hidden_size=2048,
+    intermediate_size=5504,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    head_dim=128,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+    rope=Rope(1e4),
+    tie_word_embeddings=False,
+)
+
 
 def kernels() -> dict[str, str]:
     """What `Runtime(implementation=)` takes to run our kernel for each op that has one."""

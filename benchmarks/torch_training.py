@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.models import LLAMA_8B
+from benchmarks.models import LLAMA_1B, LLAMA_8B
 from benchmarks.training import (
     ADAPTED_ROWS,
     LENGTH,
-    LLAMA_1B,
     RANK,
     ROWS,
     STEPS,

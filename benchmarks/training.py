@@ -18,27 +18,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from benchmarks.models import LLAMA_8B
+from benchmarks.models import LLAMA_1B, LLAMA_8B
 from jaxllm import fp8, lora, precision, train
-from jaxllm.config import ModelConfig, Rope, Runtime
+from jaxllm.config import ModelConfig, Runtime
 from jaxllm.flops import PEAK_FLOPS, flops_a_token, matrix_weights
 from jaxllm.model import Transformer
 
-LLAMA_1B = ModelConfig(
-    model_type="llama",
-    vocab_size=32_000,
-    hidden_size=2048,
-    intermediate_size=5504,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    head_dim=128,
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-5,
-    hidden_act="silu",
-    rope=Rope(1e4),
-    tie_word_embeddings=False,
-)
 ROWS, LENGTH = 32, 2048  # 65536 tokens a step
 ADAPTED_ROWS, RANK = 8, 16  # of Llama-3.1-8B: 16384 tokens a step
 WARM_UP, STEPS = 2, 6

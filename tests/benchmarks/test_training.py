@@ -8,11 +8,12 @@ import jax
 import pytest
 
 from benchmarks import torch_training, training
+from benchmarks.models import LLAMA_1B
 from jaxllm import train
 from jaxllm.flops import flops_a_token, matrix_weights
 
 SMALL = dataclasses.replace(
-    training.LLAMA_1B,
+    LLAMA_1B,
     vocab_size=64,
     hidden_size=32,
     intermediate_size=48,
@@ -27,21 +28,21 @@ SMALL_RUN = {"config": SMALL, "rows": 4, "length": 16, "steps": 2, "device": "cp
 
 
 def test_the_model_has_1_3_billion_parameters():
-    _, (state, _) = training.program(training.LLAMA_1B, "none", 1)
+    _, (state, _) = training.program(LLAMA_1B, "none", 1)
     total = sum(x.size for x in jax.tree.leaves(state.params))
     vectors = sum(x.size for x in state.params.values() if len(x.shape) == 1)
     table = state.params["embed_tokens.weight"].size
     assert total == pytest.approx(1.345e9, rel=1e-3)
-    assert matrix_weights(training.LLAMA_1B) == total - table - vectors
+    assert matrix_weights(LLAMA_1B) == total - table - vectors
     assert training.ROWS * training.LENGTH == 65536
 
 
 def test_utilisation_is_a_share_of_the_peak():
     """1.28e9 parameters: 7.68 GFLOP a token, and 0.60 of attention."""
-    flops = flops_a_token(training.LLAMA_1B, 1024)
-    assert flops == 6 * matrix_weights(training.LLAMA_1B) + 6 * 24 * 2048 * 2048
+    flops = flops_a_token(LLAMA_1B, 1024)
+    assert flops == 6 * matrix_weights(LLAMA_1B) + 6 * 24 * 2048 * 2048
     assert flops / 1e9 == pytest.approx(8.28, abs=0.01)
-    assert training.utilisation(training.LLAMA_1B, 2048, 989e12 / flops) == pytest.approx(1.0)
+    assert training.utilisation(LLAMA_1B, 2048, 989e12 / flops) == pytest.approx(1.0)
 
 
 def test_a_small_model_is_measured_here():
