@@ -8,6 +8,7 @@ first each case's best known rival, then the others, and what torch compiles las
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -144,13 +145,16 @@ def main(argv: list[str]) -> int:
     version = {"version": torch.__version__, "cudnn": torch.backends.cudnn.version()}
     log.write("end", "torch", result={**version, "profiler": profiler})
     for key, work in torch_training.tasks(plan.names):
-        _section(plan, log, key, work)
+        if plan.takes(key):
+            task(plan, log, f"section/{key}", work)
     if watch is not None:
         for case, name, forward in turns(cases, compiled=not plan.quick):
             if name == "torch.compile":
                 torch._dynamo.reset()
                 forward = torch.compile(forward, dynamic=False, fullgraph=True)
-            _task(plan, log, watch, case, name, forward)
+            work = functools.partial(_time, plan, watch, case, forward)
+            task(plan, log, f"torch/{case.name}/{name}", work)
+            torch.cuda.empty_cache()
     log.write("end", "all", result={})
     return 0
 
@@ -168,9 +172,12 @@ def turns(cases: Sequence[Case], *, compiled: bool) -> Iterator[tuple[Case, str,
     yield from ((c, "torch.compile", last[c.name]) for c in cases if c.name in last)
 
 
-def _section(plan: Plan, log: Log, name: str, work: Callable[[], dict[str, Any]]) -> None:
-    key = f"section/{name}"
-    if key in plan.done or not plan.takes(name):
+def task(plan: Plan, log: Log, key: str, work: Callable[[], dict[str, Any]]) -> None:
+    """Do it unless it is done or there is no time, and write down what came of it.
+
+    What leaves the GPU unusable ends the process.
+    """
+    if key in plan.done:
         return
     if time.time() > plan.deadline:
         log.write("end", key, result=SPENT)
@@ -181,30 +188,18 @@ def _section(plan: Plan, log: Log, name: str, work: Callable[[], dict[str, Any]]
     except Exception as error:
         result = {"failed": sentence(error)}
     log.write("end", key, result=result)
-
-
-def _task(plan: Plan, log: Log, watch: TorchWatch, case: Case, name: str, forward: Any) -> None:
-    key = f"torch/{case.name}/{name}"
-    if key in plan.done:
-        return
-    if time.time() > plan.deadline:
-        log.write("end", key, result=SPENT)
-        return
-    log.write("begin", key)
-    try:
-        count = 1 if case.bytes > ALONE_BYTES else num_sets(case.bytes)
-        runs = [
-            torch_rivals.call(case, forward, torch_rivals.arguments(case, i, "cuda"))
-            for i in range(count)
-        ]
-        cold = count * case.bytes < COLD_BYTES
-        result = dataclasses.asdict(watch.time(runs, cold=cold, calls=10 if plan.quick else 20))
-    except Exception as error:
-        result = {"failed": sentence(error)}
-    log.write("end", key, result=result)
     if any(text in str(result.get("failed", "")) for text in FATAL):
         sys.exit(FATAL_EXIT)
-    watch.torch.cuda.empty_cache()
+
+
+def _time(plan: Plan, watch: TorchWatch, case: Case, forward: Any) -> dict[str, Any]:
+    count = 1 if case.bytes > ALONE_BYTES else num_sets(case.bytes)
+    runs = [
+        torch_rivals.call(case, forward, torch_rivals.arguments(case, i, "cuda"))
+        for i in range(count)
+    ]
+    cold = count * case.bytes < COLD_BYTES
+    return dataclasses.asdict(watch.time(runs, cold=cold, calls=10 if plan.quick else 20))
 
 
 if __name__ == "__main__":

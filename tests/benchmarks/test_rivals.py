@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib.util
+import json
 import sys
+import time
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import rivals, torch_rivals, torch_worker
+from benchmarks import lacking, plan, rivals, torch_rivals, torch_worker, worker
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 
@@ -197,3 +199,33 @@ def test_torch_begins_with_the_best_rival_of_every_case(monkeypatch):
     firsts = [("a", "torch sdpa cudnn"), ("b", "torch")]
     assert order == [*firsts, ("a", "torch sdpa"), ("b", "liger"), ("b", "torch.compile")]
     assert len(list(torch_worker.turns(cases, compiled=False))) == 4
+
+
+def test_a_task_of_torch_says_what_came_of_it(tmp_path):
+    path = tmp_path / "log"
+    asked = plan.Plan(str(path), [], ["done"], time.time() + 60)
+    log = worker.Log(str(path))
+
+    def do(key, error=None):
+        def work():
+            if error is not None:
+                raise RuntimeError(error)
+            return {"us": 1.0}
+
+        torch_worker.task(asked, log, key, work)
+
+    do("done")
+    do("good")
+    do("bad", "no kernel\nof that size")
+    with pytest.raises(SystemExit, match=str(worker.FATAL_EXIT)):
+        do("fatal", "CUDA error: an illegal memory access was encountered")
+    asked.deadline = 0.0
+    do("late")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [e["key"] for e in events if e["event"] == "begin"] == ["good", "bad", "fatal"]
+    ends = {e["key"]: e["result"] for e in events if e["event"] == "end"}
+    assert list(ends) == ["good", "bad", "fatal", "late"]
+    assert ends["good"] == {"us": 1.0}
+    assert ends["bad"] == {"failed": "RuntimeError: no kernel of that size"}
+    assert "illegal memory access" in ends["fatal"]["failed"]
+    assert ends["late"] == lacking.SPENT
