@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 REMAT = ("none", "full", "dots", "save_attention", "offload")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -90,8 +90,11 @@ class ModelConfig:
     `query_pre_attn_scalar` is the number whose inverse root scales the scores (head_dim if None).
     `post_norms` adds a norm behind attention and behind the MLP; `zero_centered_norm` multiplies by
     1 + weight; `qk_norm` normalises each head of q and k before the rotation; `scale_embedding`
-    multiplies by sqrt(D). `model_type` says under which name the model is saved: a name that cannot
-    say the rest makes `to_hf` raise.
+    multiplies by sqrt(D); `sub_norms` norms what attention hands to its output projection and the
+    gated product before the down projection. `bit_linear` makes the projections of a layer those of
+    BitNet b1.58, ternary weights times int8 activations, but for those that
+    `modules_to_not_convert` names, as in "model.layers.0.mlp" or "o_proj". `model_type` says under
+    which name the model is saved: a name that cannot say the rest makes `to_hf` raise.
 
     Raises: ValueError if the numbers cannot be a model.
     """
@@ -122,6 +125,9 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
+    sub_norms: bool = False
+    bit_linear: bool = False
+    modules_to_not_convert: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layer_types:
@@ -199,6 +205,19 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """How many keys, its own included, a token of this layer sees; None for all."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+    def is_bit_linear(self, module: str) -> bool:
+        """Whether the projection of this path, "layers.0.mlp.up_proj", is a `BitLinear`.
+
+        A name of `modules_to_not_convert` is the beginning of the path with "model." before it, or
+        its end: as transformers reads them, without their regular expressions.
+        """
+        path = f"model.{module}"
+        kept = any(
+            f"{path}.".startswith(f"{name}.") or path.endswith(name)
+            for name in self.modules_to_not_convert
+        )
+        return self.bit_linear and not kept
 
 
 @dataclasses.dataclass(frozen=True)

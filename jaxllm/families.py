@@ -182,6 +182,46 @@ def _gemma3(hf: _Keys) -> dict[str, Any]:
     return {"qk_norm": True, **gemma, **_soft_caps(hf, None, None)}
 
 
+def _bitnet(hf: _Keys) -> dict[str, Any]:
+    bias = hf.flag("attention_bias", False)
+    activation = hf.get("hidden_act", "relu2")
+    return {"sub_norms": True, "qkv_bias": bias, "o_bias": bias, "hidden_act": activation}
+
+
+def _bit_linears(hf: _Keys, *, fused: bool) -> dict[str, Any]:
+    """What a quantization_config of method "bitnet" says of the projections."""
+    content = hf.hf.get("quantization_config")
+    if not isinstance(content, Mapping) or content.get("quant_method") != "bitnet":
+        return {}
+    said = _Keys(hf.mapping("quantization_config"), f"{hf.owner}: quantization_config")
+    said.read.add("quant_method")
+    kind = said.get("linear_class", "bitlinear")
+    mode = said.get("quantization_mode", "offline")
+    allowed = {
+        "linear_class": (kind, ("bitlinear", "autobitlinear")),
+        "quantization_mode": (mode, ("offline",) if kind == "bitlinear" else ("offline", "online")),
+        "use_rms_norm": (said.flag("use_rms_norm", False), (False,)),
+    }
+    for key, (value, values) in allowed.items():
+        if value not in values:
+            raise ValueError(
+                f"{said.owner}: {key} is {value!r}; supported"
+                + f"{' of a bitlinear' * (key == 'quantization_mode')} are "
+                + ", ".join(map(str, values))
+            )
+    if fused:
+        raise ValueError(f"{hf.owner}: a family of fused projections cannot be one of BitNet's")
+    kept = said.names("modules_to_not_convert")
+    if kept and "lm_head" not in kept:
+        raise ValueError(
+            f"{said.owner}: modules_to_not_convert is {kept}; a list must name lm_head, too, for "
+            "a ternary head is not supported"
+        )
+    _refuse_unread(said, also_inert=frozenset({"rms_norm_eps"}))
+    kept = tuple(name for name in kept if name != "lm_head")
+    return {"bit_linear": True, "modules_to_not_convert": kept}
+
+
 def _soft_caps(hf: _Keys, attention: float | None, final: float | None) -> dict[str, Any]:
     defaults = {"attn_logit_softcapping": attention, "final_logit_softcapping": final}
     return {key: hf.unless_null(hf.number, key, default) for key, default in defaults.items()}
@@ -245,6 +285,9 @@ FAMILIES: dict[str, Family] = {
             or config.max_position_embeddings,
         },
         fused=True,
+    ),
+    "bitnet": Family(
+        "BitNetForCausalLM", _bitnet, write=lambda config: {"attention_bias": config.o_bias}
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -386,7 +429,7 @@ def _ropes(hf: _Keys, model_type: str) -> dict[str, Rope]:
     phi = model_type == "phi3"
     if model_type != "gemma3_text":
         # Llama 2's first files carry no rope_theta: it was a constant, 10,000.
-        theta = hf.number("rope_theta", 1e4)
+        theta = hf.number("rope_theta", 5e5 if model_type == "bitnet" else 1e4)
         if scaling and parameters and scaling != parameters:
             raise ValueError(f"{hf.owner}: rope_scaling and rope_parameters are there and differ")
         return {"rope": _rope(hf, scaling or parameters, theta=theta, phi=phi)}
@@ -439,6 +482,7 @@ def from_hf(hf: Mapping[str, Any], *, owner: str = "config.json") -> ModelConfig
         "tie_word_embeddings": keys.flag("tie_word_embeddings", family.tied_by_default),
         **_ropes(keys, model_type),
         **family.fields(keys),
+        **_bit_linears(keys, fused=family.fused),
     }
     _refuse_unread(keys)
     try:
@@ -513,6 +557,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         "rope_parameters": rope,
         **family.write(config),
+        **_write_bit_linears(config),
     }
     again = from_hf(hf, owner=f"config of model_type {config.model_type!r}")
     lost = [
@@ -527,6 +572,20 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
             + f"; families are {', '.join(FAMILIES)}"
         )
     return hf
+
+
+def _write_bit_linears(config: ModelConfig) -> dict[str, Any]:
+    """With weights as they are trained; whoever packs them says "offline"."""
+    if not config.bit_linear:
+        return {}
+    kept = ["lm_head", *config.modules_to_not_convert] if config.modules_to_not_convert else None
+    said = {
+        "quant_method": "bitnet",
+        "linear_class": "autobitlinear",
+        "quantization_mode": "online",
+        "modules_to_not_convert": kept,
+    }
+    return {"quantization_config": said}
 
 
 def _write_rope(rope: Rope, *, phi: bool) -> dict[str, Any]:

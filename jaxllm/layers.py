@@ -6,6 +6,7 @@ the house's budget, since the parts of one block are one idea.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -55,6 +56,16 @@ class Linear(nnx.Module):
             out_dtype=out_dtype,
             implementation=self.implementation,
         )
+
+
+class BitLinear(Linear):
+    """A `Linear` of BitNet b1.58, to be trained: at each call the weight becomes ternary, and x
+    int8 a token. The gradient is that of a `Linear` at the quantised x and weight.
+    """
+
+    def __call__(self, x: Float[Array, "*B I"], *, out_dtype=None) -> Float[Array, "*B O"]:
+        bias = None if self.bias is None else self.bias[...]
+        return ops.bit_linear(x.astype(self.dtype), self.weight[...], bias, out_dtype=out_dtype)
 
 
 class Embedding(nnx.Module):
@@ -193,13 +204,15 @@ class Attention(nnx.Module):
         )
         both = {"runtime": runtime, "rngs": rngs}
         d, bias = config.hidden_size, config.qkv_bias
-        self.q_proj = Linear(d, heads * width, bias=bias, **both)
-        self.k_proj = Linear(d, kv_heads * width, bias=bias, **both)
-        self.v_proj = Linear(d, kv_heads * width, bias=bias, **both)
-        self.o_proj = Linear(heads * width, d, bias=config.o_bias, **both)
+        kind = functools.partial(_kind, config, f"layers.{layer}.self_attn")
+        self.q_proj = kind("q_proj")(d, heads * width, bias=bias, **both)
+        self.k_proj = kind("k_proj")(d, kv_heads * width, bias=bias, **both)
+        self.v_proj = kind("v_proj")(d, kv_heads * width, bias=bias, **both)
+        self.o_proj = kind("o_proj")(heads * width, d, bias=config.o_bias, **both)
         norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, **both}
         self.q_norm = RMSNorm(width, **norm) if config.qk_norm else None
         self.k_norm = RMSNorm(width, **norm) if config.qk_norm else None
+        self.attn_sub_norm = RMSNorm(heads * width, **norm) if config.sub_norms else None
         self.rotary = _rotary(config, layer)
         self.heads, self.kv_heads, self.width = heads, kv_heads, width
         self.scale = (config.query_pre_attn_scalar or width) ** -0.5
@@ -245,18 +258,32 @@ class Attention(nnx.Module):
             softcap=self.softcap,
             implementation=self.implementation,
         )
-        return self.o_proj(out.reshape(b, t, self.heads * self.width)), entry
+        out = out.reshape(b, t, self.heads * self.width)
+        if self.attn_sub_norm is not None:
+            out = self.attn_sub_norm(out)
+        return self.o_proj(out), entry
 
 
 class MLP(nnx.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)) of layer `layer`; with sub_norms down(norm(...))."""
 
-    def __init__(self, config: ModelConfig, *, runtime: Runtime = Runtime(), rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        runtime: Runtime = Runtime(),
+        rngs: nnx.Rngs,
+    ):
         d, f = config.hidden_size, config.intermediate_size
-        kwargs = {"bias": config.mlp_bias, "runtime": runtime, "rngs": rngs}
-        self.gate_proj = Linear(d, f, **kwargs)
-        self.up_proj = Linear(d, f, **kwargs)
-        self.down_proj = Linear(f, d, **kwargs)
+        both = {"runtime": runtime, "rngs": rngs}
+        kwargs = {"bias": config.mlp_bias, **both}
+        kind = functools.partial(_kind, config, f"layers.{layer}.mlp")
+        self.gate_proj = kind("gate_proj")(d, f, **kwargs)
+        self.up_proj = kind("up_proj")(d, f, **kwargs)
+        self.down_proj = kind("down_proj")(f, d, **kwargs)
+        norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, **both}
+        self.ffn_sub_norm = RMSNorm(f, **norm) if config.sub_norms else None
         self.activation = config.hidden_act
         self.implementation = runtime.implementation
 
@@ -267,6 +294,8 @@ class MLP(nnx.Module):
             activation=self.activation,
             implementation=self.implementation,
         )
+        if self.ffn_sub_norm is not None:
+            gated = self.ffn_sub_norm(gated)
         return self.down_proj(gated)
 
 
@@ -295,7 +324,7 @@ class Block(nnx.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, **norm)
         self.self_attn = Attention(config, layer, runtime=runtime, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
-        self.mlp = MLP(config, runtime=runtime, rngs=rngs)
+        self.mlp = MLP(config, layer, runtime=runtime, rngs=rngs)
         self.post_norms = config.post_norms
         if config.post_norms:
             self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, **norm)
@@ -325,6 +354,10 @@ class Block(nnx.Module):
                 out = self.mlp(normed)
             x = x + out
         return x, entry
+
+
+def _kind(config: ModelConfig, owner: str, name: str) -> type[Linear]:
+    return BitLinear if config.is_bit_linear(f"{owner}.{name}") else Linear
 
 
 def _rotary(config: ModelConfig, layer: int) -> Rotary:

@@ -13,7 +13,7 @@ from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope
 from pallas_kernels.softmax import scale_softmax
-from pallas_kernels.swiglu import geglu, swiglu
+from pallas_kernels.swiglu import geglu, relu2_glu, swiglu
 
 __all__ = [
     "decode_attention",
@@ -24,6 +24,7 @@ __all__ = [
     "layer_norm",
     "matmul",
     "quantize",
+    "relu2_glu",
     "rms_norm",
     "rope",
     "scale_softmax",

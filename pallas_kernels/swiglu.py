@@ -1,4 +1,4 @@
-"""SwiGLU and GeGLU: y = activation(gate) * up, number by number.
+"""SwiGLU, GeGLU and squared ReLU: y = activation(gate) * up, number by number.
 
 gate and up [*B, F], or both in one array [*B, 2F], the gate's half first. Two separate arrays are
 one long row each, for their rows mean nothing here; of one array, a tile is a piece of both halves
@@ -6,7 +6,7 @@ of a row. One block owns one tile, from memory to registers and back; where tile
 arrays, every blocks-th tile of a stream (`rows.stream`). Each number is read once and written once.
 The backward pass reads gate, up and dy and computes the activation anew, which costs no byte; one
 kernel writes d_gate and d_up, into one array if they came in one.
-Source: Shazeer 2020, arXiv:2002.05202.
+Sources: Shazeer 2020, arXiv:2002.05202; So et al. 2021, arXiv:2109.08668 (squared ReLU).
 """
 
 from __future__ import annotations
@@ -67,6 +67,17 @@ def geglu(
     return _glu("geglu", "gelu_tanh" if approximate else "gelu", gate, up, config, interpret)
 
 
+def relu2_glu(
+    gate: Float[Array, "*B G"],
+    up: Float[Array, "*B F"] | None = None,
+    *,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*B F"]:
+    """max(gate, 0)^2 * up; all else as in `swiglu`."""
+    return _glu("relu2_glu", "relu2", gate, up, config, interpret)
+
+
 def swiglu_reference(gate, up=None):
     """The mathematics in plain JAX."""
     gate, up = _halves(gate, up)
@@ -77,6 +88,12 @@ def geglu_reference(gate, up=None, *, approximate=True):
     """The mathematics in plain JAX."""
     gate, up = _halves(gate, up)
     return jax.nn.gelu(gate.astype(jnp.float32), approximate=approximate).astype(gate.dtype) * up
+
+
+def relu2_glu_reference(gate, up=None):
+    """The mathematics in plain JAX."""
+    gate, up = _halves(gate, up)
+    return jnp.square(jax.nn.relu(gate.astype(jnp.float32))).astype(gate.dtype) * up
 
 
 def _halves(gate, up):
@@ -409,7 +426,12 @@ def _sigmoid(x: jax.Array) -> jax.Array:
     return root * root
 
 
-ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu}
+def _relu2(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    above = jnp.maximum(x, 0.0)
+    return above * above, 2.0 * above
+
+
+ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu2": _relu2}
 
 
 def _forward(static: _Static, arrays):

@@ -120,6 +120,8 @@ def layer_norm(
 def activate(x: np.ndarray, activation: str) -> np.ndarray:
     if activation == "silu":
         return x / (1 + np.exp(-x))
+    if activation == "relu2":
+        return np.maximum(x, 0) ** 2
     if activation == "gelu":
         erf = np.vectorize(math.erf, otypes=[x.dtype])
         return x * (1 + erf(x / math.sqrt(2))) / 2
@@ -132,6 +134,8 @@ def slope(x: np.ndarray, activation: str) -> np.ndarray:
     if activation == "silu":
         s = 1 / (1 + np.exp(-x))
         return s * (1 + x * (1 - s))
+    if activation == "relu2":
+        return 2 * np.maximum(x, 0)
     if activation == "gelu":
         erf = np.vectorize(math.erf, otypes=[x.dtype])
         below = (1 + erf(x / math.sqrt(2))) / 2
@@ -494,7 +498,9 @@ def decoder(
             window=config["sliding_window"] if sliding else None,
             dtype=dtype,
         )
-        y = project(y.reshape(length, heads * width), f"{at}.self_attn.o_proj")
+        y = y.reshape(length, heads * width)
+        y = norm(y, f"{at}.self_attn.attn_sub_norm") if config["sub_norms"] else y
+        y = project(y, f"{at}.self_attn.o_proj")
         if config["post_norms"]:
             y = norm(y, f"{at}.post_attention_layernorm")
         x = _store(x + y, dtype)
@@ -502,6 +508,7 @@ def decoder(
         y = norm(x, f"{at}.{before}_layernorm")
         gate, up = project(y, f"{at}.mlp.gate_proj"), project(y, f"{at}.mlp.up_proj")
         y = glu(gate, up, activation=config["hidden_act"], dtype=dtype)
+        y = norm(y, f"{at}.mlp.ffn_sub_norm") if config["sub_norms"] else y
         y = project(y, f"{at}.mlp.down_proj")
         if config["post_norms"]:
             y = norm(y, f"{at}.post_feedforward_layernorm")

@@ -16,6 +16,7 @@ from jaxllm.ops.loss import LINEAR_CROSS_ENTROPY, cross_entropy, linear_cross_en
 from jaxllm.ops.norm import LAYER_NORM, RMS_NORM, layer_norm, rms_norm
 from jaxllm.ops.rope import ROPE, rope
 from jaxllm.ops.softmax import SCALE_SOFTMAX, scale_softmax
+from jaxllm.ops.ternary import bit_linear
 from pallas_kernels import device as device_lib
 
 OPS = {
@@ -70,6 +71,7 @@ __all__ = [
     "HOLDS_SCORES",
     "OPS",
     "attention",
+    "bit_linear",
     "chosen",
     "cross_entropy",
     "embedding",

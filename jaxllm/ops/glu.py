@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.ops._select import Implementation, Table, pallas, select, slower_for_few
-from pallas_kernels.swiglu import check, geglu, geglu_reference, swiglu, swiglu_reference
+from pallas_kernels.swiglu import (
+    check,
+    geglu,
+    geglu_reference,
+    relu2_glu,
+    relu2_glu_reference,
+    swiglu,
+    swiglu_reference,
+)
 from pallas_kernels.swiglu import why_not as why_not_swiglu
 
 # The kernel of each activation, and its plain path
@@ -20,18 +28,21 @@ GATES = {
     "gelu_pytorch_tanh": tuple(
         functools.partial(f, approximate=True) for f in (geglu, geglu_reference)
     ),
+    "relu2": (relu2_glu, relu2_glu_reference),
 }
 
 
 def glu(
-    gate: Float[Array, "*B F"],
-    up: Float[Array, "*B F"],
+    gate: Float[Array, "*B G"],
+    up: Float[Array, "*B F"] | None = None,
     *,
     activation: str,
     implementation: str | Mapping[str, str] = "auto",
 ) -> Float[Array, "*B F"]:
-    """activation(gate) * up: "silu" makes it SwiGLU, "gelu" or "gelu_pytorch_tanh" GeGLU.
+    """activation(gate) * up: "silu" makes it SwiGLU, "gelu" or "gelu_pytorch_tanh" GeGLU,
+    "relu2" that of squared ReLU.
 
+    Without `up`, gate is [*B, 2F] and holds both, gate first.
     Dtypes: the activation is computed in float32 and rounded to gate's dtype before the product.
     Raises: ValueError for another activation, or if gate and up are not alike and floating point.
     NotImplementedError if the named implementation cannot run the call.

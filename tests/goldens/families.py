@@ -835,4 +835,33 @@ CASES = {
             (("sliding_window",), 11),
         ],
     },
+    "bitnet": {  # its norms and its activation; tests/jaxllm/test_bitnet.py has its projections
+        "model_type": "bitnet",
+        "config": {
+            **_SIZES,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_parameters": _default_rope(500000.0),
+        },
+        "old": {
+            **_SIZES,
+            "architectures": ["BitNetForCausalLM"],
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "hidden_act": "relu2",
+            "initializer_range": 0.02,
+            "model_type": "bitnet",
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "torch_dtype": "float32",
+            "transformers_version": "4.52.0.dev0",
+            "use_cache": True,
+        },
+        "moves": [
+            (("rms_norm_eps",), 3e-1),
+            (("rope_parameters", "rope_theta"), 5000.0),
+            (("hidden_act",), "silu"),
+        ],
+    },
 }

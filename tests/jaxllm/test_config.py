@@ -760,9 +760,13 @@ OTHER: dict[str, Any] = {
     "final_logit_softcapping": 1.0,
     "sliding_window": 4,
     "layer_types": ("full_attention", "sliding_attention"),
+    "sub_norms": True,
+    "bit_linear": True,
+    "modules_to_not_convert": ("o_proj",),
 }
 # Where the field means something only beside another one
 BASE = {"sliding_rope": SLIDING, "sliding_window": SLIDING, "layer_types": SLIDING}
+BASE["modules_to_not_convert"] = dataclasses.replace(TINY, bit_linear=True)
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig)])

@@ -22,6 +22,8 @@ from pallas_kernels.swiglu import (
     default_config,
     geglu,
     geglu_reference,
+    relu2_glu,
+    relu2_glu_reference,
     swiglu,
     swiglu_reference,
     tuning_calls,
@@ -36,6 +38,7 @@ OPS: dict[str, Any] = {
     "silu": (swiglu, swiglu_reference),
     "gelu_pytorch_tanh": (geglu, geglu_reference),
     "gelu": tuple(functools.partial(f, approximate=False) for f in (geglu, geglu_reference)),
+    "relu2": (relu2_glu, relu2_glu_reference),
 }
 
 
@@ -88,6 +91,7 @@ def run(activation, arrays, d_out, **keywords):
         ("silu", (2, 4864), jnp.float16, False),
         ("gelu_pytorch_tanh", (2, 1024), jnp.bfloat16, True),  # tiles that fill the arrays
         ("silu", (3, 512), jnp.float32, False),
+        ("relu2", (3, 896), jnp.bfloat16, False),
     ],
 )
 def test_glu(activation, shape, dtype, fused):
