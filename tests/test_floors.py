@@ -158,6 +158,7 @@ MAY_IMPORT = {
     "jaxllm.quantize": "jaxllm.layers jaxllm.ops jaxllm.ops.linear",
     "jaxllm.fp8": "jaxllm.layers jaxllm.quantize",
     "jaxllm.checkpoint.shipped": "",
+    "jaxllm.checkpoint.bitnet": "",
     "jaxllm.checkpoint.safetensors_file": "",
     "jaxllm.checkpoint.folder": (
         "jaxllm.checkpoint.safetensors_file jaxllm.config jaxllm.families"

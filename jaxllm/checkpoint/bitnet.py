@@ -1,0 +1,52 @@
+"""BitNet's ternary weights as the hub stores them: uint8 [O / 4, I] and one scale, both ways.
+
+Four codes, weight + 1, lie in a byte, and byte row r holds the rows r, r + O / 4, r + O / 2 and
+r + 3 O / 4 of the weight, the first in its lowest bits; `Packed` has four columns in a byte.
+Source: `integrations/bitnet.py` of transformers 5.23 (no code taken).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import UInt8
+
+PER_BYTE = 4
+
+
+def from_hub(stored: UInt8[np.ndarray, "R I"], owner: str) -> UInt8[np.ndarray, "O C"]:
+    """The codes of a `Packed`, [O, I / 4]. Beside both, as many bytes as one of them has.
+
+    Raises: ValueError if I is no multiple of 4, or a code is 3; `owner` is the tensor it names.
+    """
+    rows, columns = stored.shape
+    if columns % PER_BYTE:
+        raise ValueError(
+            f"{owner}: a ternary weight of {columns} inputs cannot be packed four to a byte"
+        )
+    codes = np.zeros((PER_BYTE, rows, columns // PER_BYTE), np.uint8)
+    for place in range(PER_BYTE):
+        part = stored >> np.uint8(2 * place) & np.uint8(3)
+        if part.max(initial=0) == 3:
+            raise ValueError(f"{owner}: holds the code 3; ternary codes are 0, 1 and 2")
+        for column in range(PER_BYTE):
+            codes[place] |= part[:, column::PER_BYTE] << np.uint8(2 * column)
+    return codes.reshape(PER_BYTE * rows, -1)
+
+
+def to_hub(codes: UInt8[np.ndarray, "O C"], owner: str) -> UInt8[np.ndarray, "R I"]:
+    """What the hub stores for the codes of a `Packed`.
+
+    Raises: ValueError if O is no multiple of 4; `owner` is the tensor it names.
+    """
+    outputs, width = codes.shape
+    if outputs % PER_BYTE:
+        raise ValueError(
+            f"{owner}: a ternary weight of {outputs} outputs cannot be stored four to a byte"
+        )
+    parts = codes.reshape(PER_BYTE, outputs // PER_BYTE, width)
+    stored = np.zeros((outputs // PER_BYTE, width * PER_BYTE), np.uint8)
+    for column in range(PER_BYTE):
+        for place in range(PER_BYTE):
+            part = parts[place] >> np.uint8(2 * column) & np.uint8(3)
+            stored[:, column::PER_BYTE] |= part << np.uint8(2 * place)
+    return stored
