@@ -82,16 +82,7 @@ def dequantize(packed: Packed, dtype: Any = jnp.float32) -> Float[Array, "O I"]:
 
     Without row scale, nvfp4 and numbers of MX that are no subnormals are exact in bfloat16.
     """
-    values = _grouped_values(packed)
-    rows = packed.codes.shape[0]
-    if packed.scale is not None:
-        if packed.scheme in ("mxfp4", "mxfp8"):
-            values = _times_power(values, packed.scale.T.astype(jnp.int32)[..., None] - 127)
-        else:
-            values = values * packed.scale.T.astype(jnp.float32)[..., None]
-    if packed.row_scale is not None:
-        values = values * packed.row_scale[:, None, None]
-    return values.reshape(rows, -1).astype(dtype)
+    return _dequantize(packed, jnp.dtype(dtype))
 
 
 def concatenate(parts: Sequence[Packed]) -> Packed:
@@ -251,6 +242,19 @@ def _quantize(w, scheme: str, group_size: int | None, zero_points: bool, mx_rule
         scheme=scheme,
         group_size=group_size,
     )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _dequantize(packed: Packed, dtype) -> Float[Array, "O I"]:
+    values = _grouped_values(packed)
+    if packed.scale is not None:
+        if packed.scheme in ("mxfp4", "mxfp8"):
+            values = _times_power(values, packed.scale.T.astype(jnp.int32)[..., None] - 127)
+        else:
+            values = values * packed.scale.T.astype(jnp.float32)[..., None]
+    if packed.row_scale is not None:
+        values = values * packed.row_scale[:, None, None]
+    return values.reshape(packed.shape).astype(dtype)
 
 
 def _divide(x: Float[Array, "*B"], by: Float[Array, "*C"] | float) -> Float[Array, "*B"]:

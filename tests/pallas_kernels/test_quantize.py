@@ -1,0 +1,443 @@
+"""Against NumPy and ml_dtypes, which know nothing of how a `Packed` is made."""
+
+import dataclasses
+import itertools
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.packed import SCHEMES, Packed
+from pallas_kernels.quantize import (
+    MxRule,
+    check_scales,
+    concatenate,
+    default_group_size,
+    dequantize,
+    quantize,
+    take_rows,
+)
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+E2M1 += [-value for value in E2M1]
+GOLDEN = [sign * tenth / 10 for tenth, sign in zip(range(1, 17), itertools.cycle((1, -1)))]
+CALLS = [
+    *((scheme, {}) for scheme in SCHEMES),
+    *(("int8", {"group_size": 32}), ("fp8", {"group_size": 32}), ("int4", {"group_size": 2})),
+    *((scheme, {"mx_rule": rule}) for scheme in ("mxfp4", "mxfp8") for rule in ("even", "ceil")),
+]
+
+
+def normal(*shape: int, dtype="float32", seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.dtype(dtype))
+
+
+def numbers(packed: Packed) -> np.ndarray:
+    """[O, I] in float64, as the docstring of `Packed` says."""
+    codes = np.asarray(packed.codes)
+    if packed.scheme in ("int4", "nvfp4", "mxfp4"):
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
+    if packed.scheme == "ternary":
+        codes = np.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+        codes = codes.reshape(len(codes), -1)
+        assert codes.max() <= 2
+    if packed.scheme in ("nvfp4", "mxfp4"):
+        values = np.asarray(E2M1)[codes]
+    else:
+        values = codes.astype(np.float64)
+    group = packed.group_size or values.shape[1]
+
+    def wide(of_groups):
+        return np.repeat(np.asarray(of_groups).T, group, axis=1).astype(np.float64)
+
+    if packed.scheme == "int4":
+        values = values - (8 if packed.zero is None else wide(packed.zero))
+    if packed.scheme == "ternary":
+        values = values - 1
+    if packed.scale is not None:
+        mx = packed.scheme in ("mxfp4", "mxfp8")
+        values = values * (2.0 ** (wide(packed.scale) - 127) if mx else wide(packed.scale))
+    if packed.row_scale is not None:
+        values = values * np.asarray(packed.row_scale, np.float64)[:, None]
+    return values
+
+
+def test_golden_nvfp4():
+    packed = quantize(jnp.asarray([GOLDEN], jnp.float32), "nvfp4")
+    assert bytes(np.asarray(packed.codes)[0]).hex(" ") == "a1 b2 c4 d5 e5 e6 f6 f7"
+    assert np.asarray(packed.scale, np.float32).tolist() == [[448]]
+    np.testing.assert_allclose(np.asarray(packed.row_scale), [1 / 1680], rtol=1e-7)
+    values = [0.5, -1, 1, -1.5, 2, -2, 3, -3, 3, -4, 4, -4, 4, -6, 6, -6]
+    np.testing.assert_allclose(dequantize(packed)[0], np.asarray(values) * 448 / 1680, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "exponent", "values"),
+    [
+        ("floor", -2, [0.5, -1, 1, -1.5, 2, -2, 3, -3, 4, -4, 4, -4, 6, -6, 6, -6]),
+        ("even", -2, [0.5, -1, 1, -1.5, 2, -2, 3, -3, 4, -4, 4, -4, 6, -6, 6, -6]),
+        ("ceil", -1, [0, -0.5, 0.5, -1, 1, -1, 1.5, -1.5, 2, -2, 2, -2, 3, -3, 3, -3]),
+    ],
+)
+def test_golden_mxfp4(rule, exponent, values):
+    packed = quantize(jnp.asarray([GOLDEN * 2], jnp.float32), "mxfp4", mx_rule=rule)
+    assert np.asarray(packed.scale).tolist() == [[exponent + 127]]
+    assert (np.asarray(dequantize(packed))[0] / 2.0**exponent).tolist() == values * 2
+
+
+def test_golden_ternary():
+    weight = jnp.asarray([[0.5, -0.1, 0.02, -0.9], [0.3, 0, -0.45, 0.2]], jnp.float32)
+    packed = quantize(weight, "ternary")
+    np.testing.assert_allclose(np.asarray(packed.row_scale), [0.30875] * 2, rtol=1e-6)
+    codes = np.round(numbers(packed) / 0.30875)
+    assert codes.tolist() == [[1, 0, 0, -1], [1, 0, -1, 1]]
+    assert np.asarray(packed.codes).tolist() == [[0b00010110], [0b10000110]]
+
+
+def with_codes(codes: np.ndarray, scheme: str) -> Packed:
+    """Codes [1, bytes] as such: every scale is 1."""
+    inputs = codes.shape[1] * {"int4": 2, "nvfp4": 2, "mxfp4": 2, "ternary": 4}.get(scheme, 1)
+    packed = quantize(jnp.ones((1, inputs)), scheme)
+    scale, one = packed.scale, 127 if scheme in ("mxfp4", "mxfp8") else 1
+    return dataclasses.replace(
+        packed,
+        codes=jnp.asarray(codes),
+        scale=None if scale is None else jnp.full(scale.shape, one, scale.dtype),
+        row_scale=None if packed.row_scale is None else jnp.ones(1),
+    )
+
+
+@pytest.mark.parametrize("scheme", ["int4", "nvfp4", "mxfp4"])
+def test_every_code_of_four_bits(scheme):
+    """All pairs of codes, in all 256 bytes."""
+    got = dequantize(with_codes(np.arange(256, dtype=np.uint8)[None], scheme))
+    table = np.arange(16) - 8 if scheme == "int4" else np.asarray(E2M1)
+    expected = np.stack([np.tile(table, 16), np.repeat(table, 16)], -1).reshape(1, -1)
+    assert np.asarray(got).tolist() == expected.tolist()
+    if scheme != "int4":
+        nibbles = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+        assert nibbles.astype(np.float32).tolist() == table.tolist()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp8"])
+def test_every_code_of_eight_bits(scheme):
+    dtype = np.int8 if scheme == "int8" else ml_dtypes.float8_e4m3fn
+    codes = np.arange(256, dtype=np.uint8).view(dtype)[None]
+    got = np.asarray(dequantize(with_codes(codes, scheme)))
+    np.testing.assert_array_equal(got, codes.astype(np.float32))
+
+
+def test_every_byte_of_two_bits():
+    codes = list(itertools.product((0, 1, 2), repeat=4))
+    packed = [a | b << 2 | c << 4 | d << 6 for a, b, c, d in codes]
+    got = dequantize(with_codes(np.asarray([packed], np.uint8), "ternary"))
+    assert np.asarray(got).tolist() == [[code - 1 for four in codes for code in four]]
+
+
+@pytest.mark.parametrize("zero", range(16))
+def test_every_code_with_every_zero_point(zero):
+    packed = with_codes(np.arange(256, dtype=np.uint8)[None], "int4")
+    assert packed.scale is not None
+    packed = dataclasses.replace(packed, zero=jnp.full(packed.scale.shape, zero, jnp.uint8))
+    np.testing.assert_array_equal(dequantize(packed), numbers(packed))
+    assert np.asarray(dequantize(packed)).max() == 15 - zero
+
+
+def around(bounds) -> np.ndarray:
+    """Each number, its float32 neighbours, and all of it negative."""
+    bounds = np.asarray(bounds, np.float32)
+    three = [np.nextafter(bounds, np.float32(0)), bounds, np.nextafter(bounds, np.float32(1e9))]
+    three = np.concatenate(three)
+    return np.concatenate([three, -three])
+
+
+def through(values: np.ndarray, scheme: str, largest: float) -> np.ndarray:
+    """What numbers become in groups whose largest is that of the element type: the scale is 1."""
+    rows = np.full((len(values), 32), largest, np.float32)
+    rows[:, 1] = values
+    if scheme == "nvfp4":
+        rows[:, 16:] = 6 * 448  # and with that 1 is the tensor's
+    packed = quantize(jnp.asarray(rows), scheme, mx_rule="ceil")
+    one = 1 if scheme == "nvfp4" else 127
+    assert packed.scale is not None
+    assert (np.asarray(packed.scale[0]).astype(np.float32) == one).all()
+    return np.asarray(dequantize(packed))[:, 1]
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4"])
+def test_thresholds_of_e2m1(scheme):
+    bounds = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]
+    got = through(around(bounds), scheme, 6)
+    below, at, above = got[:21].reshape(3, 7)
+    assert below.tolist() == E2M1[:7]
+    assert above.tolist() == E2M1[1:8]
+    assert at.tolist() == [0, 1, 1, 2, 2, 4, 4]
+    np.testing.assert_array_equal(got[21:], -got[:21])
+    rounded = around(bounds).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    np.testing.assert_array_equal(got, rounded)
+    assert np.signbit(through(np.asarray([-0.1]), scheme, 6))[0]
+
+
+def test_thresholds_of_e4m3():
+    """The middles between all neighbours: a cast by way of float16 would round some twice."""
+    values = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    bounds = around((values[1:] + values[:-1]) / 2)
+    got = through(bounds, "mxfp8", 448)
+    np.testing.assert_array_equal(got, bounds.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
+@pytest.mark.parametrize("rule", get_args(MxRule)[:2])
+def test_mxfp8_saturates(rule):
+    """500 would be NaN after a plain cast. Rule "even" takes it for 512, which is no more than 448
+    of the next exponent.
+    """
+    packed = quantize(jnp.full((1, 32), 500.0), "mxfp8", mx_rule=rule)
+    assert float(dequantize(packed)[0, 0]) == {"floor": 448, "even": 512}[rule]
+
+
+@pytest.mark.parametrize("largest", [6.0, 7.0, 7.9, 1.0, 0.75, 1.01, 3e-39, 2.0**-126, 3e38])
+@pytest.mark.parametrize("scheme", ["mxfp4", "mxfp8"])
+def test_mx_exponents(scheme: str, largest: float):
+    """No cast to E8M0, which rounds 1.5 up and has no 0, and no logarithm."""
+    largest = float(np.float32(largest))
+    most, exponent, mantissa = {"mxfp4": (6, 2, 1), "mxfp8": (448, 8, 3)}[scheme]
+    _, e = np.frexp(largest)  # largest = m 2^e, m in [.5, 1)
+    rounded = np.floor(largest * 2.0 ** (mantissa + 1 - e) + 0.5)  # ties up
+    expected = {
+        "floor": e - 1 - exponent,
+        "even": e - 1 - exponent + (rounded >= 2 ** (mantissa + 1)),
+        "ceil": int(np.ceil(np.log2(largest / most))),
+    }
+    for rule in get_args(MxRule):
+        power = expected[rule]
+        packed = quantize(jnp.full((1, 32), largest), scheme, mx_rule=rule)
+        assert packed.scale is not None
+        assert int(packed.scale[0, 0]) == np.clip(power, -127, 127) + 127, rule
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("scheme", "keywords"), [*CALLS, ("int4", {"zero_points": True})])
+def test_numbers_and_their_errors(scheme, keywords, dtype):
+    """No number is further away than half of the spacing of codes there, times its scales."""
+    weight = normal(6, 192, dtype=dtype) * jnp.exp2(jnp.arange(6.0))[:, None].astype(dtype)
+    packed = quantize(weight, scheme, **keywords)
+    assert packed.shape == weight.shape
+    ours, theirs = np.asarray(dequantize(packed)), numbers(packed)
+    np.testing.assert_allclose(ours, theirs, rtol=2**-23, atol=0)
+    plain = np.asarray(weight, np.float64)
+    error = np.abs(theirs - plain)
+    group = packed.group_size or 192
+    step = np.ones((6, 192))
+    if packed.row_scale is not None:
+        step = step * np.asarray(packed.row_scale, np.float64)[:, None]
+    if packed.scale is not None:
+        scale = np.asarray(packed.scale).astype(np.float64).T
+        scale = 2.0 ** (scale - 127) if scheme in ("mxfp4", "mxfp8") else scale
+        step = step * np.repeat(scale, group, axis=1)
+    quotient, most = np.abs(plain) / step, {"fp8": 448, "mxfp8": 448, "ternary": 1}.get(scheme, 6)
+    if scheme in ("int8", "int4"):
+        # The quotient of the largest number may lie beyond the codes as far as its scale's dtype
+        # is rough, and a zero point is rounded
+        rough = 0.5 + 15 * 2.0**-9 * ("zero_points" in keywords)
+        assert (error <= (rough + 1e-4) * step).all()
+        return
+    mantissa = {"fp8": 3, "mxfp8": 3, "ternary": 0}.get(scheme, 1)
+    lowest = {"fp8": -6, "mxfp8": -6, "ternary": 0}.get(scheme, 0)
+    exponent = np.maximum(np.floor(np.log2(np.maximum(quotient, 1e-30))), lowest)
+    half = 0.5 * 2.0 ** (exponent - mantissa) if scheme != "ternary" else 0.5
+    inside = quotient <= most
+    assert (error <= (half + 1e-4 * quotient) * step)[inside].all()
+    assert inside.mean() > (0.4 if scheme == "ternary" else 0.9)
+    saturated = np.abs(theirs[~inside]) / step[~inside]
+    np.testing.assert_allclose(saturated, most, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "keywords", "decibels"),
+    [
+        ("nvfp4", {}, 20.4),
+        ("mxfp4", {}, 18.8),
+        ("mxfp4", {"mx_rule": "ceil"}, 18.7),
+        ("mxfp8", {}, 30.7),
+        ("mxfp8", {"mx_rule": "ceil"}, 31.5),
+        ("int8", {}, 42.1),
+        ("ternary", {}, 5.8),
+        ("int4", {"group_size": 128}, 18.6),  # this and the next measured here
+        ("fp8", {}, 31.6),
+    ],
+)
+def test_signal_to_noise(scheme, keywords, decibels):
+    weight = normal(1024, 1024)
+    noise = weight - dequantize(quantize(weight, scheme, **keywords))
+    found = 10 * np.log10(float(jnp.sum(weight**2) / jnp.sum(noise**2)))
+    assert abs(found - decibels) < 0.1
+
+
+@pytest.mark.parametrize(("scheme", "keywords"), CALLS)
+def test_what_is_quantised_stays(scheme, keywords):
+    once = dequantize(quantize(normal(24, 384, dtype="bfloat16"), scheme, **keywords))
+    twice = quantize(once, scheme, **keywords)
+    if scheme == "ternary":  # its scale is the mean, now of zeros too
+        np.testing.assert_array_equal(np.sign(numbers(twice)), np.sign(once))
+    else:
+        np.testing.assert_array_equal(dequantize(twice), once)
+
+
+@pytest.mark.parametrize(("scheme", "keywords"), [*CALLS, ("int4", {"zero_points": True})])
+def test_same_bits_inside_a_program(scheme, keywords):
+    """XLA must leave out neither the rounding of a scale nor a division."""
+    weight = normal(40, 256, dtype="bfloat16", seed=3)
+    alone = quantize(weight, scheme, **keywords)
+    inside = jax.jit(lambda w: quantize(w, scheme, **keywords))(weight)
+    for ours, theirs in zip(jax.tree.leaves(inside), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    if scheme in ("int8", "fp8"):
+        wide = np.asarray(weight, np.float32)
+        group = alone.group_size or 256
+        largest = np.abs(wide).reshape(40, -1, group).max(-1)
+        scale = largest / np.float32(127 if scheme == "int8" else 448)
+        if alone.group_size:
+            assert alone.scale is not None
+            scale = scale.astype(ml_dtypes.bfloat16)
+            np.testing.assert_array_equal(alone.scale, scale.T)
+        else:
+            np.testing.assert_array_equal(alone.row_scale, scale[:, 0])
+        quotient = wide.reshape(40, -1, group) / scale.astype(np.float32)[..., None]
+        if scheme == "int8":
+            expected = np.clip(np.round(quotient), -127, 127)
+        else:
+            expected = np.clip(quotient, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        np.testing.assert_array_equal(alone.codes, expected.reshape(40, 256).astype(expected.dtype))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_zeros(scheme):
+    """All zeros, and zeros in one group of several."""
+    assert not np.any(dequantize(quantize(jnp.zeros((3, 64)), scheme)))
+    weight = normal(3, 64).at[:, :32].set(0).at[1].set(0)
+    got = np.asarray(dequantize(quantize(weight, scheme)))
+    assert not np.any(got[:, :32])
+    assert not np.any(got[1])
+    assert np.any(got[0])
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "mxfp8"])
+def test_exact_in_bfloat16(scheme):
+    packed = quantize(normal(16, 128) * 1e3, scheme)
+    packed = dataclasses.replace(packed, row_scale=None)
+    exact = dequantize(packed, jnp.bfloat16)
+    np.testing.assert_array_equal(exact.astype(jnp.float32), dequantize(packed))
+    np.testing.assert_array_equal(exact.astype(jnp.float32), numbers(packed))
+
+
+def test_tiny_powers():
+    """2^-127 is a subnormal of float32, and six times it is not."""
+    packed = with_codes(np.full((1, 16), 0x77, np.uint8), "mxfp4")
+    packed = dataclasses.replace(packed, scale=jnp.zeros((1, 1), jnp.uint8))
+    assert np.asarray(dequantize(packed)).tolist() == [[6 * 2.0**-127] * 32]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nan_in_a_program_is_not_hidden(scheme):
+    weight = normal(2, 64).at[1, 5].set(jnp.nan)
+    packed = jax.jit(lambda w: quantize(w, scheme))(weight)
+    with pytest.raises(ValueError, match="zero, negative, NaN or infinite"):
+        check_scales(packed, "here")
+
+
+@pytest.mark.parametrize(("scheme", "keywords"), [*CALLS, ("int4", {"zero_points": True})])
+def test_concatenate_and_take_rows(scheme, keywords):
+    parts = [quantize(normal(rows, 64, seed=rows) * rows, scheme, **keywords) for rows in (3, 1, 5)]
+    whole = concatenate(parts)
+    expected = np.concatenate([dequantize(part) for part in parts])
+    np.testing.assert_array_equal(dequantize(whole), expected)
+    rows = jnp.asarray([8, 0, 3, 3])
+    np.testing.assert_array_equal(dequantize(take_rows(whole, rows)), expected[np.asarray(rows)])
+    assert len(jax.tree.leaves(whole)) == len(jax.tree.leaves(parts[0]))
+
+
+def test_concatenate_with_zero_points():
+    weight = normal(4, 64)
+    parts = [quantize(weight, "int4"), quantize(weight, "int4", zero_points=True)]
+    expected = np.concatenate([dequantize(part) for part in parts])
+    np.testing.assert_array_equal(dequantize(concatenate(parts)), expected)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("int8", 64, {}), ("int4", 128, {}), ("int4", 64, {"group_size": 32})],
+)
+def test_concatenate_refuses(other):
+    scheme, inputs, keywords = other
+    parts = [quantize(normal(2, 64), "int4"), quantize(normal(2, inputs), scheme, **keywords)]
+    with pytest.raises(ValueError, match="^concatenate: weights must agree in scheme, "):
+        concatenate(parts)
+    with pytest.raises(ValueError, match="^concatenate: there are no weights"):
+        concatenate([])
+
+
+def test_default_group_sizes():
+    sizes = [default_group_size("int4", inputs) for inputs in (4096, 896, 4864, 192, 96, 172, 6, 2)]
+    assert sizes == [128, 128, 128, 64, 32, 86, 6, 2]
+    assert default_group_size("int8", 7) is None
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize(
+    ("shape", "arguments", "keywords", "message"),
+    [
+        ((2, 64), ("int3",), {}, "scheme 'int3' is not one of int8, int4, fp8, nvfp4, mxfp4, mxfp"),
+        ((64,), ("int8",), {}, r"a weight is \[out, in\] of floating point; got \[64\] of float32"),
+        ((2, 64), ("int4", 48), {}, "groups of 48 do not divide 64 inputs evenly; the size must b"),
+        (
+            (2, 63),
+            ("int4", 7),
+            {},
+            "groups of 7 do not divide 63 inputs evenly; the size must b",
+        ),
+        ((2, 63), ("int4",), {}, "int4 packs two inputs in a byte, and 63 is odd"),
+        (
+            (2, 64),
+            ("int8", 0),
+            {},
+            "groups of 0 do not divide 64 inputs evenly; the size must b",
+        ),
+        ((2, 64), ("nvfp4", 32), {}, "nvfp4 has groups of 16, not of 32"),
+        ((2, 40), ("nvfp4",), {}, "groups of 16 do not divide 40 inputs evenly"),
+        ((2, 48), ("mxfp8",), {}, "groups of 32 do not divide 48 inputs evenly"),
+        ((2, 64), ("ternary", 32), {}, "ternary has one scale a weight, and no groups of 32"),
+        ((2, 66), ("ternary",), {}, "ternary packs four inputs in a byte, not 66 evenly"),
+        ((2, 64), ("int8",), {"zero_points": True}, "int8 has no zero points; int4 has"),
+        ((2, 64), ("mxfp4",), {"mx_rule": "up"}, "mx_rule is 'floor', 'even' or 'ceil'; got 'up'"),
+    ],
+)
+def test_refusals(shape, arguments, keywords, message):
+    with pytest.raises(ValueError, match=f"^quantize: {message}"):
+        quantize(jnp.ones(shape), *arguments, **keywords)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_refuses_what_is_not_finite(bad):
+    with pytest.raises(ValueError, match="^quantize: the weight has numbers that are NaN or inf"):
+        quantize(jnp.ones((2, 64)).at[0, 1].set(bad), "int8")
+
+
+@pytest.mark.parametrize("bad", [0, -1, jnp.nan, jnp.inf])
+def test_check_scales(bad):
+    packed = quantize(normal(4, 64), "int4")
+    check_scales(packed, "a.weight")
+    assert packed.scale is not None
+    packed = dataclasses.replace(packed, scale=packed.scale.at[0, 2].set(bad))
+    with pytest.raises(ValueError, match="^a.weight: 1 of 4 numbers of scale are zero, negative, "):
+        check_scales(packed, "a.weight")
+
+
+def test_check_scales_of_mx():
+    packed = quantize(jnp.zeros((4, 64)), "mxfp4")
+    check_scales(packed, "a.weight")
+    packed = dataclasses.replace(packed, scale=jnp.full((2, 4), 255, jnp.uint8))
+    with pytest.raises(ValueError, match="^a.weight: 8 of 8 numbers of scale are"):
+        check_scales(packed, "a.weight")
