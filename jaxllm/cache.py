@@ -3,19 +3,26 @@
 Every kind of entry has one method, `append(k, v, lengths, counts)`: it takes the keys and values of
 T new tokens a row, of which the first counts[b] are real, and returns the entry that holds them and
 the key side of the `ops.attention` call that lets these T tokens see what they may. Nothing outside
-this file knows the kind.
+this file knows the kind, nor whether it holds numbers or codes of 8 bits with a scale a token and
+head.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxllm.config import ModelConfig
+
+# What codes are stored in, by the name that `generate` has for it, and the largest of them.
+KV_DTYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
+_LARGEST = {KV_DTYPES["int8"]: 127.0, KV_DTYPES["fp8"]: 448.0}
+_LINE = 64  # keys: the decode kernel reads scales by as many
 
 
 class Entry(Protocol):
@@ -35,59 +42,104 @@ class Entry(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FullKV:
-    """Every token of a row, in order. k, v: [B, S, K, H]."""
+    """Every token of a row, in order. k, v: [B, S, K, H]; of codes also their scales [B, S, K]."""
 
-    k: Float[Array, "B S K H"]
-    v: Float[Array, "B S K H"]
+    k: Array
+    v: Array
+    k_scale: Float[Array, "B S K"] | None = None
+    v_scale: Float[Array, "B S K"] | None = None
 
     def append(self, k, v, lengths, counts):
         """Writes at lengths[b]; tokens past counts[b] are not written, so they need no room."""
         slots = lengths[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
-        entry = FullKV(*_write((self.k, self.v), (k, v), slots, counts))
+        held = _write(_arrays(self), _stored(k, v, self.k.dtype), slots, counts)
         # Aligned to the end: query t sits at key lengths + t, padded on the right or not.
-        return entry, {"k": entry.k, "v": entry.v, "kv_lengths": lengths + k.shape[1]}
+        return FullKV(**held), {**held, "kv_lengths": lengths + k.shape[1]}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RingKV:
-    """The last S tokens of a row, S its window, in slots position % S. k, v: [B, S, K, H]."""
+    """The last `window` tokens of a row (S if None), in slots position % window; else `FullKV`."""
 
-    k: Float[Array, "B S K H"]
-    v: Float[Array, "B S K H"]
+    k: Array
+    v: Array
+    k_scale: Float[Array, "B S K"] | None = None
+    v_scale: Float[Array, "B S K"] | None = None
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def append(self, k, v, lengths, counts):
         """A chunk sees the window in order of time, then itself; a token sees the ring as it is."""
-        window, chunk = self.k.shape[1], k.shape[1]
+        size, chunk = self.k.shape[1], k.shape[1]
+        window = self.window or size
+        mine, new = _arrays(self), _stored(k, v, self.k.dtype)
         if chunk == 1:
-            entry = RingKV(*_write((self.k, self.v), (k, v), (lengths % window)[:, None], counts))
+            held = _write(mine, new, (lengths % window)[:, None], counts)
             seen = jnp.minimum(lengths + 1, window)
-            return entry, {"k": entry.k, "v": entry.v, "kv_lengths": seen}
+            return RingKV(**held, window=self.window), {**held, "kv_lengths": seen}
 
         ends = (lengths + counts)[:, None]
-        slot = jnp.arange(window, dtype=jnp.int32)[None, :]
+        slot = jnp.arange(size, dtype=jnp.int32)[None, :]
         newest = ends - 1 - (ends - 1 - slot) % window  # the last position that lies in this slot
         fresh = newest >= lengths[:, None]
-        source = jnp.where(fresh, window + newest - lengths[:, None], slot)
+        source = jnp.where(fresh, size + newest - lengths[:, None], slot)
 
         held = jnp.minimum(lengths, window)[:, None]
         at = jnp.arange(window + chunk, dtype=jnp.int32)[None, :]
-        in_time = jnp.where(at < held, (lengths[:, None] - held + at) % window, window + at - held)
+        in_time = jnp.where(at < held, (lengths[:, None] - held + at) % window, size + at - held)
 
-        both = [jnp.concatenate(pair, axis=1) for pair in ((self.k, k), (self.v, v))]
-        entry = RingKV(*(_rows(x, source) for x in both))
-        k_seen, v_seen = (_rows(x, in_time) for x in both)
-        return entry, {"k": k_seen, "v": v_seen, "kv_lengths": held[:, 0] + chunk}
+        both = {name: jnp.concatenate([mine[name], new[name]], axis=1) for name in mine}
+        entry = RingKV(**{name: _rows(x, source) for name, x in both.items()}, window=self.window)
+        seen = {name: _rows(x, in_time) for name, x in both.items()}
+        return entry, {**seen, "kv_lengths": held[:, 0] + chunk}
 
 
-def _rows(x: Float[Array, "B S K H"], index: Int[Array, "B J"]) -> Float[Array, "B J K H"]:
+def _arrays(entry: FullKV | RingKV) -> dict[str, Array]:
+    """What an entry holds, by the names that `ops.attention` has for it."""
+    found = {"k": entry.k, "v": entry.v, "k_scale": entry.k_scale, "v_scale": entry.v_scale}
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def _stored(k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], dtype: Any) -> dict[str, Array]:
+    """New keys and values as a cache of this dtype holds them."""
+    if dtype not in _LARGEST:
+        return {"k": k, "v": v}
+    (k, k_scale), (v, v_scale) = quantize(k, dtype), quantize(v, dtype)
+    return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+
+
+def quantize(x: Float[Array, "B T K H"], dtype: Any) -> tuple[Array, Float[Array, "B T K"]]:
+    """Codes of `dtype`, one of `KV_DTYPES`, and the float32 scale of each token and head.
+
+    A code times its scale is no further from its number than half a scale (int8), or than 1/16 of
+    the number (fp8; 2^-10 of a scale below 2^-6 of one): the scale is 1/127 (1/448) of the largest
+    magnitude, 1 where all are zero.
+    """
+    largest = _LARGEST[jnp.dtype(dtype)]
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / jnp.float32(largest)
+    # A subnormal one would be 0 on hardware that has none. (NaN stays, and makes NaN of the head.)
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, jnp.float32(1), scale)
+    codes = x / scale[..., None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        codes = jnp.round(codes)
+    return jnp.clip(codes, -largest, largest).astype(dtype), scale
+
+
+def _rows(x: Shaped[Array, "B S *K"], index: Int[Array, "B J"]) -> Shaped[Array, "B J *K"]:
     """Row b of x at index[b]; an index past the end, which no query sees, reads the last one."""
-    return jnp.take_along_axis(x, index[:, :, None, None], axis=1, mode="clip")
+    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1, mode="clip")
 
 
-def _write(buffers, values, slots: Int[Array, "B T"], counts: Int[Array, " B"]):
+def _write(
+    buffers: Mapping[str, Array],
+    values: Mapping[str, Array],
+    slots: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+) -> dict[str, Array]:
     """Each buffer with the values of the first counts[b] tokens at their slots, and no others."""
-    size, chunk = buffers[0].shape[1], slots.shape[1]
+    size, chunk = buffers["k"].shape[1], slots.shape[1]
     t = jnp.arange(chunk, dtype=jnp.int32)[None, :]
     slots = jnp.where(t < counts[:, None], slots, size + t)
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
@@ -95,12 +147,14 @@ def _write(buffers, values, slots: Int[Array, "B T"], counts: Int[Array, " B"]):
     if slots.size == 1:
         # XLA makes one kernel of many updates, and two of one: a head is an update of its own.
         # H200, decoding with Qwen2.5-0.5B's shape: 948 us a token, 970 with the token as one.
-        heads = jnp.arange(buffers[0].shape[2], dtype=jnp.int32)[None, None, :]
+        heads = jnp.arange(buffers["k"].shape[2], dtype=jnp.int32)[None, None, :]
         where = (rows[:, :, None], slots[:, :, None], heads)
-    return [
-        buffer.at[where].set(value.astype(buffer.dtype), mode="drop", unique_indices=True)
-        for buffer, value in zip(buffers, values, strict=True)
-    ]
+    return {
+        name: buffer.at[where].set(
+            values[name].astype(buffer.dtype), mode="drop", unique_indices=True
+        )
+        for name, buffer in buffers.items()
+    }
 
 
 class LayerCache(NamedTuple):
@@ -133,28 +187,45 @@ class KVCache:
     def create(cls, config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
         """An empty cache for `capacity` tokens a row; layers with a shorter window keep rings.
 
+        dtype: what keys and values are stored in; int8 and float8_e4m3fn are codes with a float32
+            scale for each token and head (`quantize`), in buffers of a multiple of 64 tokens.
+
         Only the device knows how full a row is, so nothing stops a caller who appends more: the
         tokens beyond `capacity` are lost, and the logits after them are wrong.
         """
+        dtype = jnp.dtype(dtype)
+        coded = dtype in _LARGEST
 
         def entry(layer: int) -> Entry:
             window = config.window(layer)
             ring = window is not None and window < capacity
-            size = window if ring else capacity
+            size = capacity if window is None else min(window, capacity)
+            if coded:
+                size = -(-size // _LINE) * _LINE
             shape = (batch, size, config.num_key_value_heads, config.head_dim)
-            return (RingKV if ring else FullKV)(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+            arrays = {name: jnp.zeros(shape, dtype) for name in ("k", "v")}
+            if coded:
+                arrays |= {f"{name}_scale": jnp.ones(shape[:3], jnp.float32) for name in arrays}
+            return RingKV(**arrays, window=window) if ring else FullKV(**arrays)
 
         empty = jnp.zeros((batch,), jnp.int32)  # copied, for one buffer cannot be donated twice
         return cls(tuple(entry(i) for i in range(config.num_hidden_layers)), empty, jnp.copy(empty))
 
     @classmethod
     def calls(
-        cls, config: ModelConfig, batch: int, capacity: int, queries: int, dtype: Any
+        cls,
+        config: ModelConfig,
+        batch: int,
+        capacity: int,
+        queries: int,
+        dtype: Any,
+        kv_dtype: Any = None,
     ) -> dict[str, tuple[Any, dict[str, Any]]]:
         """For each kind of layer, q and the keywords of its attention call over such a cache: of
-        `queries` new tokens, all as shapes.
+        `queries` new tokens in `dtype`, which is also the cache's if `kv_dtype` is None; as shapes.
         """
-        cache = jax.eval_shape(lambda: cls.create(config, batch, capacity, dtype))
+        stored = dtype if kv_dtype is None else kv_dtype
+        cache = jax.eval_shape(lambda: cls.create(config, batch, capacity, stored))
         shape = (batch, queries, config.num_attention_heads, config.head_dim)
         q = jax.ShapeDtypeStruct(shape, dtype)
         new = jax.ShapeDtypeStruct((*shape[:2], config.num_key_value_heads, shape[3]), dtype)

@@ -26,7 +26,7 @@ from rich.text import Text
 
 import jaxllm
 from jaxllm import cli_train, ops
-from jaxllm.cache import KVCache
+from jaxllm.cache import KV_DTYPES, KVCache
 from jaxllm.checkpoint import folder as checkpoint_folder
 from jaxllm.checkpoint.shipped import shipped_checkpoint
 from jaxllm.compile_cache import enable_compile_cache
@@ -185,6 +185,11 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> No
     ):
         group.add_argument(f"--{name}", type=kind, metavar=name[-1].upper(), help=text)
     group.add_argument(
+        "--kv-dtype",
+        choices=tuple(KV_DTYPES),
+        help="keep the keys and values of the text in 8 bits (default: in the dtype)",
+    )
+    group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text"
     )
 
@@ -257,6 +262,7 @@ def _generate(args: argparse.Namespace) -> int:
     options = {
         "max_new_tokens": args.max_new_tokens,
         "stop": args.stop,
+        "kv_dtype": args.kv_dtype,
         "stop_ids": [] if args.ignore_eos else None,
         **settings,
     }
@@ -302,7 +308,11 @@ def _chat(args: argparse.Namespace) -> int:
     model, tokenizer = _load(args)
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ValueError(f"{_path(args)}: there is no chat template; use jaxllm generate")
-    options = {"max_new_tokens": args.max_new_tokens, "stop": args.stop}
+    options = {
+        "max_new_tokens": args.max_new_tokens,
+        "stop": args.stop,
+        "kv_dtype": args.kv_dtype,
+    }
     defaults = model.generation
     if defaults.do_sample:
         options |= {name: getattr(defaults, name) for name in SETTINGS if hasattr(defaults, name)}
@@ -429,8 +439,11 @@ def _facts(config: ModelConfig) -> dict[str, str]:
     }
     if config.sliding_window and "sliding_attention" in kinds:
         facts["window"] = f"{config.sliding_window:,} tokens"
-    token = 2 * config.num_hidden_layers * k * h
-    facts["cache"] = f"{decimal(2 * token)} a token in 16 bits, before windows"
+    token = 2 * config.num_hidden_layers * k
+    facts["cache"] = (
+        f"{decimal(2 * token * h)} a token in 16 bits, {decimal(token * (h + 4))} in 8, before "
+        "windows"
+    )
     return facts
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from jaxllm import memory, ops
-from jaxllm.cache import KVCache
+from jaxllm.cache import KV_DTYPES, KVCache
 from jaxllm.model import Transformer
 from jaxllm.programs import (
     RUNNING,
@@ -62,12 +62,17 @@ class Run:
         top_logprobs: int,
         steps_per_dispatch: int,
         prefill_chunk: int,
+        kv_dtype: str | None,
     ):
         config = self.config = model.config
         limit = config.max_position_embeddings
         self.steps = _integer("steps_per_dispatch", steps_per_dispatch, 1)
         self.chunk = min(_integer("prefill_chunk", prefill_chunk, 1), limit)
         self.top_logprobs = _integer("top_logprobs", top_logprobs, 0, config.vocab_size)
+        if kv_dtype not in (None, *KV_DTYPES):
+            raise ValueError(
+                f"generate: kv_dtype {kv_dtype!r} is not one of {', '.join(KV_DTYPES)}, None"
+            )
         stop = _stop_strings(stop, tokenizer)
         encoded = encode_prompts(prompts, tokenizer, config.vocab_size)
         self.rows = []
@@ -96,6 +101,7 @@ class Run:
 
         self.weights = flatten(model)
         self.dtype, self.implementation = model.runtime.compute_dtype, model.runtime.implementation
+        self.kv_dtype = self.dtype if kv_dtype is None else KV_DTYPES[kv_dtype].name
         self.sharding = _sharding(self.weights)
         capacity = max(len(row.prompt) + row.budget for row in self.rows)
         self.capacity = min(bucket(capacity, SMALLEST_CACHE), max(limit, SMALLEST_CACHE))
@@ -123,29 +129,35 @@ class Run:
     def size_bytes(self) -> int:
         """What the call needs beside the model: the state, and the largest temporaries at once.
 
-        Those are one layer's MLP in a prefill, its scores where attention has them in memory, and
-        the weights once more where they are not computed with as they are stored (a CPU computes
-        in float32 whatever is asked).
+        Those are one layer's MLP in a prefill, its scores where attention has them in memory, its
+        keys and values where the cache has codes of them, and the weights once more where they are
+        not computed with as they are stored (a CPU computes in float32 whatever is asked).
         """
         config, batch = self.config, self.batch
-        cache = jax.eval_shape(
-            lambda: KVCache.create(config, batch, self.capacity, jnp.dtype(self.dtype))
-        )
+        cache = jax.eval_shape(lambda: KVCache.create(config, batch, self.capacity, self.kv_dtype))
         kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
         chunk = max(size for _, size in self.chunks(max(len(row.prompt) for row in self.rows)))
         cpu = next(iter(self.sharding.device_set)).platform == "cpu"
         dtype = jnp.dtype(jnp.float32 if cpu else self.dtype)
-        calls = KVCache.calls(config, batch, self.capacity, chunk, jnp.dtype(self.dtype))
+        calls = KVCache.calls(
+            config, batch, self.capacity, chunk, jnp.dtype(self.dtype), self.kv_dtype
+        )
         held = [
             keywords["k"].shape[1]
             for q, keywords in calls.values()
             if self._attention(q, keywords) in ops.HOLDS_SCORES
         ]
         scores = 2 * 4 * batch * config.num_attention_heads * chunk * max(held, default=0)
+        numbers = [
+            sum(keywords[name].size for name in ("k", "v"))
+            for _, keywords in calls.values()
+            if "k_scale" in keywords
+        ]
+        numbers = dtype.itemsize * max(numbers, default=0)
         mlp = 3 * dtype.itemsize * batch * chunk * config.intermediate_size
         vocabulary = batch * config.vocab_size * (4 * 3 + (5 if self.penalties else 0))
         cast = sum(x.size * dtype.itemsize for x in self.weights.arrays if x.dtype != dtype)
-        return kept + scores + mlp + vocabulary + cast
+        return kept + scores + numbers + mlp + vocabulary + cast
 
     def _attention(self, q: Any, keywords: Mapping[str, Any]) -> str:
         return ops.chosen("attention", q, **keywords, implementation=self.implementation)
@@ -174,7 +186,7 @@ class Run:
         left = [row.budget - len(row.tokens) for row in self.rows] + [0] * pad
         ended = [RUNNING if row.reason is None else STOP for row in self.rows] + [STOP] * pad
         lengths = [len(history) for history in histories] + [1] * pad
-        cache = empty_cache(self.config, self.batch, self.capacity, self.dtype, self.sharding)
+        cache = empty_cache(self.config, self.batch, self.capacity, self.kv_dtype, self.sharding)
         cache = dataclasses.replace(cache, rope_lengths=self._put(np.array(lengths, np.int32)))
         self.state = DecodeState(
             cache,

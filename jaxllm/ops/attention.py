@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from pallas_kernels import attention_reference as reference
@@ -20,12 +20,16 @@ from pallas_kernels.decode_attention import why_not as why_not_decode
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention import why_not as why_not_flash
 
+CODES = (jnp.int8, jnp.float8_e4m3fn)
+
 
 def attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    k: Num[Array, "B S K H"],
+    v: Num[Array, "B S K H"],
     *,
+    k_scale: Float[Array, "B S K"] | None = None,
+    v_scale: Float[Array, "B S K"] | None = None,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -48,6 +52,9 @@ def attention(
     A traced length may be larger than S, as a chunk's is whose padding lies past the end of the
     cache: it still says where the queries sit, and the keys past S are not there. (Of a single
     query it counts as S.)
+    With k_scale and v_scale, float32, k and v are codes of int8 or float8_e4m3fn: a key is its
+    scale times what is stored, rounded to q's dtype where an implementation makes numbers of them.
+    No gradient goes to codes.
     Returns [B, T, N, H]; with `return_weights` also what the softmax gave, float32 [B, N, T, S].
     Dtypes: float32, bfloat16, float16; scores and softmax in float32; the result has q's dtype.
     Raises: ValueError if shapes or dtypes disagree, only one side has segment ids, or a length that
@@ -60,10 +67,16 @@ def attention(
         "kv_segment_ids": kv_segment_ids,
         "kv_lengths": kv_lengths,
     }
-    reference.check("attention", q, k, v, **masks, softcap=softcap, sinks=sinks)
+    keys: Any = (k, v)
+    if k_scale is not None or v_scale is not None:
+        _check_codes(k, v, k_scale, v_scale)
+        keys = _like_numbers(q, k, v, k_scale)
+    reference.check("attention", q, *keys, **masks, softcap=softcap, sinks=sinks)
     if kv_lengths is not None and q.shape[1] == 1:
         masks["kv_lengths"] = jnp.clip(kv_lengths, 0, k.shape[1])
     kwargs = {
+        "k_scale": k_scale,
+        "v_scale": v_scale,
         "causal": causal,
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         **masks,
@@ -74,7 +87,57 @@ def attention(
     return select("attention", ATTENTION, implementation, q, k, v, **kwargs)(q, k, v, **kwargs)
 
 
-def _attention_xla(q, k, v, *, return_weights, **kwargs):
+def _check_codes(k, v, k_scale, v_scale) -> None:
+    for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
+        if scale is None:
+            raise ValueError("attention: scales are given for one side; both or neither have them")
+        if x.dtype != k.dtype or x.dtype not in CODES:
+            raise ValueError(
+                f"attention: k is {k.dtype} and v {v.dtype}; with scales both must be "
+                + " or ".join(jnp.dtype(dtype).name for dtype in CODES)
+            )
+        if scale.shape != x.shape[:3] or scale.dtype != jnp.float32:
+            raise ValueError(
+                f"attention: {name}_scale is {scale.dtype}{list(scale.shape)}; it must be float32, "
+                f"a number for each key and head: {list(x.shape[:3])}"
+            )
+
+
+def _numbers(q, k, v, k_scale, v_scale) -> Any:
+    """Keys and values in q's dtype, of codes too."""
+    if k_scale is None:
+        return k, v
+    return tuple(
+        (codes.astype(jnp.float32) * scale[..., None]).astype(q.dtype)
+        for codes, scale in ((k, k_scale), (v, v_scale))
+    )
+
+
+def _like_numbers(q, k, v, k_scale) -> Any:
+    """What `_numbers` gives, as shapes where it would be made."""
+    if k_scale is None:
+        return k, v
+    return tuple(jax.ShapeDtypeStruct(x.shape, q.dtype) for x in (k, v))
+
+
+def _over_codes(entry: Implementation) -> Implementation:
+    """The entry, which reads numbers only, for a cache of codes too: it is given their numbers."""
+
+    def run(q, k, v, *, k_scale, v_scale, **kwargs):
+        return entry.run(q, *_numbers(q, k, v, k_scale, v_scale), **kwargs)
+
+    def asked(why):
+        def why_not(q, k, v, *, k_scale, v_scale, **kwargs):
+            del v_scale
+            return why(q, *_like_numbers(q, k, v, k_scale), **kwargs)
+
+        return why_not
+
+    return Implementation(run, asked(entry.why_not), asked(entry.not_auto))
+
+
+def _attention_xla(q, k, v, *, k_scale, v_scale, return_weights, **kwargs):
+    k, v = _numbers(q, k, v, k_scale, v_scale)
     if not return_weights:
         out = reference.attention_reference(q, k, v, **kwargs)
         return checkpoint_name(out, "attention_output")  # as the kernels name theirs
@@ -100,21 +163,24 @@ def _as_decoding(q, k, *, causal, scale, window, softcap, kv_lengths, sinks, **s
     return kv_lengths, {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
 
 
-def _attention_pallas(q, k, v, *, return_weights, interpret=False, **kwargs):
+def _attention_pallas(q, k, v, *, k_scale, v_scale, return_weights, interpret=False, **kwargs):
     del return_weights
     if _decodes(q, kwargs["q_segment_ids"]):
         kv_lengths, rest = _as_decoding(q, k, **kwargs)
+        rest |= {"k_scale": k_scale, "v_scale": v_scale}
         return decode_attention(q, k, v, kv_lengths, **rest, interpret=interpret)
+    k, v = _numbers(q, k, v, k_scale, v_scale)
     return flash_attention(q, k, v, **kwargs, interpret=interpret)
 
 
-def _why_not_pallas(q, k, v, *, device, return_weights, **kwargs) -> str | None:
+def _why_not_pallas(q, k, v, *, device, k_scale, v_scale, return_weights, **kwargs) -> str | None:
     if return_weights:
         return "returns no weights: it never has them all"
     if _decodes(q, kwargs["q_segment_ids"]):
         lengths = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
-        return why_not_decode(q, k, v, lengths, scale=kwargs["scale"], device=device)
-    return why_not_flash(q, k, v, **kwargs, device=device)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return why_not_decode(q, k, v, lengths, **scales, scale=kwargs["scale"], device=device)
+    return why_not_flash(q, *_like_numbers(q, k, v, k_scale), **kwargs, device=device)
 
 
 def _has_own_mask(window, q_segment_ids, kv_lengths, kv_len) -> bool:
@@ -297,16 +363,14 @@ ATTENTION: Table = {
     # - a token, 1 row over 1k, 8k, 32k keys: 4.4 and 6.7, 11.1 and 14.8, 33.2 and 37.0
     # cuDNN takes packed texts by a mask of T x S, twenty times as slow.
     **pallas(_attention_pallas, _why_not_pallas, _pallas_not_auto),
-    "cudnn": Implementation(_attention_cudnn, _why_not_cudnn),
-    "unfused": Implementation(
-        _attention_unfused,
-        _why_not_unfused,
-        _unfused_not_auto,
-    ),
-    "unfused-interpret": Implementation(
-        functools.partial(_attention_unfused, interpret=True),
-        _why_not_unfused_interpret,
-        lambda *args, **kwargs: "runs only by name: it is a test, and slow",
+    "cudnn": _over_codes(Implementation(_attention_cudnn, _why_not_cudnn)),
+    "unfused": _over_codes(Implementation(_attention_unfused, _why_not_unfused, _unfused_not_auto)),
+    "unfused-interpret": _over_codes(
+        Implementation(
+            functools.partial(_attention_unfused, interpret=True),
+            _why_not_unfused_interpret,
+            lambda *args, **kwargs: "runs only by name: it is a test, and slow",
+        )
     ),
     "xla": Implementation(_attention_xla),
 }

@@ -1,5 +1,6 @@
 """The cache: whatever the chunks, a token sees what it would see in one long text."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +14,7 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 from tiny_models import SLIDING, TINY
 
-from jaxllm.cache import FullKV, KVCache, RingKV
+from jaxllm.cache import KV_DTYPES, FullKV, KVCache, RingKV, quantize
 from jaxllm.ops import attention
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
@@ -23,8 +24,12 @@ WINDOW = 4
 CAPACITY = 40
 
 
-def entry(kind: type, size: int) -> Any:
-    """Full of numbers that nobody must see."""
+def entry(kind: type, size: int, codes: str | None = None) -> Any:
+    """Full of numbers that nobody must see; as codes in as many slots more as there may be."""
+    if codes is not None:
+        junk = jnp.full((B, size + 5, K, H), 3, KV_DTYPES[codes])
+        scale = jnp.full(junk.shape[:3], 1e3)
+        return kind(junk, junk, scale, scale, **({"window": size} if kind is RingKV else {}))
     junk = jnp.full((B, size, K, H), 1e3)
     return kind(junk, junk)
 
@@ -36,10 +41,14 @@ def step(window, entry, q, k, v, lengths, counts, implementation="xla"):
 
 
 class Texts:
-    """Rows of tokens that grow by chunks, and what attention over each whole row gives."""
+    """Rows of tokens that grow by chunks, and what attention over each whole row gives.
 
-    def __init__(self, seed: int, dtype: Any = np.float32):
+    codes: keys and values are such that codes of this kind hold them exactly.
+    """
+
+    def __init__(self, seed: int, dtype: Any = np.float32, codes: str | None = None):
         self.rng, self.dtype = np.random.default_rng(seed), np.dtype(dtype)
+        self.codes = codes
         self.rows = [[np.zeros((0, n, H), self.dtype) for n in (N, K, K)] for _ in range(B)]
 
     @property
@@ -49,6 +58,8 @@ class Texts:
     def chunk(self, size: int, counts: tuple[int, ...]) -> list[jax.Array]:
         """q, k and v of `size` tokens a row, of which the first counts[b] are real."""
         new = [self.rng.standard_normal((B, size, n, H)).astype(self.dtype) for n in (N, K, K)]
+        if self.codes is not None:
+            new[1:] = [exact(x, self.codes) for x in new[1:]]
         for b, count in enumerate(counts):
             self.rows[b] = [
                 np.concatenate([row, x[b, :count]])
@@ -66,6 +77,30 @@ class Texts:
                     for dtype in (self.dtype, np.float64)
                 )
                 assert_as_accurate(out[b, :count], plain, truth)
+
+
+def one_layer(kind: type, codes: str) -> Any:
+    """The window and the empty entry of a layer whose keys our kernel takes."""
+    ring = kind is RingKV
+    config = dataclasses.replace(
+        TINY,
+        num_hidden_layers=1,
+        head_dim=16,
+        layer_types=("sliding_attention" if ring else "full_attention",),
+        sliding_window=WINDOW if ring else None,
+    )
+    [made] = KVCache.create(config, B, CAPACITY, KV_DTYPES[codes]).layers
+    assert type(made) is kind
+    return config.window(0), made
+
+
+def exact(x: np.ndarray, codes: str) -> np.ndarray:
+    """The nearest numbers whose scale is 1/64 (int8) or 1/128 (fp8), for the largest code."""
+    largest, step = {"int8": (127.0, 64), "fp8": (448.0, 128)}[codes]
+    x = np.clip(np.round(x.astype(np.float32) * step), -largest, largest)
+    x = x.astype(KV_DTYPES[codes]).astype(np.float32)
+    x[..., 0] = largest
+    return (x / step).astype(np.float32)
 
 
 SCHEDULES: dict[str, list[tuple[int, tuple[int, ...]]]] = {
@@ -92,10 +127,12 @@ def test_every_step_is_as_in_one_text(kind, name):
         texts.check(out, counts, window)
 
 
+@pytest.mark.parametrize("codes", [None, *KV_DTYPES])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_schedule(seed):
+def test_any_schedule(seed, codes):
     """Ring and full, side by side, chunks and counts by chance."""
-    texts, ring, full = Texts(seed), entry(RingKV, WINDOW), entry(FullKV, CAPACITY)
+    texts = Texts(seed, codes=codes)
+    ring, full = entry(RingKV, WINDOW, codes), entry(FullKV, CAPACITY, codes)
     for _ in range(6):
         size = int(texts.rng.choice([1, 3, 6]))
         counts = tuple(int(n) for n in texts.rng.integers(0, size + 1, B))
@@ -105,6 +142,15 @@ def test_any_schedule(seed):
         full, from_full = step(WINDOW, full, q, k, v, lengths, real)
         texts.check(from_ring, counts, WINDOW)
         texts.check(from_full, counts, WINDOW)
+
+
+@pytest.mark.parametrize("codes", KV_DTYPES)
+def test_the_check_sees_codes_that_do_not_hold_the_numbers(codes):
+    texts, cache = Texts(0), entry(FullKV, CAPACITY, codes)
+    new = texts.chunk(6, (6, 6, 6))
+    _, out = step(None, cache, *new, jnp.zeros(B, jnp.int32), jnp.full(B, 6, jnp.int32))
+    with pytest.raises(AssertionError, match="error is"):
+        texts.check(out, (6, 6, 6), None)
 
 
 def turn(size: int, more: int) -> None:
@@ -192,6 +238,43 @@ def test_every_array_has_a_buffer_of_its_own():
     assert all(leaf.is_deleted() for leaf in leaves)
 
 
+@pytest.mark.parametrize("name", KV_DTYPES)
+def test_a_cache_of_codes(name):
+    cache = KVCache.create(SLIDING, 2, 99, KV_DTYPES[name])
+    sliding, full = cache.layers
+    assert (type(sliding), type(full)) == (RingKV, FullKV)
+    assert sliding.k.shape == sliding.v.shape == (2, 64, 2, 8)
+    assert full.k.shape == full.v.shape == (2, 128, 2, 8)
+    assert full.k_scale.shape == full.v_scale.shape == (2, 128, 2)
+    assert sliding.k.dtype == full.v.dtype == KV_DTYPES[name]
+    assert {x.dtype for x in (full.k_scale, sliding.v_scale)} == {jnp.dtype(jnp.float32)}
+    assert len({leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)}) == 4 * 2 + 2
+
+
+@pytest.mark.parametrize("name", KV_DTYPES)
+def test_how_far_a_code_is_from_its_number(name):
+    x = np.random.default_rng(0).standard_normal((2, 50, 3, 16)).astype(np.float32)
+    x[0, 0] *= 1e6
+    x[0, 1] *= 1e-30
+    x[0, 2] = 0
+    x[0, 3] = 2.0**-149  # whose scale no hardware need know
+    codes, scale = (np.asarray(y) for y in quantize(jnp.asarray(x), KV_DTYPES[name]))
+    assert scale.shape == (2, 50, 3)
+    assert scale.dtype == np.float32
+    assert np.all(scale[0, 2:4] == 1)
+    assert np.all(codes[0, 2:4].astype(np.float32) == 0)
+    number = codes.astype(np.float64) * scale[..., None].astype(np.float64)
+    if name == "int8":
+        allowed = scale[..., None] / 2
+    else:
+        allowed = np.maximum(np.abs(x) / 16, scale[..., None] * 2.0**-10)
+    error = np.abs(number - x)
+    rounding = 1.001  # the quotient by the scale was rounded, to 2^-24 of its size
+    assert np.all(error <= allowed * rounding)
+    assert np.any(error > allowed / 2)  # or the bound would say little
+    assert np.isnan(quantize(jnp.full((1, 1, 1, 4), jnp.nan), KV_DTYPES[name])[1]).all()
+
+
 def test_the_bytes_of_a_ring_do_not_grow():
     def size(capacity: int) -> int:
         cache = jax.eval_shape(lambda: KVCache.create(SLIDING, 1, capacity, jnp.float32))
@@ -217,18 +300,50 @@ def test_our_kernels_see_what_the_cache_says(kind):
         texts.check(out, counts, window)
 
 
-@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 0, 1)])
+@pytest.mark.parametrize("codes", KV_DTYPES)
 @pytest.mark.parametrize("kind", [FullKV, RingKV])
-def test_a_row_alone_is_written_as_among_others(kind, counts):
+def test_our_kernel_reads_the_codes(kind, codes):
+    """A token over a ring of less than a line of keys, and over all, through the interpreter."""
+    window, cache = one_layer(kind, codes)
+    assert cache.k.shape == (B, 64, K, 16)
+    rng = np.random.default_rng(0)
+
+    def new(size: int) -> list[jax.Array]:
+        shapes = ((B, size, n, 16) for n in (N, K, K))
+        return [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+
+    counts = jnp.asarray([6, 1, 3], jnp.int32)
+    cache, _ = step(window, cache, *new(6), jnp.zeros(B, jnp.int32), counts)
+    q, k, v = new(1)
+    arrays = (cache, q, k, v, counts, jnp.ones(B, jnp.int32))
+    out = interpreted(functools.partial(step, window, implementation="pallas-interpret"), *arrays)[
+        1
+    ]
+    keys = cache.append(k, v, *arrays[4:])[1]
+    lengths = np.asarray(keys["kv_lengths"])
+    assert lengths.tolist() == [4 if window else 7, 2, 4]
+    k, v = (
+        np.asarray(keys[name], np.float64)
+        * np.asarray(keys[f"{name}_scale"], np.float64)[..., None]
+        for name in ("k", "v")
+    )
+    truth = oracles.attention(np.asarray(q), k, v, kv_lengths=lengths)
+    assert_as_accurate(out, step(window, *arrays)[1], truth)
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 0, 1)])
+@pytest.mark.parametrize("codes", [None, *KV_DTYPES])
+@pytest.mark.parametrize("kind", [FullKV, RingKV])
+def test_a_row_alone_is_written_as_among_others(kind, codes, counts):
     """One update is written another way than several; past the end, or of no token, it is none."""
-    cache, lengths = entry(kind, WINDOW), jnp.asarray([2, 1, WINDOW], jnp.int32)
+    cache, lengths = entry(kind, WINDOW, codes), jnp.asarray([2, 1, WINDOW], jnp.int32)
     q, k, v = Texts(0).chunk(1, (1, 1, 1))
     arrays = (cache, q, k, v, lengths, jnp.asarray(counts, jnp.int32))
     together = step(None, *arrays)[0]
     for b in range(B):
         alone = step(None, *jax.tree.map(lambda x, b=b: x[b : b + 1], arrays))[0]
-        for name in ("k", "v"):
-            np.testing.assert_array_equal(getattr(alone, name)[0], getattr(together, name)[b])
+        for one, all_rows in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
+            np.testing.assert_array_equal(one[0], all_rows[b])
 
 
 def primitives(jaxpr: Any, shape: tuple[int, ...]) -> list[str]:
@@ -244,15 +359,25 @@ def primitives(jaxpr: Any, shape: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("implementation", ["pallas", "xla"])
+@pytest.mark.parametrize("codes", [None, *KV_DTYPES])
 @pytest.mark.parametrize("kind", [FullKV, RingKV])
-def test_a_token_is_written_once_and_the_cache_is_not_copied(kind, implementation):
+def test_a_token_is_written_once_and_the_cache_is_not_copied(kind, codes, implementation):
     window = WINDOW if kind is RingKV else None
     cache = jax.tree.map(lambda x: x.astype(jnp.bfloat16), entry(kind, window or CAPACITY))
+    if codes is not None:
+        window, cache = one_layer(kind, codes)
     lengths = jnp.full(B, 3, jnp.int32)
-    arrays = (*Texts(0, jnp.bfloat16).chunk(1, (1, 1, 1)), lengths, jnp.ones(B, jnp.int32))
+    shapes = ((B, 1, n, cache.k.shape[3]) for n in (N, K, K))
+    new = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
+    arrays = (*new, lengths, jnp.ones(B, jnp.int32))
     with absent("NVIDIA H200"):
         call = functools.partial(step, window, implementation=implementation)
         traced = jax.make_jaxpr(call)(cache, *arrays)
-    assert primitives(traced.jaxpr, cache.k.shape) == ["scatter", "scatter"]
+    numbers = [] if codes is None or implementation == "pallas" else ["convert_element_type", "mul"]
+    made = primitives(traced.jaxpr, cache.k.shape)
+    assert made[:2] == ["scatter", "scatter"]
+    assert set(made[2:]) == set(numbers)  # which XLA fuses into the product
+    if codes is not None:
+        assert primitives(traced.jaxpr, cache.k.shape[:3]) == ["scatter", "scatter"]
     copied = jax.make_jaxpr(jax.jit(lambda x: x * x))(cache.k)  # the check can fail
     assert primitives(copied.jaxpr, cache.k.shape) == ["mul"]

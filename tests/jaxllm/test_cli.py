@@ -67,6 +67,25 @@ def test_several_prompts_are_one_batch(stories, capsys):
     assert "decode 16 tokens" in err
 
 
+def test_both_commands_hand_on_how_the_cache_is_stored(talker, monkeypatch):
+    seen = []
+    for name in ("generate", "stream"):
+        call = getattr(jaxllm, name)
+
+        def recorded(*arguments, call=call, kv_dtype="not given", **options):
+            seen.append(kv_dtype)
+            return call(*arguments, kv_dtype=kv_dtype, **options)
+
+        monkeypatch.setattr(jaxllm, name, recorded)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    options = [str(talker), "--max-new-tokens", "2", NO_CACHE]
+    assert main(["generate", *options]) == 0
+    assert main(["generate", *options, "--kv-dtype", "int8"]) == 0
+    assert main(["generate", *options, *["--prompt", "a"] * 2, "--kv-dtype", "fp8"]) == 0
+    assert main(["chat", *options, "--kv-dtype", "fp8"]) == 0
+    assert seen == [None, "int8", "fp8", "fp8"]
+
+
 def test_prompts_from_standard_input_and_chats(talker, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time"))
     arguments = ["generate", str(talker), "--prompt", "-", "--max-new-tokens", "8", NO_CACHE]
@@ -205,6 +224,7 @@ def test_inspect_says_what_is_there_and_what_would_run(stories, capsys, monkeypa
     for text in ("llama", "5 full", "260,032 in 47 tensors", "stored as F32", "1.0 MB"):
         assert text in out, text
     assert "8 query, 4 key/value, 8 wide" in out
+    assert "640 bytes a token in 16 bits, 480 bytes in 8, before windows" in out
     assert "cudnn: needs an NVIDIA GPU" in out
     for op in ("attention", "linear", "embedding", "rms_norm", "rope", "glu"):
         assert op in out

@@ -11,6 +11,7 @@ from flax import nnx
 from tiny_models import LONGROPE, TINY, build
 
 import jaxllm
+from jaxllm.cache import KV_DTYPES
 from jaxllm.config import GenerationDefaults, Runtime
 
 FP32 = Runtime(dtype="float32")
@@ -93,6 +94,72 @@ def test_longrope_rows_cross_the_boundary_each_at_its_own_time(strict_jax):
         FP32,
     )
     assert naive(other, prompts[0], 16) != together.tokens[0]  # the other list is felt
+
+
+def rounded(x, kind):
+    """Keys or values as a cache of 8 bits gives them back, said a second time."""
+    largest, whole = {"int8": (127.0, True), "fp8": (448.0, False)}[kind]
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / np.float32(largest)
+    codes = x / scale
+    return (jnp.round(codes) if whole else codes.astype(jnp.float8_e4m3fn).astype(x.dtype)) * scale
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_greedy_tokens_over_a_cache_of_codes(tiny, monkeypatch, kind):
+    """Those of the plain forward pass whose keys and values are rounded, in any chunking."""
+    exact = jaxllm.generate(tiny, None, PROMPTS, max_new_tokens=20)
+    found = [
+        jaxllm.generate(tiny, None, PROMPTS, max_new_tokens=20, kv_dtype=kind, **options)
+        for options in ({}, {"prefill_chunk": 7, "steps_per_dispatch": 3})
+    ]
+    alone = jaxllm.generate(tiny, None, PROMPTS[2], max_new_tokens=20, kv_dtype=kind)
+    attention = jaxllm.ops.attention
+
+    def over_rounded(q, k, v, **kwargs):
+        return attention(q, rounded(k, kind), rounded(v, kind), **kwargs)
+
+    monkeypatch.setattr(jaxllm.layers.ops, "attention", over_rounded)
+    monkeypatch.setitem(globals(), "forward", jax.jit(lambda model, *rest: model(*rest)))
+    expected = [naive(tiny, prompt, 20) for prompt in PROMPTS]
+    for result in found:
+        assert result.tokens == expected
+    assert alone.tokens == [expected[2]]
+    assert not np.allclose(found[0].logprobs, exact.logprobs, atol=1e-4)  # the rounding is felt
+
+
+def test_how_far_codes_are_from_the_cache_of_numbers(stories):
+    """Kullback-Leibler divergence of the next token, mean over a text that the model wrote.
+
+    Measured: 0.00065 nats with int8, 0.0047 with fp8, whose numbers have three bits.
+    """
+    model, _, reference = stories
+    text = jnp.concatenate([reference["prompt_ids"], reference["generated_ids"]])
+    weights = jaxllm.flatten(model)
+
+    def logprobs(dtype):
+        cache, found = jaxllm.KVCache.create(model.config, 1, 128, dtype), []
+        for token in text:
+            logits, cache = jaxllm.decode_step(weights, token[None], cache)
+            found.append(jax.nn.log_softmax(logits[0]))
+        return np.stack(found).astype(np.float64)
+
+    exact = logprobs(jnp.float32)
+    far = {}
+    for kind, dtype in KV_DTYPES.items():
+        far[kind] = np.mean(np.sum(np.exp(exact) * (exact - logprobs(dtype)), axis=-1))
+    assert 0 < far["int8"] < 0.002
+    assert 0.002 < far["fp8"] < 0.01
+
+
+def test_streams_and_warmed_up_calls_over_codes(stories):
+    model, tokenizer, _ = stories
+    options = {"max_new_tokens": 24, "kv_dtype": "int8"}
+    jaxllm.warmup(model, tokenizer, prompt_lengths=(5,), steps_per_dispatch=16, **options)
+    before = jaxllm.compile_count()
+    pieces = jaxllm.stream(model, tokenizer, "Once upon a time", **options)
+    text = "".join(pieces)
+    assert jaxllm.compile_count() == before
+    assert jaxllm.generate(model, tokenizer, "Once upon a time", **options).texts == [text]
 
 
 def test_a_sampled_row_does_not_depend_on_its_batch(tiny):
@@ -260,6 +327,8 @@ def test_surplus_rows_of_the_vocabulary_are_never_sampled(stories):
         ([[1], [2]], {"max_new_tokens": [1]}, "max_new_tokens has 1 entries for 2 prompts"),
         ([[1]], {"steps_per_dispatch": 0}, "steps_per_dispatch"),
         ([[1]], {"prefill_chunk": 0}, "prefill_chunk"),
+        ([[1]], {"kv_dtype": "int4"}, "kv_dtype 'int4' is not one of int8, fp8, None"),
+        ([[1]], {"kv_dtype": jnp.int8}, "is not one of int8, fp8, None"),
         ([[1]], {"stop": "x"}, "stop strings need a tokenizer"),
         ([[1]], {"top_logprobs": 62}, "top_logprobs must be an integer from 0 to 61, got 62"),
         ([[1]], {"top_logprobs": 2.5}, "top_logprobs"),

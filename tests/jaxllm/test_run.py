@@ -25,6 +25,7 @@ def make_run(model, prompts, **options):
         "top_logprobs": 0,
         "steps_per_dispatch": 16,
         "prefill_chunk": 512,
+        "kv_dtype": None,
     }
     return Run(model, None, prompts, **{**defaults, **options})
 
@@ -56,8 +57,10 @@ def test_a_batch_that_does_not_fit_is_refused_before_it_is_made():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("rows", "length"), [(8, 500), (1, 30)])
-def test_what_a_batch_needs_is_what_the_compiled_programs_take(dtype, rows, length):
+@pytest.mark.parametrize(
+    ("rows", "length", "kv_dtype"), [(8, 500, None), (1, 30, None), (8, 500, "int8")]
+)
+def test_what_a_batch_needs_is_what_the_compiled_programs_take(dtype, rows, length, kv_dtype):
     """State and temporaries of the compiled prefill.
 
     XLA's CPU backend copies 16-bit weights to float32 with jax 0.10.2 and does without with 0.12,
@@ -66,9 +69,10 @@ def test_what_a_batch_needs_is_what_the_compiled_programs_take(dtype, rows, leng
     config = dataclasses.replace(
         TINY, max_position_embeddings=1024, hidden_size=256, intermediate_size=512, head_dim=32
     )
-    run = make_run(build(config, Runtime(dtype=dtype)), [[1] * length] * rows)
+    model = build(config, Runtime(dtype=dtype))
+    run = make_run(model, [[1] * length] * rows, kv_dtype=kv_dtype)
     chunk = max(size for _, size in run.chunks(length))
-    cache = jaxllm.KVCache.create(config, run.batch, run.capacity, dtype)
+    cache = jaxllm.KVCache.create(config, run.batch, run.capacity, kv_dtype or dtype)
     sizes = (
         jaxllm.prefill.lower(
             run.weights,
@@ -101,6 +105,18 @@ def test_scores_are_counted_where_attention_has_them_in_memory():
     scores = 2 * 4 * config.num_attention_heads * 512 * run.capacity
     assert wanted["xla"] == wanted["unfused"] == wanted["cudnn"] + scores
     assert wanted["pallas"] == wanted["cudnn"]
+
+
+def test_what_codes_save_and_cost():
+    config = dataclasses.replace(TINY, max_position_embeddings=1024, head_dim=64)
+    model = build(config, Runtime(dtype="bfloat16", implementation={"attention": "cudnn"}))
+    with absent("NVIDIA H200"):
+        runs = {kind: make_run(model, [[1] * 500], kv_dtype=kind) for kind in (None, "int8", "fp8")}
+        wanted = {kind: run.size_bytes() for kind, run in runs.items()}
+    heads = 2 * runs[None].capacity * config.num_key_value_heads
+    saved = heads * config.num_hidden_layers * (2 * 64 - (64 + 4))
+    numbers = heads * 64 * 4  # of one layer, on a CPU in float32
+    assert wanted["int8"] == wanted["fp8"] == wanted[None] - saved + numbers
 
 
 def test_buckets():

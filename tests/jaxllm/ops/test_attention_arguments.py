@@ -18,9 +18,11 @@ from attention_calls import (
     lengths,
     segments,
 )
+from kernels import interpreted
 from numerics import assert_as_accurate
 
-from jaxllm import aot
+from jaxllm import aot, ops
+from jaxllm.cache import KV_DTYPES, quantize
 from jaxllm.ops.attention import ATTENTION, attention
 
 BIG = {"B": 2, "T": 16, "S": 32, "H": 64}  # scale_softmax takes a mask of 16 keys or more
@@ -116,6 +118,104 @@ def test_cudnn_takes_or_refuses_each_argument(name):
         sides[key] = np.asarray(value) if isinstance(value, jax.Array) else value
     near = oracles.attention(*args, **sides, dtype=jnp.bfloat16)
     assert_as_accurate(out, near, oracles.attention(*args, **sides))
+
+
+# A chunk, and a token, over the codes of a cache
+CODED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "a chunk": ({**BIG, "S": 64}, {"kv_lengths": lengths(16, 50)}),
+    "a chunk, window": ({**BIG, "S": 64}, {"kv_lengths": lengths(17, 64), "window": 9}),
+    "a token": ({**TOKEN, "S": 64}, {"kv_lengths": HELD}),
+}
+
+
+def over_codes(implementation: str, name: str, kind: str) -> tuple[Any, Any, Any]:
+    """Ours, the plain path over the numbers of the codes in q's dtype, and the truth."""
+    sizes, kwargs = CODED[name]
+    q, *sides, _ = inputs(**sizes, dtype=jnp.bfloat16)
+    (k, k_scale), (v, v_scale) = (quantize(x, KV_DTYPES[kind]) for x in sides)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+
+    def call(q, k, v, scales):
+        return attention(q, k, v, **scales, **kwargs, implementation=implementation)
+
+    arrays = (q, k, v, scales)
+    inside = implementation.endswith("-interpret")
+    ours = interpreted(call, *arrays) if inside else jax.jit(call)(*arrays)
+    numbers = [
+        np.asarray(x, np.float64) * np.asarray(scale, np.float64)[..., None]
+        for x, scale in ((k, k_scale), (v, v_scale))
+    ]
+    known = {key: np.asarray(x) if key == "kv_lengths" else x for key, x in kwargs.items()}
+    rounded = [x.astype(q.dtype) for x in numbers]
+    plain = oracles.attention(np.asarray(q), *rounded, **known, dtype=jnp.bfloat16)
+    return ours, plain, oracles.attention(np.asarray(q), *numbers, **known)
+
+
+@pytest.mark.parametrize("kind", KV_DTYPES)
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("implementation", [*INTERPRETED, "xla", "auto"])
+def test_each_reads_codes_as_the_others_do(implementation, name, kind):
+    assert_as_accurate(*over_codes(implementation, name, kind))
+
+
+def test_the_check_of_codes_can_fail():
+    ours, plain, truth = over_codes("xla", "a chunk", "int8")
+    with pytest.raises(AssertionError, match="error is"):
+        assert_as_accurate(ours * 1.02, plain, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KV_DTYPES)
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("implementation", ["pallas", "unfused"])
+def test_each_reads_codes_as_the_others_do_on_a_gpu(implementation, name, kind):
+    assert_as_accurate(*over_codes(implementation, name, kind))
+
+
+def test_a_token_over_codes_goes_to_our_kernel():
+    q = jax.ShapeDtypeStruct((2, 1, 8, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.int8)
+    scale = jax.ShapeDtypeStruct((2, 128, 2), jnp.float32)
+    scales = {"k_scale": scale, "v_scale": scale}
+    chunk = jax.ShapeDtypeStruct((2, 64, 8, 64), jnp.bfloat16)
+    narrow = [jax.ShapeDtypeStruct((*x.shape[:3], 8), x.dtype) for x in (q, k)]
+    with absent("NVIDIA H200"):
+        assert ops.chosen("attention", q, k, k, **scales) == "pallas"
+        assert ops.chosen("attention", chunk, k, k, **scales) == "pallas"
+        reasons = ops.explain("attention", narrow[0], narrow[1], narrow[1], **scales)
+        assert reasons["pallas"] == "head width 8 is not a multiple of 16 up to 256"
+        assert reasons["cudnn"] is None
+    with absent("cpu", None, platform="cpu"):
+        assert ops.chosen("attention", q, k, k, **scales) == "xla"
+
+
+@pytest.mark.own_errors
+def test_codes_that_are_none():
+    q, k = jnp.ones((2, 1, 4, 8)), jnp.ones((2, 16, 2, 8), jnp.int8)
+    scale = jnp.ones((2, 16, 2))
+    for arrays, scales, sentence in (
+        ((q, k, k), {}, "k is int8; it must be floating point"),
+        ((q, k, k), {"k_scale": scale}, "scales are given for one side; both or neither have them"),
+        (
+            (q, k, k.astype(jnp.float8_e4m3fn)),
+            {"k_scale": scale, "v_scale": scale},
+            "k is int8 and v float8_e4m3fn; with scales both must be int8 or float8_e4m3fn",
+        ),
+        (
+            (q, k.astype(jnp.float32), k.astype(jnp.float32)),
+            {"k_scale": scale, "v_scale": scale},
+            "k is float32 and v float32; with scales both must be int8 or float8_e4m3fn",
+        ),
+        (
+            (q, k, k),
+            {"k_scale": scale, "v_scale": scale[..., 0]},
+            "v_scale is float32[2, 16]; it must be float32, a number for each key and head: "
+            "[2, 16, 2]",
+        ),
+    ):
+        with pytest.raises(ValueError, match="^attention: [^\n]*$") as error:
+            attention(*arrays, **scales)
+        assert str(error.value) == f"attention: {sentence}"
 
 
 @pytest.mark.gpu
