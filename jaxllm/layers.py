@@ -208,6 +208,7 @@ class Attention(nnx.Module):
         self.q_proj = kind("q_proj")(d, heads * width, bias=bias, **both)
         self.k_proj = kind("k_proj")(d, kv_heads * width, bias=bias, **both)
         self.v_proj = kind("v_proj")(d, kv_heads * width, bias=bias, **both)
+        self.qkv_proj: Any = nnx.data(None)  # jaxllm.fuse puts one in the place of the three
         self.o_proj = kind("o_proj")(heads * width, d, bias=config.o_bias, **both)
         norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, **both}
         self.q_norm = RMSNorm(width, **norm) if config.qk_norm else None
@@ -235,15 +236,20 @@ class Attention(nnx.Module):
         out, and segment ids are not looked at.
         """
         b, t, _ = x.shape
-        q = self.q_proj(x).reshape(b, t, self.heads, self.width)
-        k = self.k_proj(x).reshape(b, t, self.kv_heads, self.width)
-        v = self.v_proj(x).reshape(b, t, self.kv_heads, self.width)
+        if self.qkv_proj is None:
+            q = self.q_proj(x).reshape(b, t, self.heads, self.width)
+            k = self.k_proj(x).reshape(b, t, self.kv_heads, self.width)
+            v = self.v_proj(x).reshape(b, t, self.kv_heads, self.width)
+        else:
+            every = self.qkv_proj(x).reshape(b, t, -1, self.width)
+            q, k, v = jnp.split(every, (self.heads, self.heads + self.kv_heads), axis=2)
+        sliced = self.qkv_proj is not None and self.q_norm is None
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is None:
             start = jnp.zeros((b,), jnp.int32) if cache is None else cache.lengths
             rotary = self.rotary(start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :])
-        q, k = ops.rope(q, k, *rotary, implementation=self.implementation)
+        q, k = ops.rope(q, k, *rotary, sliced=sliced, implementation=self.implementation)
         if cache is None:
             entry = None
             keys = {"k": k, "v": v, "q_segment_ids": segment_ids, "kv_segment_ids": segment_ids}
@@ -281,6 +287,7 @@ class MLP(nnx.Module):
         kind = functools.partial(_kind, config, f"layers.{layer}.mlp")
         self.gate_proj = kind("gate_proj")(d, f, **kwargs)
         self.up_proj = kind("up_proj")(d, f, **kwargs)
+        self.gate_up_proj: Any = nnx.data(None)  # jaxllm.fuse puts one in the place of the two
         self.down_proj = kind("down_proj")(f, d, **kwargs)
         norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, **both}
         self.ffn_sub_norm = RMSNorm(f, **norm) if config.sub_norms else None
@@ -288,12 +295,11 @@ class MLP(nnx.Module):
         self.implementation = runtime.implementation
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        gated = ops.glu(
-            self.gate_proj(x),
-            self.up_proj(x),
-            activation=self.activation,
-            implementation=self.implementation,
-        )
+        if self.gate_up_proj is None:
+            both = self.gate_proj(x), self.up_proj(x)
+        else:
+            both = (self.gate_up_proj(x),)
+        gated = ops.glu(*both, activation=self.activation, implementation=self.implementation)
         if self.ffn_sub_norm is not None:
             gated = self.ffn_sub_norm(gated)
         return self.down_proj(gated)

@@ -154,7 +154,10 @@ MAY_IMPORT = {
     "jaxllm.precision": "",
     "jaxllm.records": "jaxllm.tokenizer",
     "jaxllm.data": "jaxllm.records",
-    "jaxllm.train": ("jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision"),
+    "jaxllm.fusion": "jaxllm.checkpoint.tensor_names jaxllm.layers",
+    "jaxllm.train": (
+        "jaxllm.fusion jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision"
+    ),
     "jaxllm.quantize": "jaxllm.layers jaxllm.ops jaxllm.ops.linear",
     "jaxllm.fp8": "jaxllm.layers jaxllm.quantize",
     "jaxllm.checkpoint.shipped": "",

@@ -108,28 +108,47 @@ def rope(
     cos: Float[Array, "B T R2"],
     sin: Float[Array, "B T R2"],
     *,
+    sliced: bool = False,
     implementation: str | Mapping[str, str] = "auto",
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
     """Rotates the first R numbers of every head of q and k; cos and sin have R2 = R / 2 columns.
 
+    `sliced` says that q and k were cut out of one array: then "auto" leaves them to XLA.
     Dtypes: cos and sin are rounded to q's dtype before use, as Hugging Face does; products and sums
     are float32.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
     cannot run the call.
     """
     check(q, k, cos, sin, None)
-    run = select("rope", ROPE, implementation, q, k, cos, sin)
-    return run(q, k, cos, sin)
+    run = select("rope", ROPE, implementation, q, k, cos, sin, sliced=sliced)
+    return run(q, k, cos, sin, sliced=sliced)
 
 
-def _not_auto(q, k, cos, sin, **kwargs) -> str | None:
-    del k, cos, sin, kwargs
+def _pallas(q, k, cos, sin, *, sliced=False, interpret=False):
+    del sliced
+    return rope_kernel(q, k, cos, sin, interpret=interpret)
+
+
+def _why_not_pallas(q, k, cos, sin, *, device, sliced=False) -> str | None:
+    del sliced
+    return why_not_kernel(q, k, cos, sin, device=device)
+
+
+def _xla(q, k, cos, sin, *, sliced=False):
+    del sliced
+    return rope_reference(q, k, cos, sin)
+
+
+def _not_auto(q, k, cos, sin, *, device, sliced=False) -> str | None:
+    del k, cos, sin, device
+    if sliced:
+        return "it would need copies of the slices; XLA cuts and turns in one pass"
     if q.dtype == jnp.float32:  # H200, 8192 tokens of 32 + 8 heads of 128: 88.8 us, XLA 84.5 us
         return "in float32 XLA is as fast"
     return slower_for_few(q.shape[0] * q.shape[1])
 
 
 ROPE: Table = {
-    **pallas(rope_kernel, why_not_kernel, _not_auto),
-    "xla": Implementation(rope_reference),
+    **pallas(_pallas, _why_not_pallas, _not_auto),
+    "xla": Implementation(_xla),
 }
