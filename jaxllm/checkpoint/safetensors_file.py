@@ -35,7 +35,13 @@ FLOATS: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
-_NAMES = {dtype: name for name, dtype in FLOATS.items()}
+INTEGERS: dict[str, np.dtype] = {
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+}
+_NAMES = {dtype: name for name, dtype in (FLOATS | INTEGERS).items()}
 # Every dtype of the format, since a header is checked before anybody asks for a tensor.
 BITS = {name: dtype.itemsize * 8 for name, dtype in FLOATS.items()} | {
     "C64": 64, "I64": 64, "U64": 64, "I32": 32, "U32": 32, "I16": 16, "U16": 16, "I8": 8, "U8": 8,
@@ -157,11 +163,14 @@ def read(
 ) -> np.ndarray:
     """Rows of a tensor of one axis or more, cast to a float dtype, aligned for JAX.
 
-    Nothing else of the file is read. `on_bytes` is called with the bytes read since its last call.
+    Integers are read as they are stored: `dtype` must be theirs. Nothing else of the file is read.
+    `on_bytes` is called with the bytes read since its last call.
     Raises: ValueError if the file ends early or a value is too large for `dtype`;
-    NotImplementedError if the tensor is not stored in one of `FLOATS`.
+    NotImplementedError if the tensor is not stored in one of `FLOATS`, nor as the integers asked.
     """
     source = FLOATS.get(tensor.dtype)
+    if INTEGERS.get(tensor.dtype) == dtype:
+        source = dtype
     if source is None:
         raise NotImplementedError(
             f"{tensor.file}: {tensor.name!r} is stored as {tensor.dtype}, which is not supported "
@@ -234,7 +243,7 @@ def _cast(source: np.ndarray, target: np.ndarray, tensor: Tensor) -> None:
 def write(file: Path, sources: Iterable[Source]) -> None:
     """Write tensors to a file, one part in memory at a time, and wait until the disk has it.
 
-    Raises: ValueError if a tensor has a dtype other than those of `FLOATS`.
+    Raises: ValueError if a tensor has a dtype other than those of `FLOATS` and `INTEGERS`.
     """
     # Wide dtypes first, as the safetensors library has it: each tensor is aligned to its items.
     sources = sorted(sources, key=lambda source: -source.dtype.itemsize)

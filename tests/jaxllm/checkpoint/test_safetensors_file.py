@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from jaxllm.checkpoint import safetensors_file
-from jaxllm.checkpoint.safetensors_file import FLOATS, Source, read, read_header, write
+from jaxllm.checkpoint.safetensors_file import FLOATS, INTEGERS, Source, read, read_header, write
 
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -106,9 +106,23 @@ def test_the_library_reads_what_is_written(tmp_path):
         assert tensor.offset % FLOATS[tensor.dtype].itemsize == 0
 
 
-def test_writes_floats_only(tmp_path):
-    x = np.ones(3, np.int32)
-    with pytest.raises(ValueError, match="'x' is int32, which is not one of float64"):
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_are_read_and_written_as_they_are(tmp_path, name):
+    dtype, file = INTEGERS[name], tmp_path / "x.safetensors"
+    ends = np.iinfo(dtype)
+    x = np.random.default_rng(0).integers(ends.min, ends.max, (9, 4), dtype, endpoint=True)
+    write(file, [Source("x", x.dtype, x.shape, lambda: [x[:4], x[4:]])])
+    np.testing.assert_array_equal(safetensors.numpy.load_file(file)["x"], x)
+    tensor = read_header(file)["x"]
+    np.testing.assert_array_equal(read(tensor, dtype, slice(2, 7)), x[2:7])
+    for other in {np.dtype(np.int8), np.dtype(np.int32)} - {dtype}:
+        with pytest.raises(NotImplementedError, match=f"'x' is stored as {name}, which is not"):
+            read(tensor, other)
+
+
+def test_writes_no_dtype_that_it_cannot_read(tmp_path):
+    x = np.ones(3, np.int16)
+    with pytest.raises(ValueError, match="'x' is int16, which is not one of float64"):
         write(tmp_path / "x.safetensors", [Source("x", x.dtype, x.shape, lambda: [x])])
 
 
