@@ -1,10 +1,11 @@
 """What each remat policy costs in memory, for a model that need not fit on this machine.
 
-    python -m benchmarks.memory_table [--layers 32] [--tokens 8192] [--qlora]
+    python -m benchmarks.memory_table [--layers 32] [--tokens 8192] [--qlora | --full]
 
 (`make gpu-compile` brings along what it needs.) Adapters of rank 16 beside all linear layers of
-Llama-3.1-8B's shape are trained, with a base in bfloat16 or packed in 4 bits. The rows are XLA's
-plan of the compiled step for an H200, in GiB: nothing is run.
+Llama-3.1-8B's shape are trained, with a base in bfloat16 or packed in 4 bits; or, with `--full`,
+all weights in float32. The rows are XLA's plan of the compiled step for an H200, in GiB: nothing
+is run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_table")
     parser.add_argument("--layers", type=int, default=LLAMA_8B.num_hidden_layers)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--qlora", action="store_true")
+    trained = parser.add_mutually_exclusive_group()
+    trained.add_argument("--qlora", action="store_true", help="a base in 4 bits")
+    trained.add_argument("--full", action="store_true", help="no adapters")
     parser.add_argument("--policies", nargs="+", default=ORDER, choices=ORDER)
     options = parser.parse_args(arguments)
     if (reason := aot.why_not()) is not None:
@@ -40,7 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| policy | weights | activations | temporaries | peak | on the host |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in options.policies:
-        found = plan(model, batch=1, seq=options.tokens, lora=16, qlora=options.qlora, remat=name)
+        found = plan(
+            model,
+            batch=1,
+            seq=options.tokens,
+            lora=None if options.full else 16,
+            qlora=options.qlora,
+            remat=name,
+        )
         print(row(name, found), flush=True)
     return 0
 
