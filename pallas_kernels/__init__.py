@@ -10,6 +10,7 @@ from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.matmul import matmul
 from pallas_kernels.quantize import dequantize, quantize
+from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope
 from pallas_kernels.softmax import scale_softmax
@@ -24,6 +25,7 @@ __all__ = [
     "layer_norm",
     "matmul",
     "quantize",
+    "quantized_matmul",
     "relu2_glu",
     "rms_norm",
     "rope",

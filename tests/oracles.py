@@ -221,6 +221,36 @@ def matmul(
     return result
 
 
+E2M1 = np.asarray([sign * x for sign in (1, -1) for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+
+
+def packed_numbers(packed: Any) -> np.ndarray:
+    """[O, I] of a `Packed`, as its docstring says."""
+    codes = np.asarray(packed.codes)
+    if packed.scheme in ("int4", "nvfp4", "mxfp4"):
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
+    if packed.scheme == "ternary":
+        codes = np.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+        codes = codes.reshape(len(codes), -1)
+    e2m1 = packed.scheme in ("nvfp4", "mxfp4")
+    values = E2M1[codes] if e2m1 else codes.astype(np.float64)
+    group = packed.group_size or values.shape[1]
+
+    def wide(of_groups: Any) -> np.ndarray:
+        return np.repeat(np.asarray(of_groups).T.astype(np.float64), group, axis=1)
+
+    if packed.scheme == "int4":
+        values = values - (8 if packed.zero is None else wide(packed.zero))
+    if packed.scheme == "ternary":
+        values = values - 1
+    if packed.scale is not None:
+        mx = packed.scheme in ("mxfp4", "mxfp8")
+        values = values * (2.0 ** (wide(packed.scale) - 127) if mx else wide(packed.scale))
+    if packed.row_scale is not None:
+        values = values * np.asarray(packed.row_scale, np.float64)[:, None]
+    return values
+
+
 def frequencies(dim: int, rope: Mapping[str, Any], length: int = 0) -> np.ndarray:
     """Radians a position of each pair; `rope` as in `rope_parameters`, `length` for longrope."""
     result = []

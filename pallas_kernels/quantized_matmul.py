@@ -1,0 +1,232 @@
+"""Quantized matmul: x @ W^T with W packed, and what follows it in a model before it is written.
+
+W [O, I] is a `Packed` of 8- or 4-bit codes, which are unpacked in registers and never lie in memory
+as numbers; sums are float32. `quantized_matmul_kernel` says what a block does. The gradient of x is
+a product with the dequantised weight, which is XLA's; a packed weight has none.
+Source of the formats: see quantize.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import device as device_lib
+from pallas_kernels import quantized_matmul_kernel as kernel
+from pallas_kernels import tuned
+from pallas_kernels.device import Device
+from pallas_kernels.packed import Packed
+from pallas_kernels.quantize import dequantize
+from pallas_kernels.quantized_matmul_kernel import MMA_ROWS, Config, Static
+from pallas_kernels.quantized_unpack import MX
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+SCHEMES = ("int8", "int4", "fp8", "nvfp4", "mxfp4", "mxfp8")
+EPILOGUES = (None, "swiglu")
+MAX_ROWS = 16  # of x, whose time is that of reading the weight
+
+
+def quantized_matmul(
+    x: Float[Array, "*B I"],
+    packed: Packed,
+    *,
+    bias: Float[Array, " O"] | None = None,
+    epilogue: str | None = None,
+    residual: Float[Array, "*B F"] | None = None,
+    out_dtype: Any = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*B F"]:
+    """epilogue(x @ W^T + bias) + residual, summed in float32 and rounded once.
+
+    epilogue "swiglu": the O = 2F rows of W are gate, then up, and the result is silu(gate) * up,
+    [.., F]; otherwise F is O.
+    Dtypes: x bfloat16 or float16; bias any float; the result and the residual have `out_dtype`:
+    bfloat16, float16 or float32, x's if None. Scales of MX may be up to 2^21.
+    Gradients: of x, bias and residual; of the weight none.
+    Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
+    (unless `interpret`), or for what `why_not` says.
+    """
+    rest = {"bias": bias, "epilogue": epilogue, "residual": residual, "out_dtype": out_dtype}
+    _check(x, packed, **rest)
+    m, gated = math.prod(x.shape[:-1]), epilogue == "swiglu"
+    if config is not None and (problem := kernel.problem(config, m, packed, gated=gated)):
+        raise ValueError(f"quantized_matmul: {config}: {problem}")
+    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    reason = why_not(x, packed, **rest, device=device)
+    if reason is not None:
+        raise NotImplementedError(f"quantized_matmul: cannot run this call: {reason}")
+    config = (
+        config
+        or tuned.lookup("quantized_matmul", bucket(x, packed, **rest), device, Config)
+        or default_config(x, packed, **rest, device=device)
+    )
+    out = _out_dtype(x, out_dtype)
+    static = Static(
+        "quantized_matmul_swiglu" if gated else "quantized_matmul",
+        config,
+        interpret,
+        out.name,
+        gated,
+    )
+    residual = None if residual is None else residual.reshape(m, -1)
+    y: Any = _quantized_matmul(static, x.reshape(m, -1), packed, bias, residual)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def quantized_matmul_reference(
+    x, packed, *, bias=None, epilogue=None, residual=None, out_dtype=None
+):
+    """The mathematics in plain JAX: numbers of x's dtype, row scales after the sums."""
+    weight = dequantize(dataclasses.replace(packed, row_scale=None), x.dtype)
+    total = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
+    wide = lambda x: x.astype(jnp.float32).reshape((1,) * (total.ndim - x.ndim) + x.shape)  # noqa: E731
+    total = total if packed.row_scale is None else total * wide(packed.row_scale)
+    total = total if bias is None else total + wide(bias)
+    if epilogue == "swiglu":
+        gate, up = jnp.split(total, 2, axis=-1)
+        total = jax.nn.silu(gate) * up
+    total = total if residual is None else total + wide(residual)
+    return total.astype(_out_dtype(x, out_dtype))
+
+
+def why_not(
+    x,
+    packed,
+    *,
+    bias=None,
+    epilogue=None,
+    residual=None,
+    out_dtype=None,
+    device: Device | None = None,
+) -> str | None:
+    """What keeps the kernel from this call; shapes suffice."""
+    del bias, residual, out_dtype
+    if reason := device_lib.why_not_hopper(device or device_lib.current()):
+        return reason
+    if x.dtype not in DTYPES:
+        return f"takes x in bfloat16 or float16, got {x.dtype}"
+    if packed.scheme not in SCHEMES:
+        return f"takes {', '.join(SCHEMES)}, got {packed.scheme}"
+    if packed.scheme in MX and x.dtype == jnp.float16:
+        return f"float16 has not the exponents of {packed.scheme}'s scales; x must be bfloat16"
+    m, (o, i) = math.prod(x.shape[:-1]), packed.shape
+    if 0 in (m, o, i):
+        return f"nothing to multiply: x is {list(x.shape)}, the weight {[o, i]}"
+    if m > MAX_ROWS:
+        return f"takes {MAX_ROWS} rows of x at most, got {m}"
+    if i % (turn := kernel.turn(packed.scheme)):
+        return f"{packed.scheme} takes inputs in multiples of {turn}, got {i}"
+    grain = MMA_ROWS * (2 if epilogue == "swiglu" else 1)
+    if o % grain:
+        return f"takes outputs in multiples of {grain}, got {o}"
+    if packed.group_size and _straddles(packed):
+        return f"groups of {packed.group_size} straddle the {turn // 4} inputs of a lane"
+    return None
+
+
+def _straddles(packed: Packed) -> bool:
+    """Whether a lane's part of a turn is neither within a group nor whole groups."""
+    turn, group = kernel.turn(packed.scheme), packed.group_size or 1
+    lane = turn // kernel.ACROSS
+    return not (group % lane == 0 or (lane % group == 0 and group >= 8))
+
+
+def default_config(
+    x, packed, *, bias=None, epilogue=None, residual=None, out_dtype=None, device: Device
+) -> Config:
+    """As many rows a block as x's bytes ask for, and as still give each multiprocessor a block."""
+    del bias, residual, out_dtype
+    m, (o, _), gated = math.prod(x.shape[:-1]), packed.shape, epilogue == "swiglu"
+    most = 32 if m <= 2 else 64
+    found = [rows for rows in (64, 32, 16) if o % rows == 0 and rows % (16 * (1 + gated)) == 0]
+    found = [rows for rows in found if rows <= most] or found
+    tile_n = next((rows for rows in found if o >= rows * device.num_sms), found[-1])
+    config = Config(tile_n=tile_n, warps=4, ahead=1)
+    for ahead in (2, 1):
+        config = Config(tile_n=tile_n, warps=4, ahead=ahead)
+        if kernel.problem(config, m, packed, gated=gated) is None:
+            return config
+    return config
+
+
+def bucket(x, packed, *, bias=None, epilogue=None, residual=None, out_dtype=None) -> str:
+    """The key of a tuned row: rows of x up to a power of two, the weight as it is."""
+    del bias, residual
+    m, (o, i) = math.prod(x.shape[:-1]), packed.shape
+    names = [packed.scheme, *([f"g{packed.group_size}"] if packed.group_size else [])]
+    names += [*(["zeros"] if packed.zero is not None else []), x.dtype.name]
+    names += [f"m{tuned.power_of_two(m)}", f"n{o}", f"k{i}", _out_dtype(x, out_dtype).name]
+    return "-".join([*names, *([epilogue] if epilogue else [])])
+
+
+def _out_dtype(x, out_dtype) -> jnp.dtype:
+    return jnp.dtype(out_dtype or x.dtype)
+
+
+def _check(x, packed: Packed, *, bias, epilogue, residual, out_dtype) -> None:
+    o, i = packed.shape
+    if x.ndim < 1 or x.shape[-1] != i:
+        raise ValueError(
+            f"quantized_matmul: x {list(x.shape)} is [.., I], which a weight [O, I] of {[o, i]} "
+            "does not fit"
+        )
+    for name, array in (("x", x), ("bias", bias), ("residual", residual)):
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"quantized_matmul: {name} is {array.dtype}; it must be floating point"
+            )
+    out = _out_dtype(x, out_dtype)
+    if out not in OUT_DTYPES:
+        raise ValueError(f"quantized_matmul: out_dtype {out} is not bfloat16, float16 or float32")
+    if epilogue not in EPILOGUES:
+        raise ValueError(f"quantized_matmul: no epilogue is named {epilogue!r}; there is 'swiglu'")
+    if epilogue == "swiglu" and o % 2:
+        raise ValueError(f"quantized_matmul: 'swiglu' takes gate and up rows, but O = {o} is odd")
+    if bias is not None and bias.shape != (o,):
+        raise ValueError(f"quantized_matmul: bias {list(bias.shape)} is not [O] = [{o}]")
+    shape = (*x.shape[:-1], o // 2 if epilogue == "swiglu" else o)
+    if residual is not None and (residual.shape, residual.dtype) != (shape, out):
+        raise ValueError(
+            f"quantized_matmul: the residual is {residual.dtype}{list(residual.shape)}, but the "
+            f"result is {out}{list(shape)}"
+        )
+
+
+def _plain(static: Static, x, packed, bias, residual):
+    epilogue = "swiglu" if static.gated else None
+    return quantized_matmul_reference(
+        x, packed, bias=bias, epilogue=epilogue, residual=residual, out_dtype=static.out_dtype
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantized_matmul(static: Static, x, packed, bias, residual):
+    plain = functools.partial(_plain, static)
+    return kernel.warp_products(static, x, packed, bias, residual, plain=plain)
+
+
+def _forward(static, *arrays):
+    return _quantized_matmul(static, *arrays), arrays
+
+
+def _backward(static, arrays, dy):
+    x, packed, bias, residual = arrays
+
+    def plain(x, bias, residual):
+        return _plain(static, x, packed, bias, residual)
+
+    d_x, d_bias, d_residual = jax.vjp(plain, x, bias, residual)[1](dy)
+    return d_x, None, d_bias, d_residual
+
+
+_quantized_matmul.defvjp(_forward, _backward)
+# Calls alike share one compiled kernel
+_quantized_matmul = jax.jit(_quantized_matmul, static_argnums=0)  # pyright: ignore[reportAssignmentType]

@@ -1,0 +1,309 @@
+"""Products with packed weights against float64: on the CPU what calls become, on a GPU the rest.
+
+The interpreter runs the kernel's frame; what a warp does in it is plain JAX there, so that numbers
+that leave their words wrong only show on a GPU.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from kernels import interpreted
+from numerics import assert_as_accurate
+
+from pallas_kernels import device as device_lib
+from pallas_kernels.packed import Packed
+from pallas_kernels.quantize import quantize
+from pallas_kernels.quantized_matmul import (
+    SCHEMES,
+    Config,
+    bucket,
+    default_config,
+    quantized_matmul,
+    quantized_matmul_reference,
+    why_not,
+)
+
+pytestmark = pytest.mark.usefixtures("strict_jax")
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
+
+# scheme, group size and zero points
+FORMATS: Any = {
+    "int8": ("int8", None, False),
+    "int8, groups": ("int8", 128, False),
+    "int4": ("int4", 128, False),
+    "int4, groups of 32": ("int4", 32, False),
+    "int4, zero points": ("int4", 128, True),
+    "int4, groups of 64, zero points": ("int4", 64, True),
+    "fp8": ("fp8", None, False),
+    "fp8, groups": ("fp8", 64, False),
+    **{scheme: (scheme, None, False) for scheme in ("nvfp4", "mxfp4", "mxfp8")},
+}
+DTYPES = {"bfloat16": BF16, "float16": F16}
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
+    x = np.random.default_rng(seed).normal(size=shape) * scale
+    return jnp.asarray(x, jnp.float32).astype(dtype)
+
+
+def call(
+    m: int, o: int, i: int, form: str = "int4", dtype: Any = BF16, extra: str = "", **keywords: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays and keywords of a call; `extra` names further arrays: bias residual."""
+    scheme, group, zeros = FORMATS[form]
+    weight = quantize(numbers(1, (o, i), dtype, i**-0.5), scheme, group, zero_points=zeros)
+    out = keywords.get("out_dtype") or dtype
+    f = o // 2 if keywords.get("epilogue") == "swiglu" else o
+    arrays: dict[str, Any] = {"x": numbers(0, (m, i), dtype), "packed": weight}
+    if "bias" in extra:
+        arrays["bias"] = numbers(2, (o,), out)
+    if "residual" in extra:
+        arrays["residual"] = numbers(3, (m, f), out)
+    return arrays, keywords
+
+
+def truth(arrays: dict[str, Any], keywords: dict[str, Any]) -> np.ndarray:
+    exact = {k: np.asarray(v).astype(np.float64) for k, v in arrays.items() if k != "packed"}
+    x, weight = exact.pop("x"), oracles.packed_numbers(arrays["packed"])
+    return oracles.matmul(x, weight, transpose_b=True, epilogue=keywords.get("epilogue"), **exact)
+
+
+def assert_right(arrays: dict[str, Any], keywords: dict[str, Any], ours: jax.Array) -> None:
+    plain = quantized_matmul_reference(**arrays, **keywords)
+    assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
+    assert_as_accurate(ours, plain, truth(arrays, keywords))
+
+
+CALLS: Any = {
+    "one row": call(1, 64, 256),
+    "a prime of rows, K of 896, bias": call(7, 96, 896, "int4", F16, "bias"),
+    "all": call(3, 64, 512, "int8", BF16, "bias residual", epilogue="swiglu"),
+    "float32 result": call(2, 32, 256, "nvfp4", BF16, "residual", out_dtype=F32),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forward(name: str):
+    arrays, keywords = CALLS[name]
+    run = lambda arrays: quantized_matmul(**arrays, **keywords, interpret=True)  # noqa: E731
+    assert_right(arrays, keywords, interpreted(run, arrays))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_is_the_mathematics(form: str, dtype: str):
+    arrays, _ = call(5, 48, 256, form, DTYPES[dtype])
+    ours = quantized_matmul_reference(**arrays, out_dtype=F32)
+    exact = truth(arrays, {})
+    # numbers of 8 to 11 bits, each rounded once
+    np.testing.assert_allclose(ours, exact, rtol=0, atol=2**-7 * np.abs(exact).max())
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(ours * 1.02, exact, rtol=0, atol=2**-7 * np.abs(exact).max())
+
+
+def test_leading_dimensions():
+    arrays, _ = call(6, 64, 256, "int8", BF16, "residual")
+    run = functools.partial(quantized_matmul, packed=arrays["packed"], interpret=True)
+    flat = interpreted(lambda x, r: run(x, residual=r), arrays["x"], arrays["residual"])
+    x, residual = (arrays[name].reshape(2, 3, -1) for name in ("x", "residual"))
+    y = interpreted(lambda x, r: run(x, residual=r), x, residual)
+    assert y.shape == (2, 3, 64)
+    np.testing.assert_array_equal(y.reshape(6, 64), flat)
+    row = interpreted(run, arrays["x"][0])
+    assert row.shape == (64,)
+
+
+def test_gradients():
+    arrays, keywords = call(3, 64, 256, "int4", BF16, "bias residual", epilogue="swiglu")
+    packed = arrays.pop("packed")
+    d_out = numbers(9, (3, 32), BF16)
+
+    def run(arrays: dict[str, Any], d_out: jax.Array, **extra: Any) -> Any:
+        f = functools.partial(quantized_matmul, packed=packed, **keywords, **extra)
+        return jax.vjp(lambda arrays: f(**arrays), arrays)[1](d_out)[0]
+
+    ours = interpreted(functools.partial(run, interpret=True), arrays, d_out)
+    weight = oracles.packed_numbers(packed)
+    exact = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
+    both: Any = {"transpose_b": True, **keywords}
+    want = oracles.matmul(
+        exact.pop("x"), weight, **exact, **both, d_out=np.asarray(d_out).astype(np.float64)
+    )
+    rounded = {name: np.asarray(x) for name, x in arrays.items()}
+    plain = oracles.matmul(
+        rounded.pop("x"), weight, **rounded, **both, d_out=np.asarray(d_out), dtype=BF16
+    )
+    for name, of in (("x", "a"), ("bias", "bias"), ("residual", "residual")):
+        assert ours[name].dtype == BF16
+        assert_as_accurate(ours[name], plain[of], want[of])
+
+
+def shaped(o: int, i: int, form: str = "int4", dtype: Any = BF16) -> Packed:
+    scheme, group, zeros = FORMATS[form]
+    weight = jax.ShapeDtypeStruct((o, i), dtype)
+    return jax.eval_shape(lambda w: quantize(w, scheme, group, zero_points=zeros), weight)
+
+
+def shape(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+X, W = shape(3, 256), shaped(64, 256)
+
+
+@pytest.mark.parametrize(
+    ("x", "keywords", "sentence"),
+    [
+        (shape(3, 128), {}, r"x \[3, 128\] is \[.., I\], which a weight \[O, I\] of \[64, 256\]"),
+        (shape(3, 256, dtype=jnp.int8), {}, "x is int8; it must be floating point"),
+        (X, {"bias": shape(63)}, r"bias \[63\] is not \[O\] = \[64\]"),
+        (X, {"bias": shape(64, dtype=jnp.int32)}, "bias is int32"),
+        (X, {"residual": shape(3, 63)}, r"residual is bfloat16\[3, 63\], but the result is"),
+        (X, {"residual": shape(3, 64, dtype=F32)}, "residual is float32"),
+        (X, {"out_dtype": jnp.int8}, "out_dtype int8 is not bfloat16, float16 or float32"),
+        (X, {"epilogue": "relu"}, "no epilogue is named 'relu'; there is 'swiglu'"),
+    ],
+)
+def test_wrong_calls(x: Any, keywords: dict[str, Any], sentence: str):
+    arrays = {name: x for name, x in keywords.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    rest = {name: x for name, x in keywords.items() if name not in arrays}
+    with pytest.raises(ValueError, match=f"^quantized_matmul: .*{sentence}"):
+        jax.eval_shape(lambda x, w, arrays: quantized_matmul(x, w, **arrays, **rest), x, W, arrays)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (Config(tile_n=24), "tile_n must divide the weight's rows and be a multiple of 16"),
+        (Config(tile_n=48), "tile_n must divide"),
+        (Config(warps=6), "warps must be a multiple of 4, 16 at most"),
+        (Config(ahead=2), "ahead must be 1 to 1, the turns of a warp"),
+        (Config(ahead=0), "ahead must be 1 to 1"),
+    ],
+)
+def test_wrong_configs(config: Config, sentence: str):
+    run = lambda x, w: quantized_matmul(x, w, config=config, interpret=True)  # noqa: E731
+    with pytest.raises(ValueError, match=f"^quantized_matmul: .*{sentence}"):
+        jax.eval_shape(run, X, W)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "keywords", "device", "phrase"),
+    [
+        (X, W, {}, H200, None),
+        (X, W, {}, device_lib.INTERPRETED, None),
+        (X, W, {}, device_lib.Device("cpu", "cpu"), "needs an NVIDIA GPU, found cpu"),
+        (X, W, {}, device_lib.Device("gpu", "NVIDIA B200", 10.0), "needs a Hopper GPU"),
+        (shape(3, 256, dtype=F32), W, {}, H200, "takes x in bfloat16 or float16, got float32"),
+        (shape(3, 256, dtype=F16), shaped(64, 256, "mxfp4"), {}, H200, "has not the exponents"),
+        (X, jax.eval_shape(lambda w: quantize(w, "ternary"), shape(64, 256)), {}, H200, "ternary"),
+        (shape(0, 256), W, {}, H200, "nothing to multiply"),
+        (shape(17, 256), W, {}, H200, "takes 16 rows of x at most, got 17"),
+        (shape(3, 160), shaped(64, 160, "int4, groups of 32"), {}, H200, "multiples of 128"),
+        (X, shaped(24, 256), {}, H200, "takes outputs in multiples of 16, got 24"),
+        (X, shaped(48, 256), {"epilogue": "swiglu"}, H200, "outputs in multiples of 32, got 48"),
+        (
+            shape(3, 384),
+            jax.eval_shape(lambda w: quantize(w, "int4", 48), shape(64, 384)),
+            {},
+            H200,
+            "groups of 48 straddle the 32 inputs of a lane",
+        ),
+    ],
+)
+def test_why_not(x: Any, weight: Any, keywords: Any, device: Any, phrase: str | None):
+    reason = why_not(x, weight, **keywords, device=device)
+    assert reason is None if phrase is None else phrase in str(reason)
+
+
+def test_refuses_without_a_gpu():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    with pytest.raises(NotImplementedError, match="^quantized_matmul: cannot run this call: needs"):
+        quantized_matmul(jnp.ones((1, 256), BF16), quantize(jnp.ones((64, 256), BF16), "int8"))
+
+
+def test_bucket_says_what_matters():
+    keys = {
+        bucket(X, W),
+        bucket(shape(1, 256), W),
+        bucket(shape(3, 256, dtype=F16), W),
+        bucket(X, shaped(128, 256)),
+        bucket(X, shaped(64, 256, "int4, zero points")),
+        bucket(X, shaped(64, 256, "int4, groups of 32")),
+        bucket(X, shaped(64, 256, "int8")),
+        bucket(X, W, epilogue="swiglu"),
+        bucket(X, W, out_dtype=F32),
+    }
+    assert len(keys) == 9
+    assert bucket(X, W) == bucket(shape(4, 256), W) == "int4-g128-bfloat16-m4-n64-k256-bfloat16"
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 16])
+@pytest.mark.parametrize(
+    ("o", "i"),
+    [(1152, 896), (896, 4864), (9728, 896), (151936, 896), (6144, 4096), (4096, 14336), (64, 128)],
+)
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_the_default_config_is_legal(m: int, o: int, i: int, form: str):
+    x, weight = shape(m, i), shaped(o, i, form)
+    for epilogue in (None, "swiglu"):
+        assert why_not(x, weight, epilogue=epilogue, device=H200) is None
+        config = default_config(x, weight, epilogue=epilogue, device=H200)
+        run = functools.partial(quantized_matmul, epilogue=epilogue, config=config, interpret=True)
+        jax.eval_shape(run, x, weight)
+
+
+def test_every_scheme_is_tried():
+    assert {scheme for scheme, _, _ in FORMATS.values()} == set(SCHEMES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_code_on_a_gpu(form: str, dtype: str):
+    """Rows of x with a single 1 read the weight out, exactly where its numbers are exact."""
+    scheme, group, zeros = FORMATS[form]
+    if dtype == "float16" and scheme in ("mxfp4", "mxfp8"):
+        pytest.skip("not taken")
+    o, i = 64, 512
+    weight = quantize(numbers(1, (o, i), DTYPES[dtype]), scheme, group, zero_points=zeros)
+    codes = np.random.default_rng(0).integers(0, 256, weight.codes.shape).astype(np.uint8)
+    if weight.codes.dtype != jnp.uint8:
+        codes = codes.view(weight.codes.dtype)
+        codes = np.where(np.isnan(codes.astype(np.float32)), 0, codes).astype(weight.codes.dtype)
+    weight = Packed(
+        jnp.asarray(codes), weight.scale, weight.zero, weight.row_scale, scheme, weight.group_size
+    )
+    exact = oracles.packed_numbers(weight)
+    for start in range(0, i, 16):
+        x = jnp.eye(i, dtype=DTYPES[dtype])[start : start + 16]
+        y = quantized_matmul(x, weight, out_dtype=F32)
+        # a scale that multiplies numbers of 16 bits rounds them
+        np.testing.assert_allclose(y.T, exact[:, start : start + 16], rtol=2**-7, atol=0)
+        if scheme == "nvfp4" or "groups of" not in form:
+            want = exact[:, start : start + 16].astype(np.float32)
+            np.testing.assert_allclose(y.T, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu(rows: int, form: str, dtype: str):
+    if dtype == "float16" and form.startswith("mx"):
+        pytest.skip("not taken")
+    for i in (896, 4864):
+        for epilogue, extra in ((None, ""), ("swiglu", "bias residual")):
+            arrays, keywords = call(rows, 256, i, form, DTYPES[dtype], extra, epilogue=epilogue)
+            y = quantized_matmul(**arrays, **keywords)
+            assert_right(arrays, keywords, y)
+            again = quantized_matmul(**arrays, **keywords)
+            np.testing.assert_array_equal(np.asarray(y), np.asarray(again))
