@@ -8,6 +8,7 @@ from jaxllm.checkpoint.hf import load, save
 from jaxllm.checkpoint.shipped import shipped_checkpoint
 from jaxllm.compile_cache import enable_compile_cache
 from jaxllm.config import GenerationDefaults, ModelConfig, Rope, Runtime
+from jaxllm.fusion import fuse
 from jaxllm.generate import TextStream, generate, stream, warmup
 from jaxllm.layers import Block
 from jaxllm.model import Transformer
@@ -52,6 +53,7 @@ __all__ = [
     "decode_step",
     "enable_compile_cache",
     "flatten",
+    "fuse",
     "generate",
     "layers",
     "load",

@@ -233,7 +233,9 @@ def _load(args: argparse.Namespace) -> tuple[jaxllm.Transformer, Any]:
     dtype = _dtype(args.dtype)
     runtime = Runtime(param_dtype=dtype, implementation=_implementation(args.implementation))
     with _bar(f"loading {path}", DownloadColumn()) as progress:
-        return jaxllm.load(path, dtype=dtype, runtime=runtime, progress=progress)
+        model, tokenizer = jaxllm.load(path, dtype=dtype, runtime=runtime, progress=progress)
+    jaxllm.fuse(model)
+    return model, tokenizer
 
 
 @contextlib.contextmanager

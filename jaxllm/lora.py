@@ -30,6 +30,7 @@ from jaxtyping import Array, Float
 
 from jaxllm import ops
 from jaxllm.checkpoint.peft import LowRank, read_folder, write_folder
+from jaxllm.checkpoint.tensor_names import FUSED
 from jaxllm.config import Runtime
 from jaxllm.families import FAMILIES
 from jaxllm.layers import Linear
@@ -176,6 +177,11 @@ def add_adapters(
 
 def _linears(model: Transformer) -> dict[str, Any]:
     """The modules that may get an adapter, by dotted name."""
+    if joined := [name for name, _ in _modules(model) if name.endswith(tuple(FUSED))]:
+        raise ValueError(
+            f"lora: {joined[0]} is several projections joined by jaxllm.fuse; adapters stand "
+            "beside single ones, so load the model anew and fuse it when they are merged"
+        )
     return {
         name: module
         for name, module in _modules(model)

@@ -287,17 +287,13 @@ def _computed(params: Params, dtype: str) -> Params:
 
 
 def _joined(model: Transformer, params: Params) -> fusion.Groups:
-    """What a step joins: trained weights that are cast, for then they are copied anyway.
-
-    Not q, k and v whose heads are normed: the norm's kernel would need copies of the slices.
-    """
+    """What a step joins: trained weights that are cast, for then they are copied anyway."""
     dtype = model.runtime.compute_dtype
     return {
         name: parts
         for name, parts in fusion.groups(model).items()
         if all(f"{part}.weight" in params for part in parts)
         and all(params[f"{part}.weight"].dtype != dtype for part in parts)
-        and not (name.endswith("qkv_proj") and model.config.qk_norm)
     }
 
 

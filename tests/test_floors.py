@@ -186,7 +186,8 @@ MAY_IMPORT = {
         "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file jaxllm.checkpoint.tensor_names"
     ),
     "jaxllm.lora": (
-        "jaxllm.checkpoint.peft jaxllm.config jaxllm.families jaxllm.layers jaxllm.model jaxllm.ops"
+        "jaxllm.checkpoint.peft jaxllm.checkpoint.tensor_names jaxllm.config jaxllm.families "
+        "jaxllm.layers jaxllm.model jaxllm.ops"
     ),
     "jaxllm.plan": (
         "jaxllm.aot jaxllm.config jaxllm.fp8 jaxllm.lora jaxllm.model jaxllm.optimizers "

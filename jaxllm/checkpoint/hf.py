@@ -30,7 +30,7 @@ from jaxllm.checkpoint.folder import (
 )
 from jaxllm.checkpoint.placement import Placement, check_memory, to_host
 from jaxllm.checkpoint.safetensors_file import FLOATS, Source, Tensor, write
-from jaxllm.checkpoint.tensor_names import match, stored_tensors
+from jaxllm.checkpoint.tensor_names import FUSED, match, stored_tensors
 from jaxllm.config import DTYPES, GenerationDefaults, ModelConfig, Runtime
 from jaxllm.families import FAMILIES, to_hf
 from jaxllm.model import Transformer
@@ -233,17 +233,60 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 def _sources(arrays: Mapping[str, jax.Array], config: ModelConfig) -> list[Source]:
     """The tensors to write; a fused one comes from the parameters whose rows it holds."""
-    shapes = {path: array.shape for path, array in arrays.items()}
+    places = {}
+    for path, array in arrays.items():
+        start = 0
+        for part, rows in _parts(path, config) or [(path, array.shape[0])]:
+            places[part] = _Rows(array, start, start + rows)
+            start += rows
+    shapes = {path: place.shape for path, place in places.items()}
     fused = FAMILIES[config.model_type].fused
     sources = []
     for name, stored in stored_tensors(shapes, fused=fused).items():
-        parts = [arrays[path] for path in stored.parameters]
-        make = functools.partial(map, to_host, parts)
+        parts = [places[path] for path in stored.parameters]
+        make = functools.partial(map, _Rows.to_host, parts)
         sources.append(Source(name, _common_dtype(parts), stored.shape, make))
     return sources
 
 
-def _common_dtype(arrays: Iterable[jax.Array]) -> np.dtype:
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """A parameter: some rows of an array."""
+
+    array: jax.Array
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> Shape:
+        return (self.stop - self.start, *self.array.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    def to_host(self) -> np.ndarray:
+        """Its values; what `jaxllm.fuse` has joined is cut there, not on the device."""
+        return to_host(self.array)[self.start : self.stop]
+
+
+def _parts(path: str, config: ModelConfig) -> list[tuple[str, int]]:
+    """What a module that `jaxllm.fuse` has made holds: names and rows; nothing for another."""
+    width, keys = config.head_dim, config.num_key_value_heads
+    heads = (config.num_attention_heads, keys, keys)
+    rows = {
+        "self_attn.qkv_proj": [n * width for n in heads],
+        "mlp.gate_up_proj": [config.intermediate_size] * 2,
+    }
+    owner, _, kind = path.rpartition(".")
+    for joined, parts in FUSED.items():
+        if owner.endswith(joined):
+            names = [f"{owner.removesuffix(joined)}{part}.{kind}" for part in parts]
+            return list(zip(names, rows[joined], strict=True))
+    return []
+
+
+def _common_dtype(arrays: Iterable[Any]) -> np.dtype:
     """The narrowest dtype that holds all of these; it is theirs where they have one."""
     return np.dtype(functools.reduce(jnp.promote_types, {array.dtype for array in arrays}))
 

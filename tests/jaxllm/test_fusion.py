@@ -7,8 +7,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 from tiny_models import ALL, TINY, build
 
+import jaxllm
 from jaxllm import fusion, lora, train
 from jaxllm.config import ModelConfig, Runtime
 
@@ -110,3 +112,24 @@ def test_weights_that_are_not_cast_or_not_trained_are_not_joined(monkeypatch, ru
     monkeypatch.setattr(fusion, "structure", None)  # is not called
     state, _ = step(TINY, runtime, trainable=trainable)
     assert "layers.0.self_attn.q_proj.weight" in state.params
+
+
+@pytest.mark.parametrize("family", [{}, {"qkv_bias": True, "model_type": "qwen2"}])
+def test_a_fused_model_is_saved_as_the_model_it_was(tmp_path, family):
+    config = dataclasses.replace(TINY, **family)
+    saved = []
+    for name, prepare in (("before", lambda model: None), ("after", fusion.fuse)):
+        prepare(model := build(config))
+        jaxllm.save(model, None, tmp_path / name)
+        saved.append(load_file(tmp_path / name / "model.safetensors"))
+    before, after = saved
+    assert before.keys() == after.keys()
+    for tensor, x in before.items():
+        np.testing.assert_array_equal(x, after[tensor], err_msg=tensor)
+
+
+def test_adapters_want_single_projections():
+    model = build(TINY)
+    fusion.fuse(model)
+    with pytest.raises(ValueError, match="^lora: layers.0.mlp.gate_up_proj is several"):
+        lora.add_adapters(model, rank=2, rngs=nnx.Rngs(3))
