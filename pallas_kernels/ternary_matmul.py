@@ -7,6 +7,9 @@ Source: Ma et al. 2024, arXiv:2402.17764; Wang et al. 2024, arXiv:2410.16144.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
@@ -14,7 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8
 
+from pallas_kernels import device as device_lib
+from pallas_kernels import ternary_matmul_kernel as kernel
+from pallas_kernels import tuned
+from pallas_kernels.device import Device
 from pallas_kernels.packed import Packed
+from pallas_kernels.ternary_matmul_kernel import Config
+
+OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+MAX_ROWS = 64  # of x: more take longer to multiply than the codes to read
+MAX_INPUTS = 2**17  # sums of codes that count 64 times stay below 2^31
 
 SMALLEST = 1e-5  # of the largest magnitude that a token is scaled by
 
@@ -30,21 +42,152 @@ def quantize_rows(x: Float[Array, "*B I"]) -> tuple[Int8[Array, "*B I"], Float[A
     return jnp.clip(quotients, -128, 127).astype(jnp.int8), largest / np.float32(127)
 
 
+def ternary_matmul(
+    xq: Int8[Array, "*B I"],
+    x_scale: Float[Array, "*B"],
+    packed: Packed,
+    *,
+    bias: Float[Array, " O"] | None = None,
+    residual: Float[Array, "*B O"] | None = None,
+    out_dtype: Any = jnp.bfloat16,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*B O"]:
+    """(xq Wq^T) x_scale gamma + bias + residual: int32 sums that are exact, and one rounding.
+
+    Dtypes: x_scale float32; bias any float; the result and the residual have `out_dtype`:
+    bfloat16, float16 or float32. There are no gradients: of integers there are none.
+    Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
+    (unless `interpret`), or for what `why_not` says.
+    """
+    _check(xq, x_scale, packed, bias, residual, out_dtype)
+    m, (n, k) = math.prod(xq.shape[:-1]), packed.shape
+    if config is not None and (problem := kernel.problem(config, m, n, k)):
+        raise ValueError(f"ternary_matmul: {config}: {problem}")
+    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    reason = why_not(xq, packed, device=device)
+    if reason is not None:
+        raise NotImplementedError(f"ternary_matmul: cannot run this call: {reason}")
+    config = (
+        config
+        or tuned.lookup("ternary_matmul", bucket(xq, packed), device, Config)
+        or default_config(xq, packed, device=device)
+    )
+    static = kernel.Static(config, interpret, jnp.dtype(out_dtype).name)
+    flat = None if residual is None else residual.reshape(m, n)
+    y = _run(static, xq.reshape(m, k), x_scale.reshape(m), packed, bias, flat)
+    return y.reshape(*xq.shape[:-1], n)
+
+
 def ternary_matmul_reference(
-    xq: Int8[Array, "*B I"], x_scale: Float[Array, "*B"], packed: Packed, *, out_dtype: Any
+    xq: Int8[Array, "*B I"],
+    x_scale: Float[Array, "*B"],
+    packed: Packed,
+    *,
+    bias: Float[Array, " O"] | None = None,
+    residual: Float[Array, "*B O"] | None = None,
+    out_dtype: Any = jnp.bfloat16,
 ) -> Float[Array, "*B O"]:
     """The mathematics in plain JAX."""
-    weight = unpack(packed.codes)
     sums = jax.lax.dot_general(
-        xq, weight, (((xq.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+        xq,
+        unpack(packed.codes),
+        (((xq.ndim - 1,), (1,)), ((), ())),
+        preferred_element_type=jnp.int32,
     )
-    y = sums.astype(jnp.float32) * x_scale[..., None]
-    assert packed.row_scale is not None
-    return (y * packed.row_scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(out_dtype)
+    wide = lambda x: x.astype(jnp.float32).reshape((1,) * (sums.ndim - x.ndim) + x.shape)  # noqa: E731
+    y = sums.astype(jnp.float32) * x_scale[..., None] * wide(packed.row_scale)
+    y = y if bias is None else y + wide(bias)
+    return (y if residual is None else y + wide(residual)).astype(out_dtype)
+
+
+def why_not(xq, packed: Packed, *, device: Device | None = None) -> str | None:
+    """What keeps the kernel from this call; shapes suffice."""
+    if reason := device_lib.why_not_hopper(device or device_lib.current()):
+        return reason
+    m, (n, k) = math.prod(xq.shape[:-1]), packed.shape
+    if 0 in (m, n, k):
+        return f"nothing to multiply: x is {list(xq.shape)}, the weight {[n, k]}"
+    if m > MAX_ROWS:
+        return f"takes {MAX_ROWS} rows of x at most, got {m}"
+    if k % kernel.LANE or k >= MAX_INPUTS:
+        return f"takes inputs in multiples of {kernel.LANE}, fewer than {MAX_INPUTS}, got {k}"
+    if n % kernel.MMA_ROWS:
+        return f"takes outputs in multiples of {kernel.MMA_ROWS}, got {n}"
+    return None
+
+
+def default_config(xq, packed: Packed, *, device: Device) -> Config:
+    """As many rows a block as registers have room for, and as still give each multiprocessor two
+    blocks.
+    """
+    m, (n, k) = math.prod(xq.shape[:-1]), packed.shape
+    most = next(rows for few, rows in ((8, 32), (16, 64), (32, 32), (MAX_ROWS, 16)) if m <= few)
+    found = [rows for rows in (64, 32, 16) if n % rows == 0 and rows <= most]
+    tile_n = next((rows for rows in found if n >= 2 * rows * device.num_sms), found[-1])
+    configs = [Config(tile_n=tile_n, warps=4, ahead=ahead) for ahead in (2, 1)]
+    return next(config for config in configs if kernel.problem(config, m, n, k) is None)
+
+
+def candidates(xq, packed: Packed, *, device: Device) -> list[Config]:
+    """More rows a block, more warps, more turns ahead; not all can run."""
+    found = [
+        Config(tile_n, warps, ahead)
+        for tile_n in (16, 32, 64)
+        for warps in (4, 8)
+        for ahead in (1, 2, 3)
+    ]
+    return [config for config in found if config != default_config(xq, packed, device=device)]
+
+
+def bucket(xq, packed: Packed) -> str:
+    """The key of a tuned row: rows of x up to a power of two, the weight as it is."""
+    m, (n, k) = math.prod(xq.shape[:-1]), packed.shape
+    return f"m{tuned.power_of_two(m)}-n{n}-k{k}"
 
 
 def unpack(codes: Any) -> Int8[Array, "O I"]:
     """-1, 0 and 1 of codes [O, I / 4]."""
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)
-    columns = codes[..., None] >> shifts[None, None] & np.uint8(3)
+    columns = jnp.stack([codes >> np.uint8(2 * i) & np.uint8(3) for i in range(4)], axis=-1)
     return columns.reshape(codes.shape[0], -1).astype(jnp.int8) - np.int8(1)
+
+
+def _check(xq, x_scale, packed: Packed, bias, residual, out_dtype) -> None:
+    if packed.scheme != "ternary" or packed.row_scale is None:
+        raise ValueError(f"ternary_matmul: the weight is {packed.scheme}, not ternary")
+    n, k = packed.shape
+    if xq.dtype != jnp.int8 or xq.ndim < 1 or xq.shape[-1] != k:
+        raise ValueError(
+            f"ternary_matmul: xq is {xq.dtype}{list(xq.shape)}, not int8 [.., I] for a weight "
+            f"[O, I] of {[n, k]}"
+        )
+    if x_scale.dtype != jnp.float32 or x_scale.shape != xq.shape[:-1]:
+        raise ValueError(
+            f"ternary_matmul: x_scale is {x_scale.dtype}{list(x_scale.shape)}, not a float32 for "
+            f"each row of x {list(xq.shape)}"
+        )
+    if jnp.dtype(out_dtype) not in OUT_DTYPES:
+        raise ValueError(
+            f"ternary_matmul: out_dtype {jnp.dtype(out_dtype)} is not bfloat16, float16 or float32"
+        )
+    if bias is not None and (bias.shape != (n,) or bias.dtype not in OUT_DTYPES):
+        raise ValueError(
+            f"ternary_matmul: bias is {bias.dtype}{list(bias.shape)}, not floats [O] = [{n}]"
+        )
+    shape, dtype = (*xq.shape[:-1], n), jnp.dtype(out_dtype)
+    if residual is not None and (residual.shape, residual.dtype) != (shape, dtype):
+        raise ValueError(
+            f"ternary_matmul: the residual is {residual.dtype}{list(residual.shape)}, but the "
+            f"result is {dtype}{list(shape)}"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0)  # calls alike share one compiled kernel
+def _run(static: kernel.Static, xq, x_scale, packed: Packed, bias, residual):
+    def plain(xq, x_scale, codes, row_scale, bias, residual):
+        part = dataclasses.replace(packed, codes=codes, row_scale=row_scale)
+        return ternary_matmul_reference(
+            xq, x_scale, part, bias=bias, residual=residual, out_dtype=static.out_dtype
+        )
+
+    return kernel.warp_products(static, xq, x_scale, packed, bias, residual, plain=plain)

@@ -53,7 +53,15 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.matmul_few_rows pallas_kernels.matmul_kernel "
         "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
-    "pallas_kernels.ternary_matmul": "pallas_kernels.packed",
+    "pallas_kernels.lane_code": "",
+    "pallas_kernels.ternary_matmul_kernel": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
+        "pallas_kernels.packed"
+    ),
+    "pallas_kernels.ternary_matmul": (
+        "pallas_kernels.device pallas_kernels.packed pallas_kernels.ternary_matmul_kernel "
+        "pallas_kernels.tuned"
+    ),
     "pallas_kernels.row_parts": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.embedding_backward": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.row_parts"

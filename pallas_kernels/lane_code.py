@@ -1,0 +1,94 @@
+"""What a single thread of a kernel does, told in PTX: for instructions that JAX has no name for.
+
+Values are those of MLIR: addresses (64 bits in global memory, 32 on chip) and words (32 bits).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir.dialects import arith, llvm
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+
+_LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
+
+
+def asm(text: str, results: str, *operands: Any, effects: bool = False) -> Any:
+    """PTX: `$0` and so on are the results, by letter (r: 32 bits, f: float32), then the operands.
+
+    One result comes alone, several as a list, none as None. What has no result has effects.
+    """
+    types = {"r": ir.IntegerType.get_signless(32), "f": ir.F32Type.get()}
+    outs = [types[letter] for letter in results]
+    kind = outs[0] if len(outs) == 1 else llvm.StructType.get_literal(outs) if outs else None
+    kind = ir.Type.parse("!llvm.void") if kind is None else kind
+    constraints = [f"={letter}" for letter in results]
+    constraints += [_LETTERS[str(x.type)] for x in operands]
+    done: Any = llvm.inline_asm(
+        kind, list(operands), text, ",".join(constraints), has_side_effects=effects or not outs
+    )
+    if not outs:
+        return None
+    if len(outs) == 1:
+        return done
+    return [llvm.extractvalue(each, done, [i]) for i, each in enumerate(outs)]
+
+
+def address_of(ref: Any) -> Any:
+    """Where a reference begins."""
+    bits = 32 if mgpu_utils.is_smem_ref(ref) else 64
+    return llvm.ptrtoint(ir.IntegerType.get_signless(bits), mgpu_utils.memref_ptr(ref))
+
+
+def word(value: int) -> Any:
+    """A constant."""
+    return mgpu_utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def further(address: Any, offset: Any) -> Any:
+    """The address so many bytes on, a word."""
+    if address.type == offset.type:
+        return arith.addi(address, offset)
+    return arith.addi(address, arith.extui(address.type, offset))
+
+
+def times(value: Any, by: int) -> Any:
+    """The product of a word and a number, as a word."""
+    return arith.muli(value, word(by))
+
+
+def less(value: Any, than: int) -> Any:
+    """Whether a word is below a number, neither of them negative."""
+    return arith.cmpi(arith.CmpIPredicate.ult, value, word(than))
+
+
+def load(address: Any, offset: int, words: int = 1, *, once: bool = False) -> Any:
+    """A word of global memory that no one writes, or four; once: no other thread reads it."""
+    cached = ".L1::no_allocate" if once else ""
+    if words == 1:
+        return asm(f"ld.global.nc{cached}.u32 $0, [$1 + {offset}];", "r", address, effects=True)
+    text = f"ld.global.nc{cached}.v4.u32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    return asm(text, "rrrr", address, effects=True)
+
+
+def load_float(address: Any, dtype: str) -> Any:
+    """A number of global memory, as float32."""
+    if dtype == "float32":
+        return asm("ld.global.nc.f32 $0, [$1];", "f", address, effects=True)
+    if dtype == "bfloat16":
+        wide = "mov.b32 $0, {y, x};"
+        text = "{ .reg .b16 x, y; ld.global.nc.b16 x, [$1]; mov.b16 y, 0; " + wide + " }"
+        return asm(text, "f", address, effects=True)
+    text = "{ .reg .b16 x; ld.global.nc.b16 x, [$1]; cvt.f32.f16 $0, x; }"
+    return asm(text, "f", address, effects=True)
+
+
+def store_float(address: Any, value: Any, dtype: str) -> None:
+    """Writes a float32 to global memory, rounded to the dtype."""
+    if dtype == "float32":
+        asm("st.global.f32 [$0], $1;", "", address, value)
+        return
+    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    text = f"{{ .reg .b16 x; cvt.rn.{kind}.f32 x, $1; st.global.b16 [$0], x; }}"
+    asm(text, "", address, value)

@@ -1,0 +1,205 @@
+"""Ternary weights times int8: the sums against int64, bit for bit, and what the call refuses.
+
+The interpreter knows no products of a warp: there, a block computes its rows in plain JAX, so that
+what is tried here is which rows, scales and results are a block's. The GPU tests try the rest.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels import interpreted
+
+from pallas_kernels import device as device_lib
+from pallas_kernels import ternary_matmul_kernel as kernel
+from pallas_kernels.packed import Packed
+from pallas_kernels.quantize import quantize
+from pallas_kernels.ternary_matmul import (
+    MAX_ROWS,
+    Config,
+    bucket,
+    candidates,
+    default_config,
+    quantize_rows,
+    ternary_matmul,
+    ternary_matmul_reference,
+    unpack,
+    why_not,
+)
+
+pytestmark = pytest.mark.usefixtures("strict_jax")
+
+H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
+F32 = jnp.dtype(jnp.float32)
+
+
+def case(*lead, n=48, k=128):
+    """xq, x_scale, and a weight whose row scales differ, as those of joined weights do."""
+    rng = np.random.default_rng(0)
+    xq = jnp.asarray(rng.integers(-128, 128, (*lead, k)), jnp.int8)
+    packed = quantize(jnp.asarray(rng.standard_normal((n, k)), jnp.float32), "ternary")
+    row_scale = jnp.asarray(rng.uniform(0.5, 1.5, n), jnp.float32)
+    x_scale = jnp.asarray(rng.uniform(0.5, 1.5, lead), jnp.float32)
+    return xq, x_scale, dataclasses.replace(packed, row_scale=row_scale)
+
+
+def ones(xq, x_scale, packed):
+    """The same with scales of 1: the result is the sum itself, exact in float32."""
+    one = dataclasses.replace(packed, row_scale=jnp.ones_like(packed.row_scale))
+    return xq, jnp.ones_like(x_scale), one
+
+
+def sums(xq, packed):
+    return np.asarray(xq, np.int64) @ np.asarray(unpack(packed.codes), np.int64).T
+
+
+@pytest.mark.parametrize("k", [64, 896, 14336])
+def test_sums_are_exact(k):
+    xq, x_scale, packed = ones(*case(7, k=k))
+    # the largest that can be: all of one sign
+    xq = xq.at[0].set(-128)
+    packed = dataclasses.replace(packed, codes=packed.codes.at[0].set(0))
+    y = ternary_matmul_reference(xq, x_scale, packed, out_dtype=F32)
+    np.testing.assert_array_equal(np.asarray(y, np.int64), sums(xq, packed))
+    assert y[0, 0] == 128 * k
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3), (64,)])
+@pytest.mark.parametrize("tile_n", [16, 48])
+def test_a_block_has_its_rows(lead, tile_n):
+    arguments = case(*lead)
+    config = Config(tile_n=tile_n, ahead=1)
+    run = functools.partial(ternary_matmul, interpret=True, out_dtype=F32, config=config)
+    y = interpreted(run, *arguments)
+    np.testing.assert_array_equal(y, ternary_matmul_reference(*arguments, out_dtype=F32))
+    exact = interpreted(run, *ones(*arguments))
+    np.testing.assert_array_equal(np.asarray(exact, np.int64), sums(arguments[0], arguments[2]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_what_follows_the_sums(dtype):
+    arguments = case(2, 3)
+    rng = np.random.default_rng(1)
+    rest = {
+        "bias": jnp.asarray(300 * rng.standard_normal(48), dtype),
+        "residual": jnp.asarray(300 * rng.standard_normal((2, 3, 48)), dtype),
+    }
+    xq, x_scale, packed = arguments
+    truth = sums(xq, packed) * np.asarray(x_scale, np.float64)[..., None]
+    truth = truth * np.asarray(packed.row_scale, np.float64)
+    truth = truth + np.asarray(rest["bias"], np.float64) + np.asarray(rest["residual"], np.float64)
+
+    def with_rest(xq, x_scale, packed, bias, residual):
+        return ternary_matmul(
+            xq, x_scale, packed, bias=bias, residual=residual, out_dtype=dtype, interpret=True
+        )
+
+    y = interpreted(with_rest, *arguments, rest["bias"], rest["residual"])
+    assert y.dtype == dtype
+    # one rounding to the dtype, three in float32 of numbers up to 5000
+    np.testing.assert_allclose(
+        np.asarray(y, np.float64), truth, rtol=float(jnp.finfo(dtype).eps) / 2 + 3e-7, atol=2e-3
+    )
+
+
+def test_rows_as_int8():
+    x = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
+    x[3], x[4, 0] = 0, 1e4
+    xq, x_scale = quantize_rows(jnp.asarray(x))
+    a = np.maximum(np.abs(x.astype(np.float64)).max(-1, keepdims=True), 1e-5)
+    np.testing.assert_array_equal(xq, np.clip(np.round(127 * x / a), -128, 127))
+    np.testing.assert_allclose(x_scale, a[:, 0] / 127, rtol=1e-6)
+    wide, _ = quantize_rows(jnp.asarray(x, jnp.bfloat16))  # in float32 whatever came
+    narrow = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+    a = np.maximum(np.abs(narrow).max(-1, keepdims=True), 1e-5)
+    np.testing.assert_array_equal(wide, np.clip(np.round(127 * narrow / a), -128, 127))
+
+
+def shapes(m, n, k):
+    spec = jax.ShapeDtypeStruct
+    packed = Packed(spec((n, k // 4), jnp.uint8), None, None, spec((n,), F32), "ternary")
+    return spec((m, k), jnp.int8), spec((m,), F32), packed
+
+
+SHAPES = [
+    *((2560, 2560), (3840, 2560), (13824, 2560), (2560, 6912), (3200, 3200), (20480, 3200)),
+    *((6144, 4096), (28672, 4096), (4096, 14336), (896, 4864), (48, 64)),
+]
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 16, 33, 64])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_default_configs_can_run(m, n, k):
+    xq, _, packed = shapes(m, n, k)
+    assert why_not(xq, packed, device=H200) is None
+    config = default_config(xq, packed, device=H200)
+    assert kernel.problem(config, m, n, k) is None
+    assert config not in candidates(xq, packed, device=H200)
+    assert bucket(xq, packed).endswith(f"n{n}-k{k}")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "reason"),
+    [
+        (MAX_ROWS + 1, 48, 64, "takes 64 rows of x at most, got 65"),
+        (1, 48, 96, "takes inputs in multiples of 64, fewer than 131072, got 96"),
+        (1, 48, 2**17, "takes inputs in multiples of 64, fewer than 131072, got 131072"),
+        (1, 40, 64, "takes outputs in multiples of 16, got 40"),
+        (0, 48, 64, r"nothing to multiply: x is \[0, 64\], the weight \[48, 64\]"),
+    ],
+)
+def test_what_it_cannot_run(m, n, k, reason):
+    xq, x_scale, packed = shapes(m, n, k)
+    with pytest.raises(NotImplementedError, match=f"cannot run this call: {reason}"):
+        jax.eval_shape(functools.partial(ternary_matmul, interpret=True), xq, x_scale, packed)
+
+
+def test_without_a_gpu():
+    cpu = device_lib.Device("cpu", "cpu")
+    xq, _, packed = shapes(1, 48, 64)
+    assert why_not(xq, packed, device=cpu) == "needs an NVIDIA GPU, found cpu"
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        ternary_matmul(*case(1))
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (Config(tile_n=24), "tile_n must divide the weight's rows and be a multiple of 16"),
+        (Config(tile_n=32), "tile_n must divide the weight's rows and be a multiple of 16"),
+        (Config(tile_n=16, warps=6), "warps must be a multiple of 4, 16 at most"),
+        (Config(tile_n=16, ahead=2), "ahead must be 1 to 1, the turns of a warp"),
+    ],
+)
+def test_a_config_that_does_not_fit(config, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ternary_matmul(*case(1), config=config, interpret=True)
+
+
+def test_a_config_that_is_too_large():
+    problem = kernel.problem(Config(tile_n=1024, warps=16, ahead=1), 64, 1024, 4096)
+    assert problem is not None
+    assert problem.endswith("bytes on chip")
+
+
+@pytest.mark.own_errors
+def test_arguments_that_cannot_be():
+    xq, x_scale, packed = case(2)
+    call = functools.partial(ternary_matmul, interpret=True)
+    with pytest.raises(ValueError, match=r"xq is int8\[2, 64\], not int8 \[.., I\] for a weight"):
+        call(xq[:, :64], x_scale, packed)
+    with pytest.raises(ValueError, match="xq is int32"):
+        call(xq.astype(jnp.int32), x_scale, packed)
+    with pytest.raises(ValueError, match=r"x_scale is float32\[1\], not a float32 for each row"):
+        call(xq, x_scale[:1], packed)
+    with pytest.raises(ValueError, match="the weight is int8, not ternary"):
+        call(xq, x_scale, quantize(jnp.ones((48, 128)), "int8"))
+    with pytest.raises(ValueError, match="out_dtype int8 is not bfloat16, float16 or float32"):
+        call(xq, x_scale, packed, out_dtype=jnp.int8)
+    with pytest.raises(ValueError, match=r"bias is float32\[47\], not floats \[O\] = \[48\]"):
+        call(xq, x_scale, packed, bias=jnp.ones(47))
+    with pytest.raises(ValueError, match=r"the residual is float32\[2, 48\], but the result is"):
+        call(xq, x_scale, packed, residual=jnp.ones((2, 48)))
