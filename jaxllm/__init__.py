@@ -22,6 +22,7 @@ from jaxllm.programs import (
     flatten,
     prefill,
 )
+from jaxllm.quantize import PackedEmbedding, PackedLinear, quantize
 from jaxllm.results import GenerationResult, Timings
 from jaxllm.sampling import Sampling
 from jaxllm.tokenizer import Tokenizer
@@ -39,6 +40,8 @@ __all__ = [
     "GenerationResult",
     "KVCache",
     "ModelConfig",
+    "PackedEmbedding",
+    "PackedLinear",
     "Rope",
     "Runtime",
     "Sampling",
@@ -59,6 +62,7 @@ __all__ = [
     "load",
     "ops",
     "prefill",
+    "quantize",
     "save",
     "shipped_checkpoint",
     "stream",

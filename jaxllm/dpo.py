@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm import lora, ops
 from jaxllm.data import PreferenceExample, preference_batch
-from jaxllm.layers import Linear
+from jaxllm.layers import Embedding, Linear
 from jaxllm.model import Transformer
 from jaxllm.train import IGNORE, Batch, Loss
 
@@ -38,7 +38,7 @@ def log_probs(model: Transformer, batch: Batch) -> Float[Array, " B"]:
     head = model.embed_tokens if model.lm_head is None else model.lm_head
     targets = jnp.asarray(batch["targets"])
     with jax.named_scope("log_probs"):
-        if model.lm_head is not None and type(model.lm_head) is not Linear:
+        if type(head) not in (Linear, Embedding):
             return jnp.sum(_log_probs(model.head(hidden), targets), axis=-1)
         each = ops.linear_log_probs(
             hidden,

@@ -21,13 +21,14 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-from jaxllm import data, fp8, lora, metrics, optimizers, precision, quantize, train
+from jaxllm import data, fp8, lora, metrics, optimizers, precision, train
 from jaxllm.checkpoint import hf
 from jaxllm.checkpoint.folder import find_folder, read_config, stated_dtype
 from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.config import DTYPES, ModelConfig, Runtime
 from jaxllm.generate import generate
 from jaxllm.model import Transformer
+from jaxllm.quantize import QLORA_GROUP_SIZE, quantize
 from jaxllm.records import ON_LONG
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.trainer import Fitted, Trainer
@@ -348,7 +349,7 @@ def _build(recipe: Recipe) -> Transformer:
     with _on_host() if recipe.method == "qlora" else contextlib.nullcontext():
         model, _ = hf.load(recipe.model, dtype, runtime)
     if recipe.method == "qlora":
-        quantize.quantize_linears(model, "int4", from_host=True)
+        quantize(model, "int4", QLORA_GROUP_SIZE, from_host=True)
     elif policy.fp8:
         fp8.use_fp8(model)
     if recipe.method != "full":

@@ -23,11 +23,12 @@ from flax import nnx
 from jax.extend.core import Literal
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxllm import aot, fp8, lora, quantize, train
+from jaxllm import aot, fp8, lora, train
 from jaxllm.config import REMAT, ModelConfig, Runtime
 from jaxllm.model import Transformer
 from jaxllm.optimizers import adamw_8bit
 from jaxllm.precision import policy as policy_named
+from jaxllm.quantize import QLORA_GROUP_SIZE, WORKING_BYTES, quantize
 
 # From what costs no time to what costs most; each needs less memory than the one before
 ORDER = ("none", "dots", "save_attention", "full", "offload")
@@ -116,7 +117,7 @@ def plan(
     remat: str = "none",
     optimizer: str | optax.GradientTransformation = "adamw",
     micro_batches: int = 1,
-    group_size: int = 64,
+    group_size: int = QLORA_GROUP_SIZE,
     card: str = "h200",
     target: str | None = "h200",
     **adapters: Any,
@@ -208,7 +209,7 @@ class _Recipe:
             self.config, Runtime(chosen.compute_dtype, stored, remat=remat), rngs=nnx.Rngs(0)
         )
         if self.group_size is not None:
-            quantize.quantize_linears(model, "int4", group_size=self.group_size)
+            quantize(model, "int4", self.group_size)
         elif chosen.fp8:
             fp8.use_fp8(model)
         if self.rank is not None:
@@ -232,9 +233,9 @@ class _Step:
         self.rows = _rows(batch, seq)
         trained, frozen = self.state.params, self.state.frozen
         self.weights = _bytes((trained, frozen))
-        packed = [x.size for name, x in frozen.items() if name.endswith(".packed")]
+        packed = [x.size for name, x in frozen.items() if name.endswith(".codes")]
         wide = jnp.dtype(chosen.compute_dtype).itemsize
-        self.packing = self.weights + 2 * max(packed, default=0) * (wide + quantize.WORKING_BYTES)
+        self.packing = self.weights + 2 * max(packed, default=0) * (wide + WORKING_BYTES)
         self.moments = _bytes(self.state.opt_state)
         self.trained = _count(trained)
         self.parameters = _parameters(recipe)

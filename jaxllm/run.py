@@ -131,7 +131,8 @@ class Run:
 
         Those are one layer's MLP in a prefill, its scores where attention has them in memory, its
         keys and values where the cache has codes of them, and the weights once more where they are
-        not computed with as they are stored (a CPU computes in float32 whatever is asked).
+        not computed with as they are stored (a CPU computes in float32 whatever is asked): of
+        packed ones, the largest.
         """
         config, batch = self.config, self.batch
         cache = jax.eval_shape(lambda: KVCache.create(config, batch, self.capacity, self.kv_dtype))
@@ -156,8 +157,12 @@ class Run:
         numbers = dtype.itemsize * max(numbers, default=0)
         mlp = 3 * dtype.itemsize * batch * chunk * config.intermediate_size
         vocabulary = batch * config.vocab_size * (4 * 3 + (5 if self.penalties else 0))
-        cast = sum(x.size * dtype.itemsize for x in self.weights.arrays if x.dtype != dtype)
-        return kept + scores + numbers + mlp + vocabulary + cast
+        narrow = [x for x in self.weights.arrays if x.dtype.itemsize == 1]
+        wide = (x for x in self.weights.arrays if x.dtype.itemsize > 1 and x.dtype != dtype)
+        cast = sum(x.size * dtype.itemsize for x in wide)
+        # Two numbers a byte in the dtype, or four in int8
+        unpacked = max((x.size * (1 + (x.dtype == jnp.uint8)) for x in narrow), default=0)
+        return kept + scores + numbers + mlp + vocabulary + cast + unpacked * dtype.itemsize
 
     def _attention(self, q: Any, keywords: Mapping[str, Any]) -> str:
         return ops.chosen("attention", q, **keywords, implementation=self.implementation)

@@ -25,7 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm import fusion, ops
-from jaxllm.layers import Linear
+from jaxllm.layers import Embedding, Linear
 from jaxllm.model import Transformer
 from jaxllm.optimizers import apply_updates_stochastically
 from jaxllm.precision import NoScale, Scale
@@ -122,7 +122,7 @@ def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[
     head = model.embed_tokens if model.lm_head is None else model.lm_head
     choice = model.runtime.implementation
     with jax.named_scope("loss"):
-        if model.lm_head is not None and type(model.lm_head) is not Linear:
+        if type(head) not in (Linear, Embedding):
             return ops.cross_entropy(model.head(hidden), batch["targets"])
         return ops.linear_cross_entropy(
             hidden,

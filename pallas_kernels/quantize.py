@@ -71,8 +71,7 @@ def quantize(
     if mx_rule not in ("floor", "even", "ceil"):
         raise ValueError(f"quantize: mx_rule is 'floor', 'even' or 'ceil'; got {mx_rule!r}")
     group_size = check_group_size(scheme, w.shape[1], group_size)
-    if not isinstance(w, Tracer) and not bool(jnp.isfinite(w).all()):
-        raise ValueError("quantize: the weight has numbers that are NaN or infinite")
+    check_finite(w, "the weight")
     return _quantize(jnp.asarray(w), scheme, group_size, zero_points, mx_rule)
 
 
@@ -131,7 +130,7 @@ def take_rows(packed: Packed, rows: Int[Array, " R"]) -> Packed:
     )
 
 
-def default_group_size(scheme: str, inputs: int) -> int | None:
+def default_group_size(scheme: str, inputs: int, *, of: str = "") -> int | None:
     """int4: the largest of 128, 64 and 32 that divides the inputs, else their largest even divisor
     below 128; 16 for nvfp4, 32 for MX, None (no groups) for the others.
 
@@ -141,7 +140,9 @@ def default_group_size(scheme: str, inputs: int) -> int | None:
         return _FIXED_GROUPS.get(scheme)
     sizes = [size for size in (128, 64, 32, *range(126, 1, -2)) if inputs % size == 0]
     if not sizes:
-        raise ValueError(f"quantize: int4 packs two inputs in a byte, and {inputs} is odd")
+        raise ValueError(
+            f"quantize: int4 packs two inputs in a byte, and the {inputs} inputs{of} are odd"
+        )
     return sizes[0]
 
 
@@ -151,13 +152,22 @@ def check_scheme(scheme: str) -> None:
         raise ValueError(f"quantize: scheme {scheme!r} is not one of {', '.join(SCHEMES)}")
 
 
-def check_group_size(scheme: str, inputs: int, group_size: int | None) -> int | None:
+def check_finite(w: Float[Array, "O I"], name: str) -> None:
+    """Raises: ValueError if a concrete weight, which `name` tells, has NaN or infinite numbers."""
+    if not isinstance(w, Tracer) and not bool(jnp.isfinite(w).all()):
+        raise ValueError(f"quantize: {name} has numbers that are NaN or infinite")
+
+
+def check_group_size(
+    scheme: str, inputs: int, group_size: int | None, *, of: str = ""
+) -> int | None:
     """The group size for a weight of so many inputs, the scheme's own if None.
 
+    of: what an error says behind "inputs", such as " of layers.0.mlp.down_proj".
     Raises: ValueError if the scheme does not have it or it does not divide the inputs evenly.
     """
     if group_size is None:
-        group_size = default_group_size(scheme, inputs)
+        group_size = default_group_size(scheme, inputs, of=of)
     fixed = _FIXED_GROUPS.get(scheme)
     if fixed and group_size != fixed:
         raise ValueError(f"quantize: {scheme} has groups of {fixed}, not of {group_size}")
@@ -167,14 +177,17 @@ def check_group_size(scheme: str, inputs: int, group_size: int | None) -> int | 
                 f"quantize: ternary has one scale a weight, and no groups of {group_size}"
             )
         if inputs % 4:
-            raise ValueError(f"quantize: ternary packs four inputs in a byte, not {inputs} evenly")
+            raise ValueError(
+                f"quantize: ternary packs four inputs in a byte, and the {inputs} inputs{of} do "
+                "not divide by four"
+            )
     if group_size is None:
         return None
     even = scheme == "int4"
     if group_size < 1 or inputs % group_size or (even and group_size % 2):
         raise ValueError(
-            f"quantize: groups of {group_size} do not divide {inputs} inputs evenly; the size must "
-            f"be {'even and ' if even else ''}a divisor"
+            f"quantize: groups of {group_size} do not divide the {inputs} inputs{of} evenly"
+            + ("" if fixed else f"; the size must be {'even and ' * even}a divisor")
         )
     return group_size
 

@@ -53,6 +53,16 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.matmul_few_rows pallas_kernels.matmul_kernel "
         "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
+    "pallas_kernels.quantized_unpack": "",
+    "pallas_kernels.quantized_matmul_kernel": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.packed "
+        "pallas_kernels.quantized_unpack"
+    ),
+    "pallas_kernels.quantized_matmul": (
+        "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantize "
+        "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_unpack "
+        "pallas_kernels.tuned"
+    ),
     "pallas_kernels.lane_code": "",
     "pallas_kernels.ternary_matmul_kernel": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
@@ -166,7 +176,7 @@ MAY_IMPORT = {
     "jaxllm.train": (
         "jaxllm.fusion jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision"
     ),
-    "jaxllm.quantize": "jaxllm.layers jaxllm.ops jaxllm.ops.linear",
+    "jaxllm.quantize": f"{KERNELS} jaxllm.layers jaxllm.ops",
     "jaxllm.fp8": "jaxllm.layers jaxllm.quantize",
     "jaxllm.checkpoint.shipped": "",
     "jaxllm.checkpoint.bitnet": "",

@@ -1,9 +1,16 @@
-"""Every projection, embedding and head: a product with a weight [out, in], a gather of rows."""
+"""Every projection, embedding and head: a product with a weight [out, in], a gather of rows.
+
+A weight, or a table, is an array or a `Packed`: codes and scales. Of a packed one nothing is
+learned: only x and the bias have a gradient, and no array of the weight's size is kept for it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +23,9 @@ from pallas_kernels.embedding import embedding_reference
 from pallas_kernels.embedding import why_not as why_not_embedding
 from pallas_kernels.matmul import matmul as matmul_kernel
 from pallas_kernels.matmul import why_not as why_not_matmul
+from pallas_kernels.packed import Packed
+from pallas_kernels.quantize import dequantize, take_rows
+from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
 
 
 def precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
@@ -25,7 +35,7 @@ def precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
 
 def linear(
     x: Float[Array, "*B I"],
-    weight: Float[Array, "O I"],
+    weight: Float[Array, "O I"] | Packed,
     bias: Float[Array, " O"] | None = None,
     *,
     out_dtype: jnp.dtype | None = None,
@@ -33,14 +43,23 @@ def linear(
 ) -> Float[Array, "*B O"]:
     """x @ weight.T + bias, with the weight stored [out, in] as checkpoints have it.
 
-    Dtypes: weight and bias are cast to x's dtype; sums are float32; the result has `out_dtype`, x's
-    if None.
+    Dtypes: an array and the bias are cast to x's dtype; sums are float32; the result has
+    `out_dtype`, x's if None. A packed weight's numbers are rounded to x's dtype without their row
+    scale, which the sums are multiplied by. Where it is ternary, x becomes int8 a token (BitNet
+    b1.58), and the gradient is that of x at the ternary weight.
+    Raises: ValueError for a packed weight whose inputs are not x's width.
     """
+    if isinstance(weight, Packed) and weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"linear: x has {x.shape[-1]} inputs, but the packed weight is {list(weight.shape)}"
+        )
     run = select("linear", LINEAR, implementation, x, weight, bias, out_dtype=out_dtype)
     return run(x, weight, bias, out_dtype=out_dtype)
 
 
 def _linear_xla(x, weight, bias, *, out_dtype):
+    if isinstance(weight, Packed):
+        return _packed_linear(_packed_xla, jnp.dtype(out_dtype or x.dtype), x, weight, bias)
     y = jax.lax.dot_general(
         x,
         weight.astype(x.dtype),
@@ -48,9 +67,15 @@ def _linear_xla(x, weight, bias, *, out_dtype):
         precision=precision(x.dtype),
         preferred_element_type=out_dtype or x.dtype,
     )
-    if bias is not None:
-        y = y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias.shape)
-    return y
+    return _add_bias(y, bias)
+
+
+def _add_bias(y, bias):
+    return y if bias is None else y + _in_last_axis(bias.astype(y.dtype), y.ndim)
+
+
+def _in_last_axis(vector, ndim: int):
+    return vector.reshape((1,) * (ndim - 1) + vector.shape)
 
 
 def _linear_pallas(x, weight, bias=None, *, out_dtype=None, interpret=False):
@@ -68,6 +93,8 @@ def _linear_pallas(x, weight, bias=None, *, out_dtype=None, interpret=False):
 
 def _linear_pallas_why_not(x, weight, bias=None, *, out_dtype=None, device):
     del bias
+    if isinstance(weight, Packed):
+        return "the weight is packed"
     rows = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
     weight = jax.ShapeDtypeStruct(weight.shape, x.dtype)  # it is cast
     return why_not_matmul(rows, weight, transpose_b=True, out_dtype=out_dtype, device=device)
@@ -80,24 +107,105 @@ def _linear_pallas_not_auto(x, weight, bias=None, *, out_dtype=None, device):
     return "a model decodes faster where XLA joins products with what stands before and behind them"
 
 
+def _packed_xla(x, packed: Packed, bias, out_dtype):
+    """By XLA, with a weight that is made for this one product."""
+    # Behind the barrier with x the weight is made when it is needed: not for all layers at the
+    # start of the program, and not in front of a loop over micro-batches.
+    x, packed = jax.lax.optimization_barrier((x, packed))
+    if packed.scheme == "ternary":
+        y = ternary_matmul_reference(*quantize_rows(x), packed, out_dtype=out_dtype)
+        return _add_bias(y, bias)
+    weight, scale = _parts(packed, x.dtype)
+    y = jax.lax.dot_general(
+        x,
+        weight,
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=precision(x.dtype),
+        preferred_element_type=out_dtype if scale is None else jnp.float32,
+    )
+    y = y if scale is None else (y * _in_last_axis(scale, y.ndim)).astype(out_dtype)
+    return _add_bias(y, bias)
+
+
+def _parts(packed: Packed, dtype) -> tuple[Array, Array | None]:
+    """The weight without its row scale, which would round its numbers, and that scale."""
+    return dequantize(dataclasses.replace(packed, row_scale=None), dtype), packed.row_scale
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _packed_linear(run: Any, out_dtype: Any, x, packed: Packed, bias):
+    return run(x, packed, bias, out_dtype)
+
+
+def _packed_forward(run, out_dtype, x, packed, bias):
+    like = jnp.zeros((0,), x.dtype), None if bias is None else jnp.zeros((0,), bias.dtype)
+    return run(x, packed, bias, out_dtype), (packed, like)
+
+
+def _packed_backward(run, out_dtype, saved, d_y):
+    del run, out_dtype
+    packed, (like_x, like_bias) = saved
+    # Without the barrier, XLA would see the forward pass's weight in this one, and keep that.
+    d_y, packed = jax.lax.optimization_barrier((d_y, packed))
+    d_bias = None
+    if like_bias is not None:
+        d_bias = jnp.sum(d_y, axis=tuple(range(d_y.ndim - 1))).astype(like_bias.dtype)
+    weight, scale = _parts(packed, like_x.dtype)
+    if scale is not None:
+        d_y = d_y.astype(jnp.float32) * _in_last_axis(scale, d_y.ndim)
+    d_x = jax.lax.dot_general(
+        d_y.astype(like_x.dtype),
+        weight,
+        (((d_y.ndim - 1,), (0,)), ((), ())),
+        precision=precision(like_x.dtype),
+        preferred_element_type=like_x.dtype,
+    )
+    return d_x, None, d_bias
+
+
+_packed_linear.defvjp(_packed_forward, _packed_backward)
+
+
 def embedding(
-    table: Float[Array, "V D"],
+    table: Float[Array, "V D"] | Packed,
     ids: Int[Array, "*B"],
     *,
     scale: float | None = None,
     dtype: jnp.dtype | None = None,
     implementation: str | Mapping[str, str] = "auto",
 ) -> Float[Array, "*B D"]:
-    """Rows of the table in `dtype` (the table's if None), times `scale`, rounded to that dtype.
+    """Rows of the table in `dtype` (the table's if None, float32 of a packed one), times `scale`,
+    rounded to that dtype.
 
     Traced ids outside the table are clamped to its ends. Raises: ValueError for concrete ones,
     and if the ids are no integers or the table is not [V, D] of floating point.
     """
-    check_embedding(table, ids, scale, dtype)
+    dtype = jnp.float32 if isinstance(table, Packed) and dtype is None else dtype
+    check_embedding(_as_array(table), ids, scale, dtype)
     kwargs = {"scale": scale, "dtype": dtype}
     return select("embedding", EMBEDDING, implementation, table, ids, **kwargs)(
         table, ids, **kwargs
     )
+
+
+def _as_array(table: Array | Packed) -> Any:
+    if not isinstance(table, Packed):
+        return table
+    return jax.ShapeDtypeStruct(table.shape, jnp.float32)
+
+
+def _embedding_xla(table, ids, *, scale, dtype):
+    if not isinstance(table, Packed):
+        return embedding_reference(table, ids, scale=scale, dtype=dtype)
+    rows = dequantize(take_rows(table, ids.reshape(-1)), dtype)
+    rows = rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
+    return rows.reshape(*ids.shape, table.shape[1])
+
+
+def _embedding_why_not(table, ids, **kwargs) -> str | None:
+    if isinstance(table, Packed):
+        return "the table is packed"
+    return why_not_embedding(table, ids, **kwargs)
 
 
 def _embedding_not_auto(table, ids, **kwargs) -> str | None:
@@ -110,6 +218,6 @@ LINEAR: Table = {
     "xla": Implementation(_linear_xla),
 }
 EMBEDDING: Table = {
-    **pallas(embedding_kernel, why_not_embedding, _embedding_not_auto),
-    "xla": Implementation(embedding_reference),
+    **pallas(embedding_kernel, _embedding_why_not, _embedding_not_auto),
+    "xla": Implementation(_embedding_xla),
 }

@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 from tiny_models import TINY, build, logits
 
-from jaxllm import dpo, fp8, lora, quantize, train
+from jaxllm import dpo, fp8, lora, train
 from jaxllm.data import Example, PreferenceExample, PreferenceLoader, preference_batch
+from jaxllm.quantize import quantize
 
 SMALL = dataclasses.replace(TINY, num_hidden_layers=1, layer_types=TINY.layer_types[:1])
 LENGTH = 12
@@ -184,7 +185,7 @@ def test_batches_that_will_not_do():
 def test_a_head_that_is_more_than_a_matrix(head):
     model, batch = build(SMALL), preference_batch(make_pairs(), LENGTH)
     if head == "packed":
-        quantize.quantize_linears(model, group_size=8, keep=())
+        quantize(model, "int4", 8, head="int4")
     elif head == "fp8":
         fp8.use_fp8(model, keep=())
     else:

@@ -19,7 +19,7 @@ import jaxllm
 from jaxllm import lora, train
 from jaxllm.config import Runtime
 from jaxllm.layers import Linear
-from jaxllm.quantize import quantize_linears
+from jaxllm.quantize import quantize
 
 # One layer: less to compile
 SMALL = dataclasses.replace(TINY, num_hidden_layers=1, layer_types=TINY.layer_types[:1])
@@ -318,7 +318,7 @@ def test_only_adapters_are_trained():
 @TWO_KINDS
 def test_beside_packed_weights(kind, tmp_path):
     model, text = build(SMALL), tokens(2, 7)
-    quantize_linears(model, group_size=8)
+    quantize(model, "int4", 8)
     base = logits(model, text)
     lora.add_adapters(model, kind=kind, rank=3, rngs=nnx.Rngs(1))
     np.testing.assert_allclose(logits(model, text), base, **ROUNDING)
@@ -328,7 +328,7 @@ def test_beside_packed_weights(kind, tmp_path):
     optimizer = optax.sgd(0.1)
     state = train.init_state(model, optimizer, trainable=lora.is_adapter)
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
-    frozen = [name for name in state.frozen if name.endswith("packed")]
+    frozen = [name for name in state.frozen if name.endswith("codes")]
     assert frozen
     start = {name: np.asarray(x) for name, x in state.all_params.items()}
     after, _ = train.make_train_step(model, optimizer)(state, batch)

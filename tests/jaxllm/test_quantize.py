@@ -1,4 +1,7 @@
+import dataclasses
+import importlib
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,88 +10,108 @@ import optax
 import pytest
 import tiny_models
 from flax import nnx
-from tiny_models import TINY
+from numerics import assert_as_accurate
+from tiny_models import ALL, TINY
 
-from jaxllm import aot, lora, quantize, train
+import jaxllm
+from jaxllm import aot, lora, train
 from jaxllm.config import Runtime
 from jaxllm.layers import Linear
 from jaxllm.model import Transformer
+from jaxllm.ops.linear import _packed_linear, _packed_xla
+from jaxllm.quantize import KEEP, PackedEmbedding, PackedLinear, linears
+from pallas_kernels.packed import SCHEMES
+from pallas_kernels.quantize import dequantize
+from pallas_kernels.quantize import quantize as pack
+from pallas_kernels.ternary_matmul import quantize_rows
 
 REASON = aot.why_not()
+MODULE = importlib.import_module("jaxllm.quantize")  # its function has the same name
 G = 8  # divides the widths of TINY
+# Widths that every scheme divides
+EVEN = dataclasses.replace(TINY, hidden_size=32, intermediate_size=64)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def draw(*shape: int, dtype=np.float32, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def unpack(packed: np.ndarray) -> np.ndarray:
-    """Codes, in NumPy: the lower half of a byte first."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+class Rounding(Linear):
+    """The product that ternary weights have, with a weight that is no longer packed."""
+
+    def __call__(self, x, *, out_dtype=None):
+        xq, scale = quantize_rows(x)
+        return super().__call__(xq.astype(x.dtype) * scale[..., None].astype(x.dtype))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("group", [2, 16, 48])
-def test_no_number_is_further_than_half_a_scale(dtype, group):
-    weight = draw(5, 96, dtype=dtype)
-    packed, scale = quantize.quantize(weight, "int4", group)
-    assert (packed.shape, packed.dtype) == ((5, 48), jnp.uint8)
-    assert (scale.shape, scale.dtype) == ((5, 96 // group), weight.dtype)
-    quotients = unpack(np.asarray(packed)).astype(np.float64) - 8
-    assert np.abs(quotients).max() == 7
-    wide = np.repeat(np.asarray(scale, np.float64), group, axis=-1)
-    stands_for, truth = quotients * wide, np.asarray(weight, np.float64)
-    # The quotient is rounded once to float32 before it is rounded to an integer
-    assert np.all(np.abs(stands_for - truth) <= 0.5 * wide * (1 + 1e-6))
-    assert not np.all(np.abs(stands_for - truth) <= 0.45 * wide)
-    # Seven times a scale of 8 bits has 11, so bfloat16 rounds it once; in float32 it is exact
-    ours = np.asarray(quantize.dequantize(packed, scale))
-    np.testing.assert_array_equal(ours, stands_for.astype(np.float32).astype(ours.dtype))
+def layers(scheme: str, dtype: str = "float32", bias: bool = True) -> tuple[PackedLinear, Linear]:
+    """A packed layer, and a plain one with the weight that it stands for, in float32."""
+    weight = Linear(64, 12, bias=bias, runtime=Runtime(dtype), rngs=nnx.Rngs(0))
+    tiny_models.fill(weight)
+    packed = PackedLinear(pack(weight.weight[...], scheme), weight.bias, dtype=dtype)
+    kind = Rounding if scheme == "ternary" else Linear
+    plain = kind(64, 12, bias=bias, runtime=Runtime("float32"), rngs=nnx.Rngs(0))
+    plain.weight.set_value(dequantize(packed.packed))
+    plain.bias = weight.bias
+    return packed, plain
 
 
-def test_codes_and_their_order_in_a_byte():
-    weight = jnp.asarray([[7.0, -7.0, 0.4, 3.6, 0.0, 0.0, 0.0, 0.0]])
-    packed, scale = quantize.quantize(weight, "int4", 4)
-    np.testing.assert_array_equal(scale, [[1.0, 1.0]])  # of zeros it is 1
-    np.testing.assert_array_equal(packed, [[15 | 1 << 4, 8 | 12 << 4, 0x88, 0x88]])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_product_is_that_of_the_weight_it_stands_for(scheme, strict_jax):
+    packed, plain = layers(scheme)
+    x = draw(3, 5, 64)
+    ours, other = packed(x), plain(x)
+    assert ours.dtype == jnp.float32
+    # Of sums of 64 numbers of about 1, scaled before or after
+    np.testing.assert_allclose(ours, other, atol=2e-6)
 
 
-def layers(dtype: str = "float32", bias: bool = True) -> tuple[Linear, quantize.Int4Linear, Linear]:
-    """A layer, its packed form, and a plain one with the weight that the packed one stands for."""
-    runtime = Runtime(dtype)
-    linear, plain = (Linear(32, 12, bias=bias, runtime=runtime, rngs=nnx.Rngs(0)) for _ in range(2))
-    tiny_models.fill(linear)
-    packed = quantize.Int4Linear(linear, group_size=G)
-    plain.weight.set_value(packed.dequantize())
-    plain.bias = linear.bias
-    return linear, packed, plain
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_product_in_bfloat16(scheme, strict_jax):
+    """As accurate as with the weight rounded to bfloat16, and more so: int8 and what NVFP4 and MX
+    have before the tensor's scale are exact there.
+    """
+    packed, plain = layers(scheme, "bfloat16", bias=False)
+    x = draw(3, 5, 64, dtype=jnp.bfloat16)
+    rows = np.asarray(x, np.float64)
+    if scheme == "ternary":
+        xq, scale = quantize_rows(x)
+        rows = np.asarray(xq, np.float64) * np.asarray(scale, np.float64)[..., None]
+    weight = np.asarray(plain.weight[...], np.float64)
+    truth = rows @ weight.T
+    rounded = jnp.asarray(weight, jnp.bfloat16)
+    for out_dtype in (jnp.float32, jnp.bfloat16):
+        ours = packed(x, out_dtype=out_dtype)
+        assert ours.dtype == out_dtype
+        other = jaxllm.ops.linear(jnp.asarray(rows, jnp.bfloat16), rounded, out_dtype=out_dtype)
+        assert_as_accurate(ours, other, truth)
+    exact = np.abs(np.asarray(packed(x, out_dtype=jnp.float32), np.float64) - truth).max()
+    if scheme in ("int8", "fp8", "nvfp4", "mxfp4", "mxfp8", "ternary"):
+        assert exact < 1e-5
+    else:
+        assert exact > 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_product_is_that_of_the_weight_it_stands_for(dtype):
-    linear, packed, plain = layers(dtype)
-    x = draw(3, 5, 32, dtype=dtype)
-    for out_dtype in (None, jnp.float32):
-        ours, other = packed(x, out_dtype=out_dtype), plain(x, out_dtype=out_dtype)
-        assert ours.dtype == other.dtype
-        np.testing.assert_array_equal(ours, other)
-    assert not np.allclose(packed(x), linear(x), atol=1e-2)  # four bits do round
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_are_those_of_the_weight_it_stands_for(scheme, strict_jax):
+    packed, plain = layers(scheme)
+    x, out = draw(3, 5, 64), draw(3, 5, 12, seed=1)
 
+    def gradients(layer):
+        graph, bias, rest = nnx.split(layer, lambda path, _: path[-1] == "bias", ...)
 
-def test_gradients_are_those_of_the_weight_it_stands_for():
-    _, packed, plain = layers()
-    x = draw(3, 5, 32)
+        def loss(bias, x):
+            return jnp.sum(nnx.merge(graph, bias, rest)(x) * out)
 
-    def loss(layer, x):
-        return jnp.sum(jnp.sin(layer(x)))
+        d_bias, d_x = jax.grad(loss, (0, 1))(bias, x)
+        return d_bias["bias"][...], d_x
 
-    ours, other = (jax.grad(lambda x, m=m: loss(m, x))(x) for m in (packed, plain))
-    np.testing.assert_array_equal(ours, other)
-    graph, bias, rest = nnx.split(packed, lambda path, _: path[-1] == "bias", ...)
-    other_graph, other_bias, other_rest = nnx.split(plain, lambda path, _: path[-1] == "bias", ...)
-    ours = jax.grad(lambda b: loss(nnx.merge(graph, b, rest), x))(bias)
-    other = jax.grad(lambda b: loss(nnx.merge(other_graph, b, other_rest), x))(other_bias)
-    np.testing.assert_array_equal(ours["bias"][...], other["bias"][...])
+    d_bias, d_x = gradients(packed)
+    # Straight through: that of a plain product, though ternary ones round x
+    expected = np.einsum("bto,oi->bti", out, plain.weight[...])
+    np.testing.assert_allclose(d_x, expected, atol=2e-6)
+    np.testing.assert_allclose(d_bias, out.sum((0, 1)), rtol=1e-6)
 
 
 def residuals(layer, x) -> list[tuple[int, ...]]:
@@ -99,11 +122,11 @@ def residuals(layer, x) -> list[tuple[int, ...]]:
 
 
 def test_no_dequantised_weight_is_saved():
-    _, packed, plain = layers(bias=False)
-    x = draw(4, 32)
-    assert (12, 32) in residuals(plain, x)
-    assert (12, 32) not in residuals(packed, x)
-    assert (12, 16) in residuals(packed, x)
+    packed, plain = layers("int4", bias=False)
+    x = draw(4, 64)
+    assert (12, 64) in residuals(plain, x)
+    assert (12, 64) not in residuals(packed, x)
+    assert (12, 32) in residuals(packed, x)
 
 
 @pytest.mark.skipif(REASON is not None, reason=f"tests that compile for a GPU: {REASON}")
@@ -113,21 +136,19 @@ def test_the_backward_pass_of_a_program_makes_its_weights_again():
     """
 
     def temporary_bytes(barrier) -> int:
-        shapes = [(512, 256), (512, 32)] * 6
-        dtypes = [jnp.uint8, jnp.bfloat16] * 6
-        weights = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+        weight = jax.eval_shape(lambda: pack(jnp.zeros((512, 512), jnp.bfloat16), "int4", 16))
         x = jax.ShapeDtypeStruct((16, 512), jnp.bfloat16)
 
         def total(x, weights):
-            for packed, scale in zip(weights[::2], weights[1::2], strict=True):
-                x = jnp.sin(quantize._product(jnp.dtype("bfloat16"), "xla", x, packed, scale))
+            for packed in weights:
+                x = jnp.sin(_packed_linear(_packed_xla, jnp.dtype("bfloat16"), x, packed, None))
             return jnp.sum(x.astype(jnp.float32))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax.lax, "optimization_barrier", barrier)
             # The library's own product: no emitter that dequantises inside it
             options = {"xla_gpu_enable_triton_gemm": False}
-            program = aot.compile_for(jax.grad(total), x, weights, compiler_options=options)
+            program = aot.compile_for(jax.grad(total), x, [weight] * 6, compiler_options=options)
         return program.temporary_bytes - 2**22  # cuBLAS's own
 
     weight = 512 * 512 * 2
@@ -137,75 +158,173 @@ def test_the_backward_pass_of_a_program_makes_its_weights_again():
     assert shared > 5 * weight, shared / weight
 
 
-def test_a_packed_model_keeps_head_and_embedding_and_follows_its_dense_twin():
-    model, twin = (tiny_models.build(TINY) for _ in range(2))
-    quantize.quantize_linears(model, group_size=G)
-    names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    assert {"lm_head.weight", "embed_tokens.weight", "layers.0.mlp.up_proj.packed"} <= names
-    assert "layers.1.self_attn.q_proj.weight" not in names
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, quantize.Int4Linear):
-            other = twin
-            for part in path:
-                other = other[part] if isinstance(part, int) else getattr(other, part)
-            other.weight.set_value(module.dequantize())
+# -------------------------------------------------------------------------------- whole models
+
+
+def dense_twin(model: Transformer, twin: Transformer) -> Transformer:
+    """The twin, with the weights that the model's packed ones stand for."""
+    for path, module in list(nnx.iter_modules(model)):
+        if not isinstance(module, (PackedLinear, PackedEmbedding)):
+            continue
+        parent: Any = twin
+        for part in path[:-1]:
+            parent = parent[part] if isinstance(part, int) else getattr(parent, str(part))
+        other = getattr(parent, str(path[-1]))
+        if module.scheme == "ternary":
+            rounding = Rounding(2, 2, runtime=Runtime("float32"), rngs=nnx.Rngs(0))
+            rounding.weight, rounding.bias = other.weight, other.bias
+            setattr(parent, str(path[-1]), rounding)
+            other = rounding
+        other.weight.set_value(dequantize(module.packed))
+    return twin
+
+
+CALLS = [
+    *((EVEN, scheme, None) for scheme in SCHEMES),
+    (EVEN, "int4", "int8"),
+    (dataclasses.replace(EVEN, tie_word_embeddings=True), "int4", "int8"),
+    (dataclasses.replace(EVEN, tie_word_embeddings=True), "mxfp8", "nvfp4"),
+    (ALL, "int8", "int8"),
+]
+
+
+@pytest.mark.parametrize(("config", "scheme", "head"), CALLS)
+def test_a_model_follows_its_dense_twin_to_the_same_tokens(config, scheme, head):
+    model, twin = (tiny_models.build(config, Runtime("float32")) for _ in range(2))
+    jaxllm.quantize(model, scheme, head=head)
+    dense_twin(model, twin)
     tokens = tiny_models.tokens(2, 7)
     ours, other = tiny_models.logits(model, tokens), tiny_models.logits(twin, tokens)
-    # The same products; XLA fuses what stands around them otherwise
-    np.testing.assert_allclose(ours, other, atol=1e-5)
-    plain = tiny_models.logits(tiny_models.build(TINY), tokens)
-    assert not np.allclose(ours, plain, atol=1e-2)
+    # The same products; what stands around them is fused otherwise, and int8 rows of x may then
+    # round to the other side
+    np.testing.assert_allclose(ours, other, atol=2e-5 if scheme != "ternary" else 0.1)
+    plain = tiny_models.logits(tiny_models.build(config, Runtime("float32")), tokens)
+    assert not np.allclose(ours, plain, atol=1e-3)
+    prompts = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    results = [
+        jaxllm.generate(m, None, prompts, max_new_tokens=24, stop_ids=[]) for m in (model, twin)
+    ]
+    assert results[0].tokens == results[1].tokens
+
+
+def test_what_is_packed_and_what_stays():
+    model = tiny_models.build(EVEN)
+    jaxllm.quantize(model, "int4", G, keep=("down_proj", "layers.0.self_attn.*"))
+    names = tiny_models.weights(model).keys()
+    stays = {"lm_head.weight", "embed_tokens.weight", "layers.0.self_attn.q_proj.weight"}
+    stays |= {"layers.0.mlp.down_proj.weight", "layers.1.mlp.down_proj.weight", "norm.weight"}
+    assert stays <= names
+    assert {"layers.0.mlp.up_proj.codes", "layers.1.self_attn.q_proj.scale"} <= names
+    assert not any(name.endswith(("zero", "row_scale")) for name in names)
+    packed: Any = model.layers[1].self_attn.q_proj
+    assert packed.group_size == G
+
+
+def test_one_table_serves_gather_and_head():
+    config = dataclasses.replace(EVEN, tie_word_embeddings=True, scale_embedding=True)
+    model, plain = (tiny_models.build(config, Runtime("float32")) for _ in range(2))
+    jaxllm.quantize(model, "int4", head="int8")
+    table = model.embed_tokens
+    assert isinstance(table, PackedEmbedding)
+    ids = tiny_models.tokens(2, 3)
+    rows = dequantize(table.packed)[np.asarray(ids)]
+    np.testing.assert_allclose(table(ids), rows * np.float32(32**0.5), rtol=1e-6)
+    np.testing.assert_allclose(table(ids), plain.embed_tokens(ids), atol=0.05)
+    with pytest.raises(ValueError, match="^embedding: ids go from 61 to 61"):
+        table(jnp.asarray([61]))
+
+
+def test_a_packed_head_is_trained_beside():
+    """The loss has all logits then: there is no matrix to hand over."""
+    for tied in (False, True):
+        config = dataclasses.replace(EVEN, tie_word_embeddings=tied)
+        model = tiny_models.build(config, Runtime("float32"))
+        jaxllm.quantize(model, "int8", head="int8")
+        text = tiny_models.tokens(2, 9)
+        batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+        total, count = train.token_loss(model, batch)
+        logits = tiny_models.logits(model, batch["tokens"])
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        np.testing.assert_allclose(total, each.sum(), rtol=1e-5)
+        assert count == 16
+
+
+def test_a_bitnet_packed_computes_what_it_did():
+    config = dataclasses.replace(EVEN, model_type="bitnet", hidden_act="relu2", sub_norms=True)
+    config = dataclasses.replace(config, bit_linear=True)
+    model, plain = (tiny_models.build(config, Runtime("float32")) for _ in range(2))
+    with pytest.raises(ValueError, match="^quantize: the model has no linear layer that is not"):
+        jaxllm.quantize(model, "int8")
+    jaxllm.quantize(model, "ternary")
+    assert isinstance(model.layers[0].mlp.up_proj, PackedLinear)
+    tokens = tiny_models.tokens(2, 7)
+    np.testing.assert_allclose(
+        tiny_models.logits(model, tokens), tiny_models.logits(plain, tokens), atol=1e-5
+    )
 
 
 def test_a_model_of_shapes_alone_is_packed_too():
     def build():
         model = Transformer(TINY, Runtime("bfloat16"), rngs=nnx.Rngs(0))
-        quantize.quantize_linears(model, group_size=G)
+        jaxllm.quantize(model, "int4", G)
         return model
 
     model = nnx.eval_shape(build)
-    packed = model.layers[0].mlp.down_proj.packed
-    assert (packed.shape, packed.dtype) == ((24, 20), jnp.uint8)
+    packed: Any = model.layers[0].mlp.down_proj
+    codes = packed.codes
+    assert (codes.shape, codes.dtype) == ((24, 20), jnp.uint8)
 
 
 @pytest.mark.parametrize(
-    ("keywords", "sentence"),
+    ("arguments", "keywords", "sentence"),
     [
-        ({"scheme": "int3"}, "^quantize: scheme 'int3' is not one of int4$"),
-        (
-            {"group_size": 7},
-            "^quantize: groups of 7 do not divide the [24]. inputs of layers.0.*_proj evenly",
-        ),
-        ({"group_size": 16}, "^quantize: groups of 16 do not divide the [24]. inputs of layers.0."),
-        (
-            {"keep": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")},
-            "^quantize: groups of 64 do not divide the 24 inputs of lm_head evenly",
-        ),
+        (("int3",), {}, "scheme 'int3' is not one of int8, int4, fp8, nvfp4, mxfp4, mxfp8, "),
+        (("int8",), {"head": "int2"}, "scheme 'int2' is not one of int8, int4, fp8, nvfp4, "),
+        (("int4", 7), {}, "groups of 7 do not divide the [24]. inputs of layers.0.*_proj evenly"),
+        (("int4", 16), {}, "groups of 16 do not divide the [24]. inputs of layers.0.*_proj eve"),
+        (("nvfp4",), {}, "groups of 16 do not divide the [24]. inputs of layers.0.*_proj evenly$"),
+        (("int8",), {"head": "mxfp8"}, "groups of 32 do not divide the 24 inputs of lm_head eve"),
+        (("int4", 8), {"keep": ("up",)}, "keep names 'up', which no projection is called"),
+        (("int4", 8), {"keep": PROJECTIONS}, "the model has no linear layer that is not packed"),
     ],
 )
-def test_what_cannot_be_packed_is_said_and_nothing_is_changed(keywords, sentence):
+def test_what_cannot_be_packed_is_said_and_nothing_is_changed(arguments, keywords, sentence):
     model = tiny_models.build(TINY)
     before = tiny_models.weights(model).keys()
-    with pytest.raises(ValueError, match=sentence):
-        quantize.quantize_linears(model, **keywords)
+    with pytest.raises(ValueError, match=f"^quantize: {sentence}"):
+        jaxllm.quantize(model, *arguments, **keywords)
+    assert tiny_models.weights(model).keys() == before
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_named_and_nothing_is_changed(bad):
+    model = tiny_models.build(TINY)
+    weight = model.layers[1].mlp.up_proj.weight
+    weight.set_value(weight[...].at[3, 3].set(bad))
+    before = tiny_models.weights(model).keys()
+    with pytest.raises(ValueError, match=r"^quantize: layers.1.mlp.up_proj has numbers that are N"):
+        jaxllm.quantize(model, "int8")
     assert tiny_models.weights(model).keys() == before
 
 
 def test_packing_twice_finds_nothing_to_pack():
     model = tiny_models.build(TINY)
-    quantize.quantize_linears(model, group_size=G)
+    jaxllm.quantize(model, "int4", G)
     with pytest.raises(ValueError, match="^quantize: the model has no linear layer that is not"):
-        quantize.quantize_linears(model, group_size=G)
+        jaxllm.quantize(model, "int4", G)
+    jaxllm.quantize(model, "int4", G, head="int8")
+    with pytest.raises(ValueError, match="^quantize: the model has no head that is not packed"):
+        jaxllm.quantize(model, "int4", G, head="int8")
 
 
 def test_adapters_on_a_packed_base_train_and_the_base_stays():
     model = tiny_models.build(TINY)
-    quantize.quantize_linears(model, group_size=G)
+    jaxllm.quantize(model, "int4", G)
     lora.add_adapters(model, rank=4, rngs=nnx.Rngs(0))
     optimizer = optax.adamw(1e-2)
     state = train.init_state(model, optimizer, trainable=lora.is_adapter)
     before = jax.tree.map(np.asarray, state.frozen)
-    assert before["layers.0.mlp.up_proj.base.packed"].dtype == np.uint8
+    assert before["layers.0.mlp.up_proj.base.codes"].dtype == np.uint8
     step = train.make_train_step(model, optimizer)
     text = tiny_models.tokens(2, 9)
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
@@ -221,19 +340,18 @@ def test_adapters_on_a_packed_base_train_and_the_base_stays():
 @pytest.mark.parametrize("from_host", [False, True])
 def test_a_weight_is_let_go_before_the_next_is_packed(monkeypatch, from_host):
     model = tiny_models.build(TINY)
-    found = quantize.linears(model, quantize.KEEP)
+    found = linears(model, KEEP)
     weights = [weakref.ref(linear.weight[...]) for _, _, linear in found.values()]
     expected = list(range(len(found), 0, -1))
     del found
     alive = []
-    quantized = quantize.quantize
 
     def counting(weight, *rest):
         alive.append(sum(ref() is not None for ref in weights))
-        return quantized(weight, *rest)
+        return pack(weight, *rest)
 
-    monkeypatch.setattr(quantize, "quantize", counting)
-    quantize.quantize_linears(model, group_size=G, from_host=from_host)
+    monkeypatch.setattr(MODULE, "pack", counting)
+    jaxllm.quantize(model, "int4", G, from_host=from_host)
     assert alive == expected
     assert not any(ref() is not None for ref in weights)
 
@@ -243,8 +361,8 @@ def test_a_model_of_the_hosts_is_brought_weight_by_weight(monkeypatch, from_host
     """The host's memory stands for another device here: what is not where we are is brought."""
     model, twin = (tiny_models.build(TINY) for _ in range(2))
     brought = []
-    monkeypatch.setattr(quantize, "_bring", brought.append)
-    quantize.quantize_linears(model, group_size=G, from_host=from_host)
-    linears = len(quantize.linears(twin, quantize.KEEP))
+    monkeypatch.setattr(MODULE, "_bring", brought.append)
+    jaxllm.quantize(model, "int4", G, from_host=from_host)
+    count = len(linears(twin, KEEP))
     every = len(jax.tree.leaves(nnx.state(model, nnx.Param)))
-    assert len(brought) == (linears + every if from_host else 0)
+    assert len(brought) == (count + every if from_host else 0)
