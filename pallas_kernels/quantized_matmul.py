@@ -2,7 +2,8 @@
 
 W [O, I] is a `Packed` of 8- or 4-bit codes, which are unpacked in registers and never lie in memory
 as numbers; sums are float32. `quantized_matmul_kernel` says what a block does. The gradient of x is
-a product with the dequantised weight, which is XLA's; a packed weight has none.
+a product with the dequantised weight, which is XLA's; a packed weight has none. A ternary weight
+takes x as int8 and has a kernel of its own: `ternary_matmul`.
 Source of the formats: see quantize.py.
 """
 
@@ -19,6 +20,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
 from pallas_kernels import quantized_matmul_kernel as kernel
+from pallas_kernels import ternary_matmul as ternary
 from pallas_kernels import tuned
 from pallas_kernels.device import Device
 from pallas_kernels.packed import Packed
@@ -30,6 +32,7 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCHEMES = ("int8", "int4", "fp8", "nvfp4", "mxfp4", "mxfp8")
 EPILOGUES = (None, "swiglu")
+_NO_EPILOGUE = "a ternary weight has no epilogue"
 MAX_ROWS = 16  # of x, whose time is that of reading the weight
 
 
@@ -48,8 +51,9 @@ def quantized_matmul(
 
     epilogue "swiglu": the O = 2F rows of W are gate, then up, and the result is silu(gate) * up,
     [.., F]; otherwise F is O.
-    Dtypes: x bfloat16 or float16; bias any float; the result and the residual have `out_dtype`:
-    bfloat16, float16 or float32, x's if None. Scales of MX may be up to 2^21.
+    Dtypes: x bfloat16 or float16 (times a ternary weight any float, which becomes int8 a row); bias
+    any float; the result and the residual have `out_dtype`: bfloat16, float16 or float32, x's if
+    None. Scales of MX may be up to 2^21.
     Gradients: of x, bias and residual; of the weight none.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
@@ -57,12 +61,15 @@ def quantized_matmul(
     rest = {"bias": bias, "epilogue": epilogue, "residual": residual, "out_dtype": out_dtype}
     _check(x, packed, **rest)
     m, gated = math.prod(x.shape[:-1]), epilogue == "swiglu"
-    if config is not None and (problem := kernel.problem(config, m, packed, gated=gated)):
+    if config is not None and (problem := _problem(config, m, packed, gated)):
         raise ValueError(f"quantized_matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(x, packed, **rest, device=device)
     if reason is not None:
         raise NotImplementedError(f"quantized_matmul: cannot run this call: {reason}")
+    if packed.scheme == "ternary":
+        del rest["epilogue"]
+        return ternary.ternary_linear(x, packed, **rest, interpret=interpret)
     config = (
         config
         or tuned.lookup("quantized_matmul", bucket(x, packed, **rest), device, Config)
@@ -109,6 +116,8 @@ def why_not(
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
     del bias, residual, out_dtype
+    if packed.scheme == "ternary":
+        return _NO_EPILOGUE if epilogue else ternary.why_not(x, packed, device=device)
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
     if x.dtype not in DTYPES:
@@ -130,6 +139,12 @@ def why_not(
     if packed.group_size and _straddles(packed):
         return f"groups of {packed.group_size} straddle the {turn // 4} inputs of a lane"
     return None
+
+
+def _problem(config: Config, m: int, packed: Packed, gated: bool) -> str | None:
+    if packed.scheme == "ternary":
+        return "a ternary weight has tiles of its own: give them to ternary_linear"
+    return kernel.problem(config, m, packed, gated=gated)
 
 
 def _straddles(packed: Packed) -> bool:

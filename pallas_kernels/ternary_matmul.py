@@ -79,6 +79,61 @@ def ternary_matmul(
     return y.reshape(*xq.shape[:-1], n)
 
 
+def ternary_linear(
+    x: Float[Array, "*B I"],
+    packed: Packed,
+    *,
+    bias: Float[Array, " O"] | None = None,
+    residual: Float[Array, "*B O"] | None = None,
+    out_dtype: Any = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*B O"]:
+    """`ternary_matmul` of x of any float, which `quantize_rows` makes int8 first.
+
+    The result has `out_dtype`, x's if None. Gradients: of x, bias and residual, that of x as if it
+    were not rounded (straight through); of the weight none.
+    Raises: as `ternary_matmul`.
+    """
+    how = (jnp.dtype(out_dtype or x.dtype), config, interpret)
+    return _linear(how, x, packed, bias, residual)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(how, x, packed: Packed, bias, residual):
+    out_dtype, config, interpret = how
+    return ternary_matmul(
+        *quantize_rows(x),
+        packed,
+        bias=bias,
+        residual=residual,
+        out_dtype=out_dtype,
+        config=config,
+        interpret=interpret,
+    )
+
+
+def _forward(how, x, packed, bias, residual):
+    like = [None if array is None else jnp.zeros((0,), array.dtype) for array in (x, bias)]
+    return _linear(how, x, packed, bias, residual), (packed, like, residual is not None)
+
+
+def _backward(how, saved, d_y):
+    del how
+    packed, (like_x, like_bias), added = saved
+    wide = d_y.astype(jnp.float32)
+    d_bias = None
+    if like_bias is not None:
+        d_bias = jnp.sum(wide, axis=tuple(range(d_y.ndim - 1))).astype(like_bias.dtype)
+    wide = wide * packed.row_scale.reshape((1,) * (d_y.ndim - 1) + (-1,))
+    weight = unpack(packed.codes).astype(like_x.dtype)
+    d_x = jnp.matmul(wide.astype(like_x.dtype), weight, preferred_element_type=jnp.float32)
+    return d_x.astype(like_x.dtype), None, d_bias, d_y if added else None
+
+
+_linear.defvjp(_forward, _backward)
+
+
 def ternary_matmul_reference(
     xq: Int8[Array, "*B I"],
     x_scale: Float[Array, "*B"],

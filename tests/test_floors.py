@@ -61,6 +61,7 @@ MAY_IMPORT = {
     "pallas_kernels.quantized_matmul": (
         "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantize "
         "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_unpack "
+        "pallas_kernels.ternary_matmul "
         "pallas_kernels.tuned"
     ),
     "pallas_kernels.lane_code": "",

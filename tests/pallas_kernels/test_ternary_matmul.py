@@ -16,7 +16,9 @@ from kernels import interpreted
 from pallas_kernels import device as device_lib
 from pallas_kernels import ternary_matmul_kernel as kernel
 from pallas_kernels.packed import Packed
-from pallas_kernels.quantize import quantize
+from pallas_kernels.quantize import dequantize, quantize
+from pallas_kernels.quantized_matmul import Config as QuantizedConfig
+from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.ternary_matmul import (
     MAX_ROWS,
     Config,
@@ -24,6 +26,7 @@ from pallas_kernels.ternary_matmul import (
     candidates,
     default_config,
     quantize_rows,
+    ternary_linear,
     ternary_matmul,
     ternary_matmul_reference,
     unpack,
@@ -203,3 +206,43 @@ def test_arguments_that_cannot_be():
         call(xq, x_scale, packed, bias=jnp.ones(47))
     with pytest.raises(ValueError, match=r"the residual is float32\[2, 48\], but the result is"):
         call(xq, x_scale, packed, residual=jnp.ones((2, 48)))
+
+
+def floats(dtype=jnp.float32):
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((2, 3, 128)), dtype)
+    return x, case(1)[2]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_of_floats(dtype):
+    """By the door of all packed weights."""
+    x, packed = floats(dtype)
+    y = interpreted(functools.partial(quantized_matmul, interpret=True), x, packed)
+    expected = ternary_matmul_reference(*quantize_rows(x), packed, out_dtype=dtype)
+    np.testing.assert_array_equal(y, expected)
+    assert y.dtype == dtype
+
+
+def test_gradients_pass_the_rounding():
+    x, packed = floats()
+    bias, residual = jnp.ones(48), jnp.ones((2, 3, 48))
+    d_y = jnp.asarray(np.random.default_rng(3).standard_normal((2, 3, 48)), jnp.float32)
+
+    def gradients(x, packed, bias, residual, d_y):
+        def run(x, bias, residual):
+            return ternary_linear(x, packed, bias=bias, residual=residual, interpret=True)
+
+        return jax.vjp(run, x, bias, residual)[1](d_y)
+
+    d_x, d_bias, d_residual = interpreted(gradients, x, packed, bias, residual, d_y)
+    np.testing.assert_allclose(d_x, np.asarray(d_y) @ np.asarray(dequantize(packed)), atol=1e-5)
+    np.testing.assert_allclose(d_bias, np.asarray(d_y).sum((0, 1)), rtol=1e-5)
+    np.testing.assert_array_equal(d_residual, d_y)
+
+
+def test_what_the_door_of_all_packed_weights_refuses():
+    x, packed = floats()
+    with pytest.raises(NotImplementedError, match="a ternary weight has no epilogue"):
+        quantized_matmul(x, packed, epilogue="swiglu", interpret=True)
+    with pytest.raises(ValueError, match="give them to ternary_linear"):
+        quantized_matmul(x, packed, config=QuantizedConfig(), interpret=True)
