@@ -4,6 +4,7 @@ Each is a function of the module of its name, which also tells what keeps it fro
 and how it is tiled (`Config`): `from pallas_kernels.rms_norm import why_not`.
 """
 
+from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.embedding import embedding
 from pallas_kernels.flash_attention import flash_attention
@@ -23,6 +24,7 @@ __all__ = [
     "flash_attention",
     "geglu",
     "layer_norm",
+    "linear_cross_entropy",
     "matmul",
     "quantize",
     "quantized_matmul",
