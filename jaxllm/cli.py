@@ -25,12 +25,13 @@ from rich.table import Table
 from rich.text import Text
 
 import jaxllm
-from jaxllm import cli_train, ops
+from jaxllm import cli_quantize, cli_train, ops
 from jaxllm.cache import KV_DTYPES, KVCache
 from jaxllm.checkpoint import folder as checkpoint_folder
 from jaxllm.checkpoint.shipped import shipped_checkpoint
 from jaxllm.compile_cache import enable_compile_cache
 from jaxllm.config import DTYPES, ModelConfig, Runtime
+from jaxllm.quantize import on_host
 
 DEFAULT_PROMPT = "ROMEO:\n"
 SETTINGS = [field.name for field in dataclasses.fields(jaxllm.Sampling)]
@@ -136,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         "model", nargs="?", metavar="MODEL", help="a folder or a hub id (default: the shipped one)"
     )
     inspect.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
+    cli_quantize.add_options(inspect)
     inspect.set_defaults(run=_inspect)
     cli_train.add_commands(commands)
     return parser
@@ -166,6 +168,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not keep compiled programs in ~/.cache/jaxllm",
     )
+    cli_quantize.add_options(parser)
 
 
 def _add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -232,8 +235,13 @@ def _load(args: argparse.Namespace) -> tuple[jaxllm.Transformer, Any]:
     path = _path(args)
     dtype = _dtype(args.dtype)
     runtime = Runtime(param_dtype=dtype, implementation=_implementation(args.implementation))
-    with _bar(f"loading {path}", DownloadColumn()) as progress:
+    packed = args.quantize is not None
+    # The device need not have room for what is packed as it was
+    place = on_host() if packed else contextlib.nullcontext()
+    with place, _bar(f"loading {path}", DownloadColumn()) as progress:
         model, tokenizer = jaxllm.load(path, dtype=dtype, runtime=runtime, progress=progress)
+    if packed:
+        cli_quantize.apply(args, model, from_host=True)
     jaxllm.fuse(model)
     return model, tokenizer
 
@@ -255,6 +263,7 @@ def _generate(args: argparse.Namespace) -> int:
         if not text:
             raise ValueError(f"prompt {i} is empty; give at least one character")
     settings = _settings(args, len(texts))
+    cli_quantize.check(args)
     model, tokenizer = _load(args)
     if tokenizer is None:
         raise ValueError(f"{_path(args)}: there is no tokenizer.json, which a text prompt needs")
@@ -307,6 +316,7 @@ def _print_speed(result: jaxllm.GenerationResult, note: str = "") -> None:
 
 def _chat(args: argparse.Namespace) -> int:
     given = _settings(args, 1)
+    cli_quantize.check(args)
     model, tokenizer = _load(args)
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ValueError(f"{_path(args)}: there is no chat template; use jaxllm generate")
@@ -392,6 +402,7 @@ def _answer(pieces: jaxllm.TextStream, terminal: bool) -> str | None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    cli_quantize.check(args)
     folder = checkpoint_folder.find_folder(_path(args))
     config, _ = checkpoint_folder.read_config(folder)
     tensors = checkpoint_folder.list_tensors(folder)
@@ -408,14 +419,16 @@ def _inspect(args: argparse.Namespace) -> int:
     facts.add_row("parameters", f"{parameters:,} in {len(tensors)} tensors")
     for dtype, (count, size) in sorted(by_dtype.items()):
         facts.add_row(f"stored as {dtype}", f"{count:,} numbers, {decimal(size)}")
+    dtype = _dtype(args.dtype)
+    for name, value in cli_quantize.facts(args, config, dtype).items():
+        facts.add_row(name, value)
     out.print(facts)
 
-    dtype = _dtype(args.dtype)
     device = jax.devices()[0]
     choice = Table(title=Text(f"on {device.device_kind}, {dtype}"), title_justify="left")
     for column in ("op", "call", "runs with", "why not the others"):
         choice.add_column(column)
-    for op, call, reasons in _explained(config, dtype):
+    for op, call, reasons in _explained(args, config, dtype):
         taken = next(name for name, reason in reasons.items() if reason is None)
         others = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         choice.add_row(op, call, taken, others or "-")
@@ -449,7 +462,9 @@ def _facts(config: ModelConfig) -> dict[str, str]:
     return facts
 
 
-def _explained(config: ModelConfig, dtype: str) -> Iterator[tuple[str, str, dict[str, str | None]]]:
+def _explained(
+    args: argparse.Namespace, config: ModelConfig, dtype: str
+) -> Iterator[tuple[str, str, dict[str, str | None]]]:
     """Each op as this model calls it, with the reasons of `ops.explain`."""
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
@@ -473,7 +488,7 @@ def _explained(config: ModelConfig, dtype: str) -> Iterator[tuple[str, str, dict
     rotary = array(1, t, config.rotary_dim(config.layer_types[0]) // 2, dtype="float32")
     gate = array(1, t, f)
     for op, operands, named in (
-        ("linear", (x, array(f, d)), {}),
+        ("linear", (x, cli_quantize.weight(args, (f, d), dtype)), {}),
         ("embedding", (array(config.vocab_size, d), array(1, t, dtype="int32")), {}),
         ("rms_norm", (x, array(d)), {"eps": config.rms_norm_eps}),
         ("rope", (array(1, t, n, h), array(1, t, k, h), rotary, rotary), {}),

@@ -28,7 +28,7 @@ from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.config import DTYPES, ModelConfig, Runtime
 from jaxllm.generate import generate
 from jaxllm.model import Transformer
-from jaxllm.quantize import QLORA_GROUP_SIZE, quantize
+from jaxllm.quantize import QLORA_GROUP_SIZE, on_host, quantize
 from jaxllm.records import ON_LONG
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.trainer import Fitted, Trainer
@@ -346,7 +346,7 @@ def _build(recipe: Recipe) -> Transformer:
     dtype = policy.param_dtype if recipe.method == "full" else policy.compute_dtype
     runtime = Runtime(dtype=policy.compute_dtype, param_dtype=dtype, remat=recipe.remat)
     # The device need not have room for what is packed as it was
-    with _on_host() if recipe.method == "qlora" else contextlib.nullcontext():
+    with on_host() if recipe.method == "qlora" else contextlib.nullcontext():
         model, _ = hf.load(recipe.model, dtype, runtime)
     if recipe.method == "qlora":
         quantize(model, "int4", QLORA_GROUP_SIZE, from_host=True)
@@ -356,14 +356,6 @@ def _build(recipe: Recipe) -> Transformer:
         rngs = nnx.Rngs(recipe.seed)
         lora.add_adapters(model, rank=recipe.rank, targets=recipe.targets, rngs=rngs)
     return model
-
-
-def _on_host() -> contextlib.AbstractContextManager[object]:
-    """New arrays in the host's memory, if JAX was not started without it (JAX_PLATFORMS=cuda)."""
-    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    if platforms and "cpu" not in platforms.split(","):
-        return contextlib.nullcontext()
-    return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 def warmup_cosine(rate: float, steps: int, *, warm: int | None = None) -> optax.Schedule:

@@ -10,6 +10,7 @@ table that serves both.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gc
 from collections.abc import Iterator, Sequence
@@ -135,9 +136,9 @@ def quantize(
     group_size: numbers along the inputs that share a scale, of the projections; None: the scheme's
         own, and for int4 the largest of 128, 64 and 32 that divides.
     keep: projections that stay: the last part of a name, or a pattern of whole dotted names.
-    from_host: of a model that was loaded into the host's memory. Each weight is brought to the
-        default device to be packed there, and then all that stays as it is: the device never holds
-        more than the packed model and one weight in work.
+    from_host: of a model that was loaded into the host's memory (with `on_host()`). Each weight is
+        brought to the default device to be packed there, and then all that stays as it is: the
+        device never holds more than the packed model and one weight in work.
     Raises: ValueError for an unknown scheme, a group size that does not divide a weight's inputs,
     weights that are NaN or infinite (it names the first), a name in `keep` that is nobody's, or a
     model with nothing to pack; then nothing is changed.
@@ -178,6 +179,14 @@ def quantize(
         for _, parameter in nnx.iter_graph(model):
             if isinstance(parameter, nnx.Param):
                 _bring(parameter)
+
+
+def on_host() -> contextlib.AbstractContextManager[object]:
+    """New arrays in the host's memory, if JAX was not started without it (JAX_PLATFORMS=cuda)."""
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if platforms and "cpu" not in platforms.split(","):
+        return contextlib.nullcontext()
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 def _check(name: str, weight: Float[Array, "O I"], scheme: str, group_size: int | None) -> None:

@@ -1,0 +1,95 @@
+"""`--quantize`, from the command to the text."""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+
+import jaxllm
+from jaxllm.cli import main
+
+NO_CACHE = "--no-compile-cache"
+
+
+@pytest.fixture(scope="module")
+def stories(shared):
+    return shared / "data/stories260K"
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """The models that were handed on to be run: the schemes of all their parts."""
+    seen = []
+    for name in ("generate", "stream"):
+        call = getattr(jaxllm, name)
+
+        def recorded(model, *arguments, call=call, **options):
+            names = {"embed_tokens": model.embed_tokens, "lm_head": model.lm_head}
+            names |= {"down_proj": model.layers[0].mlp.down_proj}
+            names |= {"o_proj": model.layers[0].self_attn.o_proj}
+            seen.append({k: v.scheme for k, v in names.items() if hasattr(v, "scheme")})
+            return call(model, *arguments, **options)
+
+        monkeypatch.setattr(jaxllm, name, recorded)
+    return seen
+
+
+def test_generate_and_chat_pack_the_model(stories, tmp_path, monkeypatch, capsys, packed):
+    for file in stories.iterdir():
+        shutil.copy(file, tmp_path / file.name)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n"))
+    options = ["--max-new-tokens", "4", "--quantize", "int8", "--quantize-head", "fp8", NO_CACHE]
+    assert main(["generate", str(tmp_path), "--prompt", "Once upon a time", *options]) == 0
+    assert capsys.readouterr().out.strip() == "Once upon a time, there was a"
+    options += ["--keep", "down_proj"]
+    assert main(["chat", str(tmp_path), *options]) == 0
+    assert capsys.readouterr().out.strip() == ", there was a"
+    parts = {"embed_tokens": "fp8", "down_proj": "int8", "o_proj": "int8"}
+    assert packed == [parts, {k: v for k, v in parts.items() if k != "down_proj"}]
+
+
+def test_inspect_tells_the_bytes_and_what_would_run(capsys):
+    assert main(["inspect"]) == 0
+    plain = capsys.readouterr().out
+    assert "weights as float32 " in plain
+    assert "7.1 MB" in plain
+    assert main(["inspect", "--quantize", "int4", "--quantize-head", "int8"]) == 0
+    assert "weights as int4, head int8 │ 1.1 MB" in capsys.readouterr().out
+    assert main(["inspect", "--quantize", "int8", "--dtype", "bfloat16"]) == 0
+    # 0.4 MB of table, 1.6 of codes, and scales
+    assert "weights as int8, head bfloat16 │ 2.0 MB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--quantize-head", "int8"], "--quantize-head needs --quantize"),
+        (["--group-size", "64"], "--group-size needs --quantize"),
+        (["--keep", "o_proj"], "--keep needs --quantize"),
+        (
+            ["--quantize", "nvfp4"],
+            "quantize: groups of 16 do not divide the 172 inputs of layers.0.mlp.down_proj evenly",
+        ),
+        (
+            ["--quantize", "int4", "--keep", "mlp"],
+            "quantize: keep names 'mlp', which no projection is called",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_what_cannot_be_packed_is_one_sentence(stories, capsys, command, options, sentence):
+    assert main([command, str(stories), *options]) == 2
+    assert capsys.readouterr().err == f"jaxllm: {sentence}\n"
+
+
+def test_an_unknown_scheme_is_refused_with_those_there_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--quantize", "int3"])
+    said = capsys.readouterr().err
+    assert "invalid choice: 'int3'" in said
+    assert "'ternary'" in said
