@@ -70,8 +70,8 @@ def ternary_matmul(
         raise NotImplementedError(f"ternary_matmul: cannot run this call: {reason}")
     config = (
         config
-        or tuned.lookup("ternary_matmul", bucket(xq, packed), device, Config)
-        or default_config(xq, packed, device=device)
+        or tuned.lookup("ternary_matmul", bucket(xq, x_scale, packed), device, Config)
+        or default_config(xq, x_scale, packed, device=device)
     )
     static = kernel.Static(config, interpret, jnp.dtype(out_dtype).name)
     flat = None if residual is None else residual.reshape(m, n)
@@ -172,33 +172,74 @@ def why_not(xq, packed: Packed, *, device: Device | None = None) -> str | None:
     return None
 
 
-def default_config(xq, packed: Packed, *, device: Device) -> Config:
+def default_config(xq, x_scale, packed: Packed, *, device: Device) -> Config:
     """As many rows a block as registers have room for, and as still give each multiprocessor two
     blocks.
     """
+    del x_scale
     m, (n, k) = math.prod(xq.shape[:-1]), packed.shape
     most = next(rows for few, rows in ((8, 32), (16, 64), (32, 32), (MAX_ROWS, 16)) if m <= few)
     found = [rows for rows in (64, 32, 16) if n % rows == 0 and rows <= most]
     tile_n = next((rows for rows in found if n >= 2 * rows * device.num_sms), found[-1])
-    configs = [Config(tile_n=tile_n, warps=4, ahead=ahead) for ahead in (2, 1)]
+    # Of more rows of x, sums leave no registers for a second turn
+    configs = [Config(tile_n, 4, ahead) for ahead in ((2, 1) if m <= 32 else (1,))]
     return next(config for config in configs if kernel.problem(config, m, n, k) is None)
 
 
-def candidates(xq, packed: Packed, *, device: Device) -> list[Config]:
-    """More rows a block, more warps, more turns ahead; not all can run."""
+def candidates(xq, x_scale, packed: Packed, *, device: Device) -> list[Config]:
+    """More rows a block, more warps, more turns ahead; those that can run."""
+    m, (n, k) = math.prod(xq.shape[:-1]), packed.shape
     found = [
         Config(tile_n, warps, ahead)
         for tile_n in (16, 32, 64)
         for warps in (4, 8)
         for ahead in (1, 2, 3)
     ]
-    return [config for config in found if config != default_config(xq, packed, device=device)]
+    default = default_config(xq, x_scale, packed, device=device)
+    return [c for c in found if c != default and kernel.problem(c, m, n, k) is None]
 
 
-def bucket(xq, packed: Packed) -> str:
+def bucket(xq, x_scale, packed: Packed) -> str:
     """The key of a tuned row: rows of x up to a power of two, the weight as it is."""
+    del x_scale
     m, (n, k) = math.prod(xq.shape[:-1]), packed.shape
     return f"m{tuned.power_of_two(m)}-n{n}-k{k}"
+
+
+def tuning_calls() -> list[tuned.Call]:
+    """The projections of BitNet b1.58 2B, joined where they can be, and of Llama-3.1-8B."""
+    shapes = ((3840, 2560), (2560, 2560), (13824, 2560), (2560, 6912))
+    shapes += ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    return [
+        tuned.Call(spec, ternary_matmul, make=functools.partial(random_arguments, spec))
+        for n, k in shapes
+        for m in (1, 8, 16)
+        for spec in [shapes_of(m, n, k)]
+    ]
+
+
+def shapes_of(m: int, n: int, k: int) -> tuple[Any, ...]:
+    """Of m rows of x and a weight [n, k]: what `ternary_matmul` takes, without the numbers."""
+    spec = jax.ShapeDtypeStruct
+    codes, row_scale = spec((n, k // 4), jnp.uint8), spec((n,), jnp.float32)
+    packed = Packed(codes, None, None, row_scale, "ternary")  # pyright: ignore[reportArgumentType]
+    return spec((m, k), jnp.int8), spec((m,), jnp.float32), packed
+
+
+def random_arguments(shapes: tuple[Any, ...], key: jax.Array) -> tuple[Any, ...]:
+    """Such arguments by chance: codes and int8 all equally often, scales from 1/2 to 3/2."""
+    xq, x_scale, packed = shapes
+    keys = jax.random.split(key, 4)
+    codes = jnp.zeros(packed.codes.shape, jnp.uint8)
+    for i, each in enumerate(jax.random.split(keys[0], 4)):
+        some = jax.random.randint(each, codes.shape, 0, 3, jnp.uint8)
+        codes = codes | some << np.uint8(2 * i)
+    scales = [
+        jax.random.uniform(keys[i], array.shape, jnp.float32, 0.5, 1.5)
+        for i, array in ((1, x_scale), (2, packed.row_scale))
+    ]
+    x = jax.random.randint(keys[3], xq.shape, -128, 128, jnp.int8)
+    return x, scales[0], dataclasses.replace(packed, codes=codes, row_scale=scales[1])
 
 
 def unpack(codes: Any) -> Int8[Array, "O I"]:

@@ -16,7 +16,6 @@ import functools
 import importlib
 import importlib.metadata
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -88,7 +87,7 @@ def tune(
 
 
 def _row(module, name, key, call, device, watch, calls, say) -> dict[str, Any] | None:
-    sizes = sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in call.arguments)
+    sizes = measure.size_bytes(call.arguments)
     sets = [_inputs(call, i) for i in range(measure.num_sets(sizes))]
     default = module.default_config(*call.arguments, device=device, **call.keywords)
     configs = [default, *module.candidates(*call.arguments, device=device, **call.keywords)]

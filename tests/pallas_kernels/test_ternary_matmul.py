@@ -6,6 +6,7 @@ what is tried here is which rows, scales and results are a block's. The GPU test
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from kernels import interpreted
 
 from pallas_kernels import device as device_lib
 from pallas_kernels import ternary_matmul_kernel as kernel
-from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul import Config as QuantizedConfig
 from pallas_kernels.quantized_matmul import quantized_matmul
@@ -26,9 +26,11 @@ from pallas_kernels.ternary_matmul import (
     candidates,
     default_config,
     quantize_rows,
+    shapes_of,
     ternary_linear,
     ternary_matmul,
     ternary_matmul_reference,
+    tuning_calls,
     unpack,
     why_not,
 )
@@ -121,12 +123,6 @@ def test_rows_as_int8():
     np.testing.assert_array_equal(wide, np.clip(np.round(127 * narrow / a), -128, 127))
 
 
-def shapes(m, n, k):
-    spec = jax.ShapeDtypeStruct
-    packed = Packed(spec((n, k // 4), jnp.uint8), None, None, spec((n,), F32), "ternary")
-    return spec((m, k), jnp.int8), spec((m,), F32), packed
-
-
 SHAPES = [
     *((2560, 2560), (3840, 2560), (13824, 2560), (2560, 6912), (3200, 3200), (20480, 3200)),
     *((6144, 4096), (28672, 4096), (4096, 14336), (896, 4864), (48, 64)),
@@ -136,12 +132,31 @@ SHAPES = [
 @pytest.mark.parametrize("m", [1, 2, 7, 16, 33, 64])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_default_configs_can_run(m, n, k):
-    xq, _, packed = shapes(m, n, k)
+    xq, x_scale, packed = shapes_of(m, n, k)
+    assert packed.shape == (n, k)
     assert why_not(xq, packed, device=H200) is None
-    config = default_config(xq, packed, device=H200)
+    config = default_config(xq, x_scale, packed, device=H200)
     assert kernel.problem(config, m, n, k) is None
-    assert config not in candidates(xq, packed, device=H200)
-    assert bucket(xq, packed).endswith(f"n{n}-k{k}")
+    others = candidates(xq, x_scale, packed, device=H200)
+    assert config not in others
+    assert all(kernel.problem(config, m, n, k) is None for config in others)
+
+
+def test_tuning_calls():
+    calls = tuning_calls()
+    arguments: Any = [call.arguments for call in calls]
+    keys = [bucket(*each) for each in arguments]
+    assert len(set(keys)) == len(keys)
+    assert "m8-n13824-k2560" in keys
+    assert calls[0].make is not None
+    made: Any = calls[0].make(jax.random.key(0))
+    xq, x_scale, packed = made
+    specs = jax.tree.map(lambda x: (x.shape, x.dtype), calls[0].arguments)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), (xq, x_scale, packed)) == specs
+    weight = np.asarray(unpack(packed.codes))
+    assert [(weight == w).mean() > 0.3 for w in (-1, 0, 1)] == [True] * 3
+    assert xq.min() == -128
+    assert xq.max() == 127
 
 
 @pytest.mark.parametrize(
@@ -155,14 +170,14 @@ def test_default_configs_can_run(m, n, k):
     ],
 )
 def test_what_it_cannot_run(m, n, k, reason):
-    xq, x_scale, packed = shapes(m, n, k)
+    xq, x_scale, packed = shapes_of(m, n, k)
     with pytest.raises(NotImplementedError, match=f"cannot run this call: {reason}"):
         jax.eval_shape(functools.partial(ternary_matmul, interpret=True), xq, x_scale, packed)
 
 
 def test_without_a_gpu():
     cpu = device_lib.Device("cpu", "cpu")
-    xq, _, packed = shapes(1, 48, 64)
+    xq, _, packed = shapes_of(1, 48, 64)
     assert why_not(xq, packed, device=cpu) == "needs an NVIDIA GPU, found cpu"
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         ternary_matmul(*case(1))
