@@ -428,7 +428,8 @@ def _inspect(args: argparse.Namespace) -> int:
     choice = Table(title=Text(f"on {device.device_kind}, {dtype}"), title_justify="left")
     for column in ("op", "call", "runs with", "why not the others"):
         choice.add_column(column)
-    for op, call, reasons in _explained(args, config, dtype):
+    weight = cli_quantize.weight(args, (config.intermediate_size, config.hidden_size), dtype)
+    for op, call, reasons in _explained(config, dtype, weight):
         taken = next(name for name, reason in reasons.items() if reason is None)
         others = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         choice.add_row(op, call, taken, others or "-")
@@ -463,9 +464,12 @@ def _facts(config: ModelConfig) -> dict[str, str]:
 
 
 def _explained(
-    args: argparse.Namespace, config: ModelConfig, dtype: str
+    config: ModelConfig, dtype: str, weight: Any = None
 ) -> Iterator[tuple[str, str, dict[str, str | None]]]:
-    """Each op as this model calls it, with the reasons of `ops.explain`."""
+    """Each op as this model calls it, with the reasons of `ops.explain`.
+
+    weight: of a projection [F, D] as it lies in memory, if not in the dtype.
+    """
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -487,8 +491,10 @@ def _explained(
     x = array(1, t, d)
     rotary = array(1, t, config.rotary_dim(config.layer_types[0]) // 2, dtype="float32")
     gate = array(1, t, f)
+    weight = array(f, d) if weight is None else weight
+    for call, rows in (("prefill", x), ("decode", array(1, 1, d))):
+        yield "linear", call, ops.explain("linear", rows, weight)
     for op, operands, named in (
-        ("linear", (x, cli_quantize.weight(args, (f, d), dtype)), {}),
         ("embedding", (array(config.vocab_size, d), array(1, t, dtype="int32")), {}),
         ("rms_norm", (x, array(d)), {"eps": config.rms_norm_eps}),
         ("rope", (array(1, t, n, h), array(1, t, k, h), rotary, rotary), {}),

@@ -121,12 +121,17 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
 
 def take_rows(packed: Packed, rows: Int[Array, " R"]) -> Packed:
     """The weight [R, I] of these outputs; what lies outside is clamped to the ends."""
+
+    def take(array: Array | None, axis: int = 0):
+        # Not array.at[rows]: that counts negative ones from the end
+        return None if array is None else jnp.take(array, rows, axis=axis, mode="clip")
+
     return dataclasses.replace(
         packed,
-        codes=packed.codes.at[rows].get(mode="clip"),
-        scale=None if packed.scale is None else packed.scale.at[:, rows].get(mode="clip"),
-        zero=None if packed.zero is None else packed.zero.at[:, rows].get(mode="clip"),
-        row_scale=None if packed.row_scale is None else packed.row_scale.at[rows].get(mode="clip"),
+        codes=take(packed.codes),
+        scale=take(packed.scale, 1),
+        zero=take(packed.zero, 1),
+        row_scale=take(packed.row_scale),
     )
 
 
