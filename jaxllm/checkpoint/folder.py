@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from jaxllm.checkpoint import quantization_config
+from jaxllm.checkpoint.quantization_config import HF_QUANT_CONFIG, Quantization
 from jaxllm.checkpoint.safetensors_file import Tensor, read_header
 from jaxllm.config import GenerationDefaults, ModelConfig
 from jaxllm.families import from_hf
@@ -17,7 +19,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What is taken from the hub: no second copy of the weights in another format.
 HUB_FILES: list[str] = [
-    *("config.json", "generation_config.json"),
+    *("config.json", "generation_config.json", HF_QUANT_CONFIG),
     *(WEIGHTS, INDEX, "model-*.safetensors"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "additional_chat_templates/*.jinja"),
@@ -83,23 +85,22 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """What config.json says, as a ModelConfig and as it stands there.
 
-    Raises: FileNotFoundError, ValueError as `from_hf`; NotImplementedError if it is quantised.
+    Raises: FileNotFoundError, ValueError as `from_hf`; ValueError, NotImplementedError as
+    `read_quantization`.
     """
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder}: there is no config.json; give a checkpoint's folder")
     hf = read_json(file)
-    for part in (hf, _text_config(hf)):
-        if quantised := part.get("quantization_config") or part.get("compression_config"):
-            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-            if method == "bitnet":
-                continue  # which `from_hf` reads
-            raise NotImplementedError(
-                f"{file}: the checkpoint is quantised ({method or quantised}), which is not "
-                "supported yet; load the one it was made from"
-            )
+    read_quantization(folder, hf)
+    said = hf
+    if not _is_bitnet(hf):
+        said = {key: value for key, value in hf.items() if key not in _QUANTIZED}
+        if inner := _text_config(hf):
+            inner = {key: value for key, value in inner.items() if key not in _QUANTIZED}
+            said = {**said, "text_config": inner}
     try:
-        return from_hf(hf, owner=str(file)), hf
+        return from_hf(said, owner=str(file)), hf
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{file}: a value is of the wrong kind: {error}") from error
 
@@ -107,6 +108,29 @@ def read_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
 def _text_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = hf.get("text_config")
     return inner if isinstance(inner, Mapping) else {}
+
+
+_QUANTIZED = ("quantization_config", "compression_config")
+
+
+def _is_bitnet(hf: Mapping[str, Any]) -> bool:
+    """Whether `from_hf` reads the quantization_config, for the model computes what it says."""
+    said = hf.get("quantization_config")
+    return isinstance(said, Mapping) and said.get("quant_method") == "bitnet"
+
+
+def read_quantization(folder: Path, hf: Mapping[str, Any]) -> Quantization | None:
+    """What the folder says of packed weights; None if nothing, and of BitNet's.
+
+    Raises: ValueError, NotImplementedError for what cannot be loaded.
+    """
+    parts = [part for part in (hf, _text_config(hf)) if any(map(part.get, _QUANTIZED))]
+    beside = folder / HF_QUANT_CONFIG
+    return quantization_config.read_quantization(
+        folder / "config.json",
+        parts[0] if parts else {},
+        read_json(beside) if beside.is_file() else None,
+    )
 
 
 def stated_dtype(hf: Mapping[str, Any]) -> str | None:

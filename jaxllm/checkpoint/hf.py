@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
+from jaxllm.checkpoint import compressed_tensors
 from jaxllm.checkpoint.folder import (
     INDEX,
     WEIGHTS,
@@ -26,15 +27,21 @@ from jaxllm.checkpoint.folder import (
     list_tensors,
     read_config,
     read_generation,
+    read_quantization,
     stated_dtype,
 )
+from jaxllm.checkpoint.packed_modules import PackedModule, Rows, find
+from jaxllm.checkpoint.packed_modules import sources as packed_sources
 from jaxllm.checkpoint.placement import Placement, check_memory, to_host
+from jaxllm.checkpoint.quantization_config import HF_QUANT_CONFIG
 from jaxllm.checkpoint.safetensors_file import FLOATS, Source, Tensor, write
 from jaxllm.checkpoint.tensor_names import FUSED, match, stored_tensors
 from jaxllm.config import DTYPES, GenerationDefaults, ModelConfig, Runtime
 from jaxllm.families import FAMILIES, to_hf
 from jaxllm.model import Transformer
+from jaxllm.quantize import PackedEmbedding, PackedLinear, linears
 from jaxllm.tokenizer import Tokenizer
+from pallas_kernels.packed import Packed
 
 Shape = tuple[int, ...]
 
@@ -60,7 +67,11 @@ def load(
     The checkpoint is never held twice: beside the parameters, one block of a file (one whole
     tensor on its way to a device that is not the CPU). A tied checkpoint may hold `lm_head.weight`
     too if it equals the embedding.
-    Raises: FileNotFoundError, ValueError, NotImplementedError (quantised), one sentence each.
+    Of a quantised checkpoint (compressed-tensors, modelopt, GPTQ, AWQ) the linear layers that it
+    has packed are `PackedLinear`s with its codes and scales, whatever `dtype` says; activations
+    and the cache stay in the runtime's dtype. `sharding` is asked for ".codes", ".scale", ".zero"
+    and ".row_scale" instead of ".weight" there, and a process reads the whole of such a module.
+    Raises: FileNotFoundError, ValueError, NotImplementedError, one sentence each.
     """
     folder = find_folder(path_or_hub_id)
     config, hf = read_config(folder)
@@ -71,34 +82,44 @@ def load(
             f"{folder}: config.json says {config.num_hidden_layers} layers, but there are only "
             f"{len(tensors)} tensors"
         )
-    graph, state = nnx.split(
-        nnx.eval_shape(lambda: Transformer(config, runtime, rngs=nnx.Rngs(0))), nnx.Param
-    )
+    shaped = nnx.eval_shape(lambda: Transformer(config, runtime, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(shaped, nnx.Param)
     parameters = _by_path(state)
+    fused = FAMILIES[config.model_type].fused
+    modules: list[PackedModule] = []
+    if quantization := read_quantization(folder, hf):
+        shapes = {path: linear.weight.shape for path, (*_, linear) in linears(shaped, ()).items()}
+        modules, tensors = find(folder, quantization, tensors, shapes, fused=fused)
+    packed = {f"{layer}.weight" for module in modules for layer in module.layers}
     places = match(
         folder,
         tensors,
-        {path: parameter.shape for path, parameter in parameters.items()},
-        fused=FAMILIES[config.model_type].fused,
+        {path: parameter.shape for path, parameter in parameters.items() if path not in packed},
+        fused=fused,
         tied=config.tie_word_embeddings,
     )
+
+    def sharding_of(path: str, shape: Shape) -> Sharding | None:
+        return sharding(path, shape) if callable(sharding) else sharding
+
     placements = [
         Placement(
             path,
             parameters[path].shape,
             np.dtype(parameters[path].dtype),
             *place,
-            sharding(path, parameters[path].shape) if callable(sharding) else sharding,
+            sharding_of(path, parameters[path].shape),
         )
         for path, place in places.items()
     ]
-    check_memory(folder, placements)
+    size = sum(module.size_bytes for module in modules)
+    check_memory(folder, placements, 0 if sharding is not None else size)
     tokenizer = _read_tokenizer(folder)
     generation = read_generation(folder, hf)
     if not generation.stop_ids and tokenizer is not None and tokenizer.eos_id is not None:
         generation = dataclasses.replace(generation, stop_ids=(tokenizer.eos_id,))
 
-    done, total = 0, sum(placement.read_bytes() for placement in placements)
+    done, total = 0, size + sum(placement.read_bytes() for placement in placements)
 
     def on_bytes(count: int) -> None:
         nonlocal done
@@ -109,6 +130,12 @@ def load(
     for placement in sorted(placements, key=lambda p: (p.tensor.file, p.tensor.offset, p.first)):
         parameters[placement.path].set_value(placement.load(on_bytes))
     model = nnx.merge(graph, state)
+    places_of = linears(model, ())
+    for module in modules:
+        for layer, weight in module.load(sharding_of, on_bytes).items():
+            parent, attribute, linear = places_of.pop(layer)
+            like = {"dtype": linear.dtype, "implementation": linear.implementation}
+            setattr(parent, attribute, PackedLinear(weight, linear.bias, **like))
     model.generation = generation
     return model, tokenizer
 
@@ -161,12 +188,13 @@ def save(
 ) -> None:
     """Write a folder that `load`, and transformers, read: config, weights, generation, tokenizer.
 
-    Weights keep their dtypes, bit for bit; more than `max_shard_size` bytes of them go to several
-    files. Files get their names only when all are written; what other weights the folder had under
-    those names is removed.
+    Weights keep their dtypes, bit for bit, and packed ones their codes and scales in the formats of
+    compressed-tensors (nvfp4 the reciprocal of the tensor's scale). More than `max_shard_size`
+    bytes of them go to several files. Files get their names only when all are written; what other
+    weights the folder had under those names is removed.
     Raises: ValueError if the path is a file, the config cannot be said in a config.json, or the
-    model has adapters or packed weights; NotImplementedError if a parameter is spread over several
-    processes.
+    model has adapters; NotImplementedError if a parameter is spread over several processes, or a
+    packed weight is one that compressed-tensors cannot say.
     """
     folder = Path(os.path.expanduser(path))
     existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
@@ -175,6 +203,9 @@ def save(
     if max_shard_size < 1:
         raise ValueError(f"save: max_shard_size must be at least 1 byte, got {max_shard_size}")
     arrays = {path: p.get_value() for path, p in _by_path(nnx.state(model, nnx.Param)).items()}
+    packed = _packed_layers(model)
+    owned = {f"{name}.{part}" for name in packed for part in _PACKED_PARTS}
+    arrays = {path: array for path, array in arrays.items() if path not in owned}
     strange = [path for path in arrays if path.rpartition(".")[2] not in ("weight", "bias")]
     if strange:
         raise ValueError(
@@ -183,11 +214,15 @@ def save(
         )
     ids = _token_ids(model.generation, tokenizer)
     config = {**to_hf(model.config), "dtype": _common_dtype(arrays.values()).name, **ids}
+    sources = _sources(arrays, model.config)
+    if packed:
+        more, said = _packed_sources(packed, [source.name for source in sources], model.config)
+        sources, config = sources + more, {**config, "quantization_config": said}
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(prefix=".save-", dir=folder))
     try:
-        _write_weights(stage, _sources(arrays, model.config), max_shard_size)
+        _write_weights(stage, sources, max_shard_size)
         if tokenizer is not None:
             tokenizer.save(stage)
         _write_json(stage / "generation_config.json", ids | _sampling(model.generation))
@@ -204,7 +239,49 @@ def save(
             folder.rmdir()
 
 
-_WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+# With what an older model's file may say of packed weights
+_WEIGHT_FILE = re.compile(
+    rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|{re.escape(HF_QUANT_CONFIG)}"
+)
+_PACKED_PARTS = ("codes", "scale", "zero", "row_scale")
+
+
+def _packed_layers(model: Transformer) -> dict[str, Packed]:
+    """The weights of the packed linear layers, by dotted name."""
+    found = {}
+    for path, module in nnx.iter_modules(model):
+        name = ".".join(map(str, path))
+        if isinstance(module, PackedEmbedding):
+            raise NotImplementedError(
+                f"save: {name} is a packed table for gather and head, which no checkpoint has; "
+                "quantise the model without head="
+            )
+        if isinstance(module, PackedLinear):
+            found[name] = module.packed
+    return found
+
+
+def _packed_sources(
+    packed: Mapping[str, Packed], others: Sequence[str], config: ModelConfig
+) -> tuple[list[Source], dict[str, Any]]:
+    """The tensors of packed layers, and the quantization_config beside these other tensors."""
+    layers = {}
+    for name, weight in packed.items():
+        first = 0
+        for part, rows in _parts(f"{name}.weight", config) or [(f"{name}.weight", weight.shape[0])]:
+            layers[part.removesuffix(".weight")] = Rows(weight, first, rows)
+            first += rows
+    # In one order, joined by jaxllm.fuse or not
+    layers = dict(sorted(layers.items()))
+    sources, forms = packed_sources(layers, fused=FAMILIES[config.model_type].fused)
+    plain = [name.removesuffix(".weight") for name in others if name.endswith("_proj.weight")]
+    if both := sorted(forms.keys() & plain):
+        raise NotImplementedError(
+            f"save: {both[0]} is one tensor of the family, of which only parts are packed"
+        )
+    kept: list[str] = [] if "lm_head" in forms else ["lm_head"]
+    said = compressed_tensors.quantization_config({**forms, **dict.fromkeys([*plain, *kept])})
+    return sources, said
 
 
 def _token_ids(generation: GenerationDefaults, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -85,10 +85,15 @@ class Placement:
         )
 
 
-def check_memory(folder: Path, placements: Iterable[Placement]) -> None:
-    """Raises: ValueError if the parameters need more memory than a device, or the host, has."""
-    wanted: dict[Any, int] = {}
-    device_of = {}
+def check_memory(folder: Path, placements: Iterable[Placement], packed_bytes: int = 0) -> None:
+    """Raises: ValueError if the parameters need more memory than a device, or the host, has.
+
+    packed_bytes: what goes to the default device beside them.
+    """
+    (device,) = jnp.zeros(()).devices()
+    default = "the CPU" if device.platform == "cpu" else device
+    wanted: dict[Any, int] = {default: packed_bytes} if packed_bytes else {}
+    device_of: dict[Any, Any] = {default: device}
     for placement in placements:
         shared = set()  # CPU devices are one memory, where equal shards are one array
         for device, bounds in placement.shards().items():

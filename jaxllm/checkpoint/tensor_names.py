@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +90,12 @@ def _place(path: str) -> int:
     return parts.index(match[2]) if match and match[2] in parts else 0
 
 
+def layout_of(tensors: Collection[str]) -> Layout:
+    """The layout, told by the name of the embedding; plain if there is none."""
+    present = [layout for layout in LAYOUTS if f"{layout.body}embed_tokens.weight" in tensors]
+    return present[0] if present else LAYOUTS[0]
+
+
 def match(
     folder: Path,
     tensors: Mapping[str, Tensor],
@@ -104,9 +110,7 @@ def match(
     Raises: ValueError with every tensor that is missing, surplus or of another shape;
     NotImplementedError with those that are no floats.
     """
-    # The layout is told by the name of the embedding; plain if there is none.
-    present = [layout for layout in LAYOUTS if f"{layout.body}embed_tokens.weight" in tensors]
-    layout = present[0] if present else LAYOUTS[0]
+    layout = layout_of(tensors)
     wanted = stored_tensors(shapes, fused=fused, layout=layout)
     head, embedding = f"{layout.head}lm_head.weight", f"{layout.body}embed_tokens.weight"
     extra = tensors.keys() - wanted

@@ -320,14 +320,16 @@ def test_more_layers_than_tensors_are_not_built(folder):
         load(folder)
 
 
-def test_quantised_checkpoints_are_not_supported_yet(folder):
+def test_methods_that_are_not_supported(folder):
     rewrite(folder, lambda w: w.update({"lm_head.weight": np.ones((131, 96), np.int8)}))
     with pytest.raises(
         NotImplementedError, match=r"1 tensors are not stored .* lm_head.weight \(I8"
     ):
         load(folder)
-    edit_json(folder / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(NotImplementedError, match=r"is quantised \(awq\), which is not supported"):
+    edit_json(folder / "config.json", quantization_config={"quant_method": "hqq", "bits": 4})
+    with pytest.raises(
+        NotImplementedError, match=r"quant_method 'hqq' is not supported; supp.*awq"
+    ):
         load(folder)
 
 

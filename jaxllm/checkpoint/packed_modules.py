@@ -1,0 +1,217 @@
+"""The packed modules of a checkpoint: found and read one after the other; and written, each tensor
+made when its turn comes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from jaxllm.checkpoint import compressed_tensors, packed_weights
+from jaxllm.checkpoint.folder import enumerate_some
+from jaxllm.checkpoint.placement import to_host
+from jaxllm.checkpoint.quantization_config import Form, Quantization
+from jaxllm.checkpoint.safetensors_file import Source, Tensor
+from jaxllm.checkpoint.tensor_names import layout_of, stored_tensors
+from pallas_kernels.packed import Packed
+from pallas_kernels.quantize import check_scales
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedModule:
+    """One module of a file: its tensors by the last part of their names, and the linear layers
+    that its rows are, in order, with how many each has.
+    """
+
+    name: str
+    form: Form
+    shape: Shape
+    tensors: Mapping[str, Tensor]
+    layers: Mapping[str, int]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its tensors."""
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+    def load(
+        self,
+        sharding: Callable[[str, Shape], Sharding | None],
+        on_bytes: Callable[[int], None],
+    ) -> dict[str, Packed]:
+        """The weight of each linear layer, every array where `sharding` says for its path and
+        shape ("layers.0.mlp.up_proj.codes"). Beside them the host holds this one module.
+
+        Raises: ValueError if its tensors contradict the config, or a scale is no positive number;
+        NotImplementedError for an order of inputs that cannot be loaded.
+        """
+        owner = f"{next(iter(self.tensors.values())).file}: {self.name}"
+        whole = packed_weights.load(self.form, self.tensors, self.shape, owner, on_bytes)
+        found, first = {}, 0
+        for layer, rows in self.layers.items():
+            part = packed_weights.rows(whole, first, rows)
+            found[layer] = dataclasses.replace(
+                part,
+                **{
+                    field: _put(array, sharding(f"{layer}.{field}", array.shape))
+                    for field in ("codes", "scale", "zero", "row_scale")
+                    if (array := getattr(part, field)) is not None
+                },
+            )
+            first += rows
+            check_scales(found[layer], owner)
+        jax.block_until_ready(list(found.values()))  # a copy under way holds the host's memory
+        return found
+
+
+def _put(array: np.ndarray, sharding: Sharding | None) -> jax.Array:
+    array = np.ascontiguousarray(array)
+    if sharding is None:
+        return jax.device_put(array)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def find(
+    folder: Path,
+    quantization: Quantization,
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    *,
+    fused: bool,
+) -> tuple[list[PackedModule], dict[str, Tensor]]:
+    """The packed modules among the linear layers with these paths and shapes, and the tensors that
+    are not theirs; those of activations and caches are left out.
+
+    `fused` says whether the family stores the modules of `FUSED` as one tensor.
+    Raises: ValueError with every module whose tensors are not those that the config says.
+    """
+    rest = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not packed_weights.OF_ACTIVATIONS.fullmatch(name)
+    }
+    weights = {f"{path}.weight": shape for path, shape in shapes.items()}
+    modules, faults = [], []
+    for name, stored in stored_tensors(weights, fused=fused, layout=layout_of(tensors)).items():
+        module = name.removesuffix(".weight")
+        found = {
+            last: rest[f"{module}.{last}"] for last in _LAST_PARTS if f"{module}.{last}" in rest
+        }
+        form = quantization.form(module)
+        if form is None:
+            if packed := sorted(found.keys() - {"weight"}):
+                faults.append(f"{module} has {', '.join(packed)}, and is not packed by it")
+            continue
+        if problem := packed_weights.fault(form, stored.shape, found):
+            faults.append(f"{module}: {problem}")
+            continue
+        layers = {path.removesuffix(".weight"): weights[path][0] for path in stored.parameters}
+        modules.append(PackedModule(module, form, stored.shape, found, layers))
+        for last in found:
+            del rest[f"{module}.{last}"]
+    if faults:
+        raise ValueError(
+            f"{folder}: the tensors contradict {quantization.owner} in {len(faults)} modules: "
+            f"{enumerate_some(faults, most=3)}"
+        )
+    return modules, rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Some outputs of a packed weight: a linear layer, or a part of what `jaxllm.fuse` joined."""
+
+    packed: Packed
+    first: int
+    count: int
+
+
+class _Joined:
+    """The rows of several weights below one another, as the `Packed` of NumPy arrays that they
+    are; each of its arrays is brought to the host when it is asked for.
+    """
+
+    def __init__(self, parts: Sequence[Rows]):
+        first = parts[0].packed
+        self.parts, self.scheme, self.group_size = parts, first.scheme, first.group_size
+        self.shape = sum(part.count for part in parts), first.shape[1]
+
+    @property
+    def codes(self) -> np.ndarray:
+        return self._join("codes", 0)
+
+    @property
+    def scale(self) -> np.ndarray | None:
+        return None if self.parts[0].packed.scale is None else self._join("scale", 1)
+
+    @property
+    def row_scale(self) -> np.ndarray | None:
+        return None if self.parts[0].packed.row_scale is None else self._join("row_scale", 0)
+
+    @property
+    def zero(self) -> np.ndarray | None:
+        some = any(part.packed.zero is not None for part in self.parts)
+        return self._join("zero", 1) if some else None
+
+    def _join(self, field: str, axis: int) -> np.ndarray:
+        found = []
+        for part in self.parts:
+            array = getattr(part.packed, field)
+            if array is None:  # zero points of a part that has none
+                array = np.full(part.packed.scale.shape, packed_weights.NO_ZERO, np.uint8)  # pyright: ignore
+            else:
+                array = to_host(array)
+            cut = slice(part.first, part.first + part.count)
+            found.append(array[cut] if axis == 0 else array[:, cut])
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=axis)
+
+
+def sources(layers: Mapping[str, Rows], *, fused: bool) -> tuple[list[Source], dict[str, Form]]:
+    """The tensors to write for packed linear layers ("layers.0.mlp.up_proj"), in the forms of
+    compressed-tensors, and the form of each module by its name in the file.
+
+    Raises: NotImplementedError for what those forms cannot hold.
+    """
+    shapes = {f"{path}.weight": (rows.count, rows.packed.shape[1]) for path, rows in layers.items()}
+    found, forms = [], {}
+    for name, stored in stored_tensors(shapes, fused=fused).items():
+        module = name.removesuffix(".weight")
+        joined = _Joined([layers[path.removesuffix(".weight")] for path in stored.parameters])
+        kinds = {_kind(part.packed) for part in joined.parts}
+        if len(kinds) > 1:
+            raise NotImplementedError(
+                f"save: {module} is one tensor of the family, of parts that are packed in "
+                f"{len(kinds)} ways"
+            )
+        compressed_tensors.check(joined, module)
+        form = forms[module] = compressed_tensors.form_of(joined, module)
+        for last, part in packed_weights.parts(form, joined.shape).items():
+            scale = joined.parts[0].packed.scale
+            dtype = packed_weights.DTYPES[part.dtypes[0]]
+            if last == "weight_scale":
+                dtype = np.dtype(np.float32 if scale is None else scale.dtype)
+            make = functools.partial(_tensor, last, joined)
+            found.append(Source(f"{module}.{last}", dtype, part.shapes[0], make))
+    return found, forms
+
+
+def _kind(packed: Packed) -> tuple[Any, ...]:
+    dtype = None if packed.scale is None else packed.scale.dtype
+    return packed.scheme, packed.group_size, dtype, packed.codes.shape[1]
+
+
+def _tensor(name: str, joined: _Joined) -> list[np.ndarray]:
+    return [compressed_tensors.tensor(name, joined)]
+
+
+# Every tensor that some layout has beside a bias
+_LAST_PARTS = sorted(packed_weights.NAMES)

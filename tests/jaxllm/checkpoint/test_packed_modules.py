@@ -1,0 +1,342 @@
+"""Quantised checkpoints of every layout: the model of their dequantised twin, and refusals."""
+
+import dataclasses
+import json
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quantised_checkpoints as made
+import safetensors.numpy
+from tiny_models import logits
+
+import jaxllm
+from jaxllm.config import Runtime
+from jaxllm.quantize import PackedLinear
+from pallas_kernels.quantize import dequantize
+
+TOKENS = jnp.asarray([[5, 9, 2, 60, 31, 7, 7, 0]], jnp.int32)
+
+
+def edit(folder: Path, **changes) -> None:
+    """Changes the quantization_config."""
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    content["quantization_config"] |= changes
+    file.write_text(json.dumps(content))
+
+
+def rewrite(folder: Path, change) -> None:
+    """The tensors after `change(tensors)` has altered the dictionary."""
+    file = folder / "model.safetensors"
+    tensors = made.read_tensors(file)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, file)
+
+
+def assert_same_model(packed: Path, plain: Path) -> jaxllm.Transformer:
+    model, _ = jaxllm.load(packed, dtype="float32")
+    twin, _ = jaxllm.load(plain, dtype="float32")
+    ours, theirs = logits(model, TOKENS), logits(twin, TOKENS)
+    # Sums of 96 terms; where scales are applied after them, in another order: 4e-6 was measured
+    np.testing.assert_allclose(ours, theirs, atol=2e-5 * np.abs(theirs).max())
+    for i, block in enumerate(model.layers):
+        for module in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"):
+            owner, name = module.split(".")
+            mine = getattr(getattr(block, owner), name)
+            other = getattr(getattr(twin.layers[i], owner), name)
+            assert type(mine) is PackedLinear
+            numbers = np.asarray(dequantize(mine.packed, jnp.float32))
+            np.testing.assert_allclose(numbers, other.weight[...], rtol=3e-7, err_msg=module)
+    assert type(model.lm_head) is type(twin.lm_head)
+    return model
+
+
+@pytest.mark.parametrize("name", made.LAYOUTS)
+def test_a_packed_checkpoint_is_its_dequantised_twin(tmp_path, name):
+    model = assert_same_model(*made.write(tmp_path, name))
+    packed = model.layers[0].mlp.down_proj.packed
+    assert packed.shape == (64, 96)
+    zeros = "zero" in name or "asym" in name or name == "awq"
+    assert (packed.zero is not None) == zeros
+
+
+@pytest.mark.parametrize("name", ["int4 zero", "fp8 tensor", "fp8 block", "nvfp4", "gptq asym"])
+def test_fused_tensors_are_cut_into_their_layers(tmp_path, name):
+    config = dataclasses.replace(made.LLAMA, model_type="phi3")
+    assert_same_model(*made.write(tmp_path, name, config, fused=True))
+
+
+def test_the_comparison_can_fail(tmp_path):
+    packed, plain = made.write(tmp_path, "int4")
+
+    def change(tensors):
+        tensors["model.layers.1.self_attn.v_proj.weight_packed"][3, 2] ^= 1 << 20
+
+    rewrite(packed, change)
+    with pytest.raises(AssertionError):
+        assert_same_model(packed, plain)
+
+
+def test_modelopts_own_file_says_the_same(tmp_path):
+    packed, plain = made.write(tmp_path, "modelopt-nvfp4")
+    file = packed / "config.json"
+    content = json.loads(file.read_text())
+    del content["quantization_config"]
+    file.write_text(json.dumps(content))
+    said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    said["exclude_modules"] = ["lm_head"]
+    hf_quant = {"producer": {"name": "modelopt", "version": "0.33"}, "quantization": said}
+    (packed / "hf_quant_config.json").write_text(json.dumps(hf_quant))
+    rewrite(
+        packed,
+        lambda tensors: tensors.update(
+            {f"model.layers.0.self_attn.{x}_proj.{x}_scale": np.ones((), np.float32) for x in "kv"}
+        ),
+    )
+    assert_same_model(packed, plain)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nvfp4", "awq"])
+def test_layers_that_are_not_packed(tmp_path, scheme):
+    """By a pattern, by a name, by a part of a name: as each method has it."""
+    packed, plain = made.write(tmp_path, scheme)
+    kept = "model.layers.1.mlp.down_proj"
+    if scheme == "awq":
+        edit(packed, modules_to_not_convert=["layers.1.mlp.down_proj"])
+    else:
+        edit(
+            packed, ignore=["lm_head", r"re:.*layers\.1\.mlp\.down.*" if scheme == "int8" else kept]
+        )
+    twin = made.read_tensors(plain / "model.safetensors")
+
+    def change(tensors):
+        for name in [name for name in tensors if name.startswith(kept)]:
+            del tensors[name]
+        tensors[f"{kept}.weight"] = twin[f"{kept}.weight"]
+
+    rewrite(packed, change)
+    model, _ = jaxllm.load(packed, dtype="float32")
+    other, _ = jaxllm.load(plain, dtype="float32")
+    assert type(model.layers[1].mlp.down_proj) is type(other.lm_head)
+    assert type(model.layers[0].mlp.down_proj) is PackedLinear
+    theirs = logits(other, TOKENS)
+    np.testing.assert_allclose(logits(model, TOKENS), theirs, atol=2e-5 * np.abs(theirs).max())
+
+
+def test_greedy_tokens_and_a_dtype_of_its_own(tmp_path):
+    packed, plain = made.write(tmp_path, "gptq asym")
+    both = [jaxllm.load(folder, dtype="float32")[0] for folder in (packed, plain)]
+    prompts = [[5, 9, 2], [7] * 11]
+    found = [jaxllm.generate(model, None, prompts, max_new_tokens=12).tokens for model in both]
+    assert found[0] == found[1]
+    half, _ = jaxllm.load(packed, dtype="bfloat16")
+    module = half.layers[0].self_attn.q_proj
+    assert (module.dtype, module.packed.scale.dtype) == ("bfloat16", jnp.float16)
+    assert half.embed_tokens.weight[...].dtype == jnp.bfloat16
+    assert logits(half, TOKENS).dtype == np.float32
+
+
+def test_arrays_go_where_sharding_says(tmp_path):
+    packed, _ = made.write(tmp_path, "int4 zero")
+    device = jax.devices()[0]
+    asked = {}
+
+    def sharding(path, shape):
+        asked[path] = shape
+        return jax.sharding.SingleDeviceSharding(device)
+
+    model, _ = jaxllm.load(packed, dtype="float32", sharding=sharding)
+    at = "layers.0.mlp.down_proj."
+    assert {path: asked[path] for path in asked if path.startswith(at)} == {
+        f"{at}codes": (64, 48),
+        f"{at}scale": (3, 64),
+        f"{at}zero": (3, 64),
+    }
+    plain, _ = jaxllm.load(packed, dtype="float32")
+    np.testing.assert_array_equal(logits(model, TOKENS), logits(plain, TOKENS))
+
+
+def test_progress_counts_packed_tensors_and_nothing_is_held_twice(tmp_path):
+    config = dataclasses.replace(made.LLAMA, hidden_size=256, intermediate_size=1024)
+    packed, _ = made.write(tmp_path, "gptq", config)
+    size = (packed / "model.safetensors").stat().st_size
+    said = []
+    tracemalloc.start()
+    model, _ = jaxllm.load(
+        packed, dtype="float32", progress=lambda done, total: said.append((done, total))
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert said[-1][0] == said[-1][1]
+    assert 0.95 * size < said[-1][1] <= size
+    assert [done for done, _ in said] == sorted(done for done, _ in said)
+    kept = sum(x.nbytes for x in jax.tree.leaves(jaxllm.flatten(model).arrays))
+    module = 1024 * 256 // 2
+    # Beside the model: one module as it is stored and turned, and Python's own objects
+    assert peak < kept + 4 * module + 2_000_000
+
+
+# ----------------------------------------------------------------------------------- bad input
+
+DOWN = "model.layers.0.mlp.down_proj."
+
+
+def set_tensor(last, value):
+    """A change of down_proj's tensor of layer 0: another one, or None for no such tensor."""
+
+    def change(tensors):
+        old = tensors.pop(DOWN + last, None)
+        new = value(old) if callable(value) else value
+        if new is not None:
+            tensors[DOWN + last] = new
+
+    return change
+
+
+def with_number(index, number):
+    def change(array):
+        array = array.copy()
+        array[index] = number
+        return array
+
+    return change
+
+
+BAD_TENSORS = {
+    "no scale": ("int8", "weight_scale", None, "down_proj: has no weight_scale"),
+    "scale of another shape": (
+        "int8",
+        "weight_scale",
+        np.ones((64, 2), np.float32),
+        r"down_proj: weight_scale is F32 \[64, 2\], where its config asks for .* \[64, 1\]",
+    ),
+    "codes of another dtype": (
+        "int8",
+        "weight",
+        np.ones((64, 96), np.float32),
+        r"down_proj: weight is F32 \[64, 96\], where its config asks for I8 \[64, 96\]",
+    ),
+    "zero points that nobody spoke of": (
+        "int4",
+        "weight_zero_point",
+        np.zeros((8, 3), np.int32),
+        "down_proj: has weight_zero_point, which its config has no place for",
+    ),
+    "another shape said": (
+        "int4",
+        "weight_shape",
+        np.array([64, 90]),
+        r"down_proj: weight_shape says \[64, 90\], the model has \[64, 96\]",
+    ),
+    "a scale of zero": (
+        "int4",
+        "weight_scale",
+        with_number((3, 1), 0),
+        "down_proj: 1 of 192 numbers of scale are zero, negative, NaN or infinite",
+    ),
+    "a scale that is NaN": (
+        "fp8 channel",
+        "weight_scale",
+        with_number((3, 0), np.nan),
+        "down_proj: 1 of 64 numbers of row_scale are zero, negative, NaN or infinite",
+    ),
+    "a block scale of zero": (
+        "nvfp4",
+        "weight_scale",
+        with_number((0, 0), 0),
+        "down_proj: 1 of 384 numbers of scale are zero, negative, NaN or infinite",
+    ),
+    "an E8M0 that is NaN": (
+        "mxfp4",
+        "weight_scale",
+        with_number((0, 0), 255),
+        "down_proj: 1 of 192 numbers of scale are zero, negative, NaN or infinite",
+    ),
+    "a global scale of zero": (
+        "nvfp4",
+        "weight_global_scale",
+        np.zeros(1, np.float32),
+        "down_proj: weight_global_scale is 0.0, not a positive number",
+    ),
+    "a tensor's scale that is infinite": (
+        "modelopt-nvfp4",
+        "weight_scale_2",
+        np.array(np.inf, np.float32),
+        "down_proj: 64 of 64 numbers of row_scale are zero, negative, NaN or infinite",
+    ),
+    "zero points of a symmetric GPTQ": (
+        "gptq",
+        "qzeros",
+        np.zeros((3, 8), np.int32),
+        "down_proj: has zero points, which its config says it has not",
+    ),
+    "words turned the other way": (
+        "gptq",
+        "qweight",
+        np.zeros((96, 8), np.int32),
+        r"down_proj: qweight is I32 \[96, 8\], where its config asks for I32 \[12, 64\]",
+    ),
+    "not packed after all": (
+        "awq",
+        "qweight",
+        None,
+        "down_proj: has no qweight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TENSORS)
+def test_tensors_that_contradict_their_config(tmp_path, name):
+    layout, last, value, sentence = BAD_TENSORS[name]
+    packed, _ = made.write(tmp_path, layout)
+    rewrite(packed, set_tensor(last, value))
+    with pytest.raises(ValueError, match=f"^[^\n]*{sentence}[^\n]*$"):
+        jaxllm.load(packed, dtype="float32")
+
+
+def test_inputs_of_a_group_that_lie_apart(tmp_path):
+    packed, _ = made.write(tmp_path, "gptq")
+    order = np.random.default_rng(0).permutation(96) // 32
+    rewrite(packed, set_tensor("g_idx", order.astype(np.int32)))
+    edit(packed, desc_act=True)
+    with pytest.raises(NotImplementedError, match=r"^[^\n]*down_proj: g_idx [^\n]*desc_act false"):
+        jaxllm.load(packed, dtype="float32")
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_desc_act_in_place(tmp_path, ordered):
+    """Groups whose inputs lie side by side are what they are, whatever order they were made in."""
+    packed, plain = made.write(tmp_path, "gptq")
+    edit(packed, desc_act=True, static_groups=True)
+    if not ordered:
+        rewrite(packed, set_tensor("g_idx", None))
+    assert_same_model(packed, plain)
+
+
+def test_a_config_that_speaks_of_other_modules(tmp_path):
+    packed, _ = made.write(tmp_path, "int4")
+    edit(packed, ignore=["lm_head", "model.layers.0.mlp.down_proj"])
+    with pytest.raises(ValueError, match=r"down_proj has weight_packed, weight_scale.*not packed"):
+        jaxllm.load(packed, dtype="float32")
+    edit(packed, ignore=[])
+    with pytest.raises(ValueError, match="in 1 modules: lm_head: has no weight_packed"):
+        jaxllm.load(packed, dtype="float32")
+
+
+def test_groups_that_do_not_divide(tmp_path):
+    packed, _ = made.write(tmp_path, "gptq")
+    edit(packed, group_size=40)
+    with pytest.raises(ValueError, match="64 inputs do not divide into groups of 40"):
+        jaxllm.load(packed, dtype="float32")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    packed, _ = made.write(tmp_path, "int8")
+    size = (packed / "model.safetensors").stat().st_size
+    monkeypatch.setattr(jaxllm.checkpoint.placement.memory, "free_bytes", lambda device: size // 2)
+    with pytest.raises(ValueError, match="the parameters take .* kB are free"):
+        jaxllm.load(packed, dtype="float32", runtime=Runtime())
