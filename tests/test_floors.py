@@ -182,17 +182,32 @@ MAY_IMPORT = {
     "jaxllm.checkpoint.shipped": "",
     "jaxllm.checkpoint.bitnet": "",
     "jaxllm.checkpoint.safetensors_file": "",
+    "jaxllm.checkpoint.quantization_config": "",
+    "jaxllm.checkpoint.packed_weights": (
+        "jaxllm.checkpoint.quantization_config jaxllm.checkpoint.safetensors_file "
+        "pallas_kernels.packed"
+    ),
+    "jaxllm.checkpoint.compressed_tensors": "jaxllm.checkpoint.quantization_config",
+    "jaxllm.checkpoint.packed_modules": (
+        "jaxllm.checkpoint.compressed_tensors jaxllm.checkpoint.folder "
+        "jaxllm.checkpoint.packed_weights jaxllm.checkpoint.placement "
+        "jaxllm.checkpoint.quantization_config jaxllm.checkpoint.safetensors_file "
+        "jaxllm.checkpoint.tensor_names pallas_kernels.packed pallas_kernels.quantize"
+    ),
     "jaxllm.checkpoint.folder": (
-        "jaxllm.checkpoint.safetensors_file jaxllm.config jaxllm.families"
+        "jaxllm.checkpoint.quantization_config jaxllm.checkpoint.safetensors_file jaxllm.config "
+        "jaxllm.families"
     ),
     "jaxllm.checkpoint.tensor_names": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file"
     ),
     "jaxllm.checkpoint.placement": "jaxllm.checkpoint.safetensors_file jaxllm.memory",
     "jaxllm.checkpoint.hf": (
-        "jaxllm.checkpoint.folder jaxllm.checkpoint.placement jaxllm.checkpoint.safetensors_file "
-        "jaxllm.checkpoint.tensor_names jaxllm.config jaxllm.families jaxllm.model "
-        "jaxllm.tokenizer"
+        "jaxllm.checkpoint.compressed_tensors jaxllm.checkpoint.folder "
+        "jaxllm.checkpoint.packed_modules jaxllm.checkpoint.placement "
+        "jaxllm.checkpoint.quantization_config "
+        "jaxllm.checkpoint.safetensors_file jaxllm.checkpoint.tensor_names jaxllm.config "
+        "jaxllm.families jaxllm.model jaxllm.quantize jaxllm.tokenizer pallas_kernels.packed"
     ),
     "jaxllm.checkpoint.native": "jaxllm.train",
     "jaxllm.metrics": "",
