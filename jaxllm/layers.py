@@ -57,6 +57,17 @@ class Linear(nnx.Module):
             implementation=self.implementation,
         )
 
+    def fused(self, x: Float[Array, "*B I"], **around: Any) -> Any:
+        """The product with what stands around it, as `ops.fused_linear` names it."""
+        bias = None if self.bias is None else self.bias[...]
+        return ops.fused_linear(
+            x.astype(self.dtype),
+            self.weight[...],
+            bias,
+            implementation=self.implementation,
+            **around,
+        )
+
 
 class BitLinear(Linear):
     """A `Linear` of BitNet b1.58, to be trained: at each call the weight becomes ternary, and x
@@ -137,6 +148,10 @@ class RMSNorm(nnx.Module):
             zero_centered=self.zero_centered,
             implementation=self.implementation,
         )
+
+    def as_argument(self) -> ops.Norm:
+        """The norm as `ops.fused_linear` takes it."""
+        return ops.Norm(self.weight[...], self.eps, self.zero_centered)
 
 
 class Rotary(nnx.Module):
@@ -250,6 +265,21 @@ class Attention(nnx.Module):
             start = jnp.zeros((b,), jnp.int32) if cache is None else cache.lengths
             rotary = self.rotary(start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :])
         q, k = ops.rope(q, k, *rotary, sliced=sliced, implementation=self.implementation)
+        out, entry = self.attend(q, k, v, segment_ids=segment_ids, cache=cache)
+        if self.attn_sub_norm is not None:
+            out = self.attn_sub_norm(out)
+        return self.o_proj(out), entry
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Array, "B T NH"], Entry | None]:
+        """What the heads see, side by side, and the cache entry with these tokens."""
         if cache is None:
             entry = None
             keys = {"k": k, "v": v, "q_segment_ids": segment_ids, "kv_segment_ids": segment_ids}
@@ -264,10 +294,7 @@ class Attention(nnx.Module):
             softcap=self.softcap,
             implementation=self.implementation,
         )
-        out = out.reshape(b, t, self.heads * self.width)
-        if self.attn_sub_norm is not None:
-            out = self.attn_sub_norm(out)
-        return self.o_proj(out), entry
+        return out.reshape(*q.shape[:2], self.heads * self.width), entry
 
 
 class MLP(nnx.Module):
@@ -345,6 +372,8 @@ class Block(nnx.Module):
         cache: LayerCache | None = None,
     ) -> tuple[Float[Array, "B T D"], Entry | None]:
         """The layer's output, and its cache entry with these tokens (None without a cache)."""
+        if cache is not None and rotary is not None and self._is_fused(x, rotary):
+            return self._decode(x, rotary, cache)
         with jax.named_scope("attention"):
             out, entry = self.self_attn(
                 self.input_layernorm(x), rotary, segment_ids=segment_ids, cache=cache
@@ -359,6 +388,40 @@ class Block(nnx.Module):
                 normed, x = self.post_attention_layernorm(out, x)
                 out = self.mlp(normed)
             x = x + out
+        return x, entry
+
+    def _is_fused(self, x: Float[Array, "B T D"], rotary: Tables) -> bool:
+        """Whether the layer can be had as `_decode` does it: after `jaxllm.fuse`, of few rows, and
+        without what stands between a product and its neighbours in some families.
+        """
+        attention, mlp = self.self_attn, self.mlp
+        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        between = (attention.q_norm, attention.attn_sub_norm, mlp.ffn_sub_norm)
+        return (
+            x.shape[0] * x.shape[1] <= ops.FUSED_ROWS
+            and all(type(linear) is Linear for linear in linears)
+            and all(norm is None for norm in between)
+            and not self.post_norms
+            and mlp.activation == "silu"
+            and 2 * rotary[0].shape[-1] == attention.width
+        )
+
+    def _decode(self, x: Float[Array, "B T D"], rotary: Tables, cache: LayerCache):
+        """`__call__` of a few tokens in as few launches as can be: norms in front of a product,
+        rotation, gate and sum behind it, are part of it.
+        """
+        attention, mlp = self.self_attn, self.mlp
+        with jax.named_scope("attention"):
+            turn = ops.Rotary(*rotary, attention.heads, attention.kv_heads)
+            heads = attention.qkv_proj.fused(
+                x, norm=self.input_layernorm.as_argument(), epilogue="rope", rotary=turn
+            )
+            out, entry = attention.attend(*heads, cache=cache)
+            x = attention.o_proj.fused(out, residual=x)
+        with jax.named_scope("mlp"):
+            norm = self.post_attention_layernorm.as_argument()
+            gated = mlp.gate_up_proj.fused(x, norm=norm, epilogue="swiglu")
+            x = mlp.down_proj.fused(gated, residual=x)
         return x, entry
 
 

@@ -24,7 +24,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm import fusion, ops
+from jaxllm import ops
 from jaxllm.layers import Embedding, Linear
 from jaxllm.model import Transformer
 from jaxllm.optimizers import apply_updates_stochastically
@@ -147,12 +147,10 @@ def train_step(
     """One step: the pure function that `make_train_step` compiles, for loops of one's own.
 
     Of the model only its structure and the dtype that it computes in are looked at. Weights of
-    blocks are cast to that dtype once, and those of q, k and v and of gate and up joined: the loss
-    is handed a model after `jaxllm.fuse`. Sums of gradients, the update and the metrics are
-    float32. The rest is told there.
+    blocks are cast to that dtype once; sums of gradients, the update and the metrics are float32.
+    The rest is told there.
     """
-    joined = _joined(model, state.params)
-    call = _functional(fusion.structure(model, joined) if joined else model, loss)
+    call = _functional(model, loss)
     # A power of two, so nothing is rounded: the true count is known when all parts are done
     nominal = 2.0 ** int(math.log2(max(batch["tokens"].size, 1)))
 
@@ -164,10 +162,9 @@ def train_step(
         grads, sums = jax.grad(objective, has_aux=True)(weights, part)
         return _float32(grads), sums
 
-    weights = fusion.join(_computed(state.params, model.runtime.compute_dtype), joined)
+    weights = _computed(state.params, model.runtime.compute_dtype)
     grads, (total, count) = _accumulate(gradient, batch, micro_batches)
     tokens = jnp.maximum(count, 1).astype(jnp.float32)
-    grads = fusion.split(grads, joined, state.params)
     grads = jax.tree.map(lambda g: g * (nominal / tokens), state.scale.unscale(grads))
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(total)  # a sum is finite only if each part is
@@ -283,17 +280,6 @@ def _computed(params: Params, dtype: str) -> Params:
     return {
         name: x.astype(dtype) if name.startswith("layers.") and x.ndim > 1 else x
         for name, x in params.items()
-    }
-
-
-def _joined(model: Transformer, params: Params) -> fusion.Groups:
-    """What a step joins: trained weights that are cast, for then they are copied anyway."""
-    dtype = model.runtime.compute_dtype
-    return {
-        name: parts
-        for name, parts in fusion.groups(model).items()
-        if all(f"{part}.weight" in params for part in parts)
-        and all(params[f"{part}.weight"].dtype != dtype for part in parts)
     }
 
 

@@ -8,6 +8,7 @@ from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.embedding import embedding
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.gemv import gemv
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.matmul import matmul
 from pallas_kernels.quantize import dequantize, quantize
@@ -23,6 +24,7 @@ __all__ = [
     "embedding",
     "flash_attention",
     "geglu",
+    "gemv",
     "layer_norm",
     "linear_cross_entropy",
     "matmul",

@@ -124,6 +124,10 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.rope_kernel": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.rope": "pallas_kernels.device pallas_kernels.rope_kernel pallas_kernels.tuned",
+    "pallas_kernels.gemv": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.rms_norm pallas_kernels.rope "
+        "pallas_kernels.tuned"
+    ),
     "pallas_kernels.softmax_tiles": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows"
     ),
@@ -150,6 +154,9 @@ MAY_IMPORT = {
     "jaxllm.ops._select": "pallas_kernels.device",
     "jaxllm.ops.attention": OP,
     "jaxllm.ops.glu": OP,
+    "jaxllm.ops.fused_linear": (
+        f"{OP} jaxllm.ops.glu jaxllm.ops.linear jaxllm.ops.norm jaxllm.ops.rope"
+    ),
     "jaxllm.ops.linear": OP,
     "jaxllm.ops.loss": f"{OP} jaxllm.ops.linear",
     "jaxllm.ops.log_probs": "jaxllm.ops.linear jaxllm.ops.loss",
@@ -173,10 +180,10 @@ MAY_IMPORT = {
     "jaxllm.precision": "",
     "jaxllm.records": "jaxllm.tokenizer",
     "jaxllm.data": "jaxllm.records",
-    "jaxllm.fusion": "jaxllm.checkpoint.tensor_names jaxllm.layers",
-    "jaxllm.train": (
-        "jaxllm.fusion jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision"
+    "jaxllm.fusion": (
+        "jaxllm.checkpoint.tensor_names jaxllm.layers jaxllm.quantize pallas_kernels.quantize"
     ),
+    "jaxllm.train": ("jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision"),
     "jaxllm.quantize": f"{KERNELS} jaxllm.layers jaxllm.ops",
     "jaxllm.fp8": "jaxllm.layers jaxllm.quantize",
     "jaxllm.checkpoint.shipped": "",

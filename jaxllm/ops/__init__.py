@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxllm.ops._select import Table, choose
 from jaxllm.ops.attention import ATTENTION, HOLDS_SCORES, attention
+from jaxllm.ops.fused_linear import FUSED_LINEAR, FUSED_ROWS, Norm, Rotary, fused_linear
 from jaxllm.ops.glu import GLU, glu
 from jaxllm.ops.linear import EMBEDDING, LINEAR, embedding, linear
 from jaxllm.ops.log_probs import linear_log_probs
@@ -28,6 +29,7 @@ OPS = {
     "layer_norm": (layer_norm, LAYER_NORM),
     "rope": (rope, ROPE),
     "glu": (glu, GLU),
+    "fused_linear": (fused_linear, FUSED_LINEAR),
     "linear_cross_entropy": (linear_cross_entropy, LINEAR_CROSS_ENTROPY),
 }
 
@@ -68,14 +70,18 @@ def _call(name: str, op: str, args: Any, kwargs: Any) -> tuple[Table, Any, dict[
 
 
 __all__ = [
+    "FUSED_ROWS",
     "HOLDS_SCORES",
     "OPS",
+    "Norm",
+    "Rotary",
     "attention",
     "bit_linear",
     "chosen",
     "cross_entropy",
     "embedding",
     "explain",
+    "fused_linear",
     "glu",
     "layer_norm",
     "linear",

@@ -20,6 +20,7 @@ logger = logging.getLogger("jaxllm")
 # The names that a mapping from op to implementation may have
 OP_NAMES = (
     *("attention", "scale_softmax", "linear", "embedding", "rms_norm", "layer_norm", "rope", "glu"),
+    "fused_linear",
     "linear_cross_entropy",
 )
 

@@ -4,7 +4,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
@@ -12,7 +11,8 @@ from tiny_models import ALL, TINY, build
 
 import jaxllm
 from jaxllm import fusion, lora, train
-from jaxllm.config import ModelConfig, Runtime
+from jaxllm.config import ModelConfig
+from jaxllm.layers import Linear
 
 CONFIGS = {
     "plain": TINY,
@@ -34,7 +34,6 @@ def test_a_fused_model_computes_the_same(name):
     after = train.parameters(model)
     # Sums of float32 in another order at most
     np.testing.assert_allclose(model(tokens(CONFIGS[name])), before, atol=2e-5)
-    assert not fusion.groups(model)
     assert not any(path.split(".")[-2] in ("q_proj", "up_proj") for path in after)
     assert "layers.0.self_attn.qkv_proj.weight" in after
     assert sum(x.size for x in after.values()) == sum(x.size for x in parts.values())
@@ -46,72 +45,65 @@ def test_a_fused_model_computes_the_same(name):
     )
 
 
+def kinds(model: Any) -> set[str]:
+    """What the projections of the layers are called, without the layers' numbers."""
+    paths = train.parameters(model)
+    return {path.split(".")[-2] for path in paths if "_proj" in path}
+
+
 def test_what_is_more_than_a_linear_is_left_alone():
     model = build(TINY)
+    first: Any = model.layers[0].self_attn
     lora.add_adapters(model, rank=2, targets=["layers.0.self_attn.k_proj"], rngs=nnx.Rngs(3))
-    left = {f"layers.{i}.mlp.gate_up_proj" for i in range(len(model.layers))}
-    left |= {f"layers.{i}.self_attn.qkv_proj" for i in range(1, len(model.layers))}
-    assert set(fusion.groups(model)) == left
-
-
-def test_join_and_split_are_inverses():
-    model = build(CONFIGS["biases"])
-    params, found = train.parameters(model), fusion.groups(model)
-    joined = fusion.join(params, found)
+    second: Any = model.layers[1].self_attn
+    second.v_proj = Linear(*second.v_proj.weight.shape[::-1], bias=True, rngs=nnx.Rngs(4))
     fusion.fuse(model)
-    assert joined.keys() == train.parameters(model).keys()
-    back = fusion.split(joined, found, params)
-    assert back.keys() == params.keys()
-    for name, x in params.items():
-        np.testing.assert_array_equal(x, back[name], err_msg=name)
+    assert first.qkv_proj is None
+    assert second.qkv_proj is None
+    assert all(layer.mlp.gate_up_proj is not None for layer in model.layers)
 
 
-def step(config: ModelConfig, runtime: Runtime, **state: Any) -> tuple[train.TrainState, Any]:
-    model = build(config, runtime)
-    text = tokens(config)
-    batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
-    run = train.make_train_step(model, optax.sgd(0.5), micro_batches=2)
-    return run(train.init_state(model, optax.sgd(0.5), **state), batch)
+@pytest.mark.parametrize("scheme", ["int8", "int4", "nvfp4", "ternary"])
+def test_packed_weights_are_joined(scheme):
+    config = dataclasses.replace(CONFIGS["biases"], hidden_size=32, intermediate_size=64)
+    model = build(config)
+    jaxllm.quantize(model, scheme)
+    before = model(tokens(config))
+    fusion.fuse(model)
+    assert {"qkv_proj", "gate_up_proj"} < kinds(model)
+    assert not {"q_proj", "v_proj", "up_proj"} & kinds(model)
+    # Sums of float32 in another order at most
+    np.testing.assert_allclose(model(tokens(config)), before, atol=2e-5)
 
 
-# Weights that are cast are joined; bfloat16 ones that are computed in float32 show it exactly
-CAST = Runtime(dtype="float32", param_dtype="bfloat16")
+def test_fusing_twice_is_fusing_once():
+    model = build(TINY)
+    fusion.fuse(model)
+    before = train.parameters(model)
+    fusion.fuse(model)
+    after = train.parameters(model)
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in after)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_a_training_step_with_joined_weights_is_the_same_step(monkeypatch, remat):
-    runtime = dataclasses.replace(CAST, remat=remat)
-    joined: list[str] = []
-    structure = fusion.structure
-    monkeypatch.setattr(
-        fusion, "structure", lambda model, only: joined.extend(only) or structure(model, only)
-    )
-    state, metrics = step(CONFIGS["biases"], runtime)
-    assert len(joined) == 2 * TINY.num_hidden_layers
-    monkeypatch.setattr(fusion, "groups", lambda model: {})
-    plain, plain_metrics = step(CONFIGS["biases"], runtime)
-    assert state.params.keys() == plain.params.keys()
-    np.testing.assert_allclose(metrics["loss"], plain_metrics["loss"], rtol=1e-6)
-    np.testing.assert_allclose(metrics["grad_norm"], plain_metrics["grad_norm"], rtol=1e-5)
-    for name, x in plain.params.items():
-        assert x.dtype == state.params[name].dtype == jnp.bfloat16
-        # A last digit of bfloat16, where a sum fell on the other side of it
-        np.testing.assert_allclose(
-            *(np.float32(y) for y in (x, state.params[name])), rtol=2**-7, err_msg=name
-        )
-
-
-@pytest.mark.parametrize(
-    ("runtime", "trainable"),
-    [
-        (Runtime(), None),
-        (CAST, lambda name: not name.endswith(("k_proj.weight", "up_proj.weight"))),
-    ],
-)
-def test_weights_that_are_not_cast_or_not_trained_are_not_joined(monkeypatch, runtime, trainable):
-    monkeypatch.setattr(fusion, "structure", None)  # is not called
-    state, _ = step(TINY, runtime, trainable=trainable)
-    assert "layers.0.self_attn.q_proj.weight" in state.params
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decoding_with_a_fused_model_is_decoding(name):
+    """Also of few rows, where a layer takes another op."""
+    config, steps = CONFIGS[name], 3
+    found = []
+    for prepare in (lambda model: None, fusion.fuse):
+        prepare(model := build(config))
+        weights = jaxllm.flatten(model)
+        cache = jaxllm.KVCache.create(config, 2, 16, jnp.float32)
+        logits, cache = jaxllm.prefill(weights, tokens(config), jnp.asarray([9, 7]), cache)
+        rows = [logits]
+        for step in range(steps):
+            ids = jnp.asarray([step, 5 + step])
+            logits, cache = jaxllm.decode_step(weights, ids, cache)
+            rows.append(logits)
+        found.append(np.stack(rows))
+    # Sums of float32 in another order at most
+    np.testing.assert_allclose(*found, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", [{}, {"qkv_bias": True, "model_type": "qwen2"}])

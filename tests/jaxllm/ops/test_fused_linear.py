@@ -1,0 +1,91 @@
+"""A projection with what stands around it: every implementation, and which one runs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absent_device import absent
+from kernels import interpreted
+
+from jaxllm import ops
+from jaxllm.ops import Norm, Rotary, fused_linear
+from pallas_kernels.quantize import quantize
+
+HEADS, WIDTH = (2, 1), 16
+
+
+def case(epilogue: str | None, dtype: Any) -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
+    outputs = 4 * WIDTH
+    x, weight, bias = draw(2, 1, 128), draw(outputs, 128) / 128**0.5, draw(outputs)
+    around: dict[str, Any] = {"norm": Norm(draw(128), 1e-5), "epilogue": epilogue}
+    if epilogue == "rope":
+        angles = rng.uniform(-4, 4, (2, 1, WIDTH // 2))
+        cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+        around["rotary"] = Rotary(cos, sin, *HEADS)
+    else:
+        around["residual"] = draw(2, 1, outputs // (1 if epilogue is None else 2))
+    return x, weight, bias, around
+
+
+def in_parts(x, weight, bias, *, norm, epilogue, residual=None, rotary=None):
+    """The ops of its parts, one by one."""
+    y = ops.linear(ops.rms_norm(x, norm.weight, eps=norm.eps), weight, bias)
+    if epilogue == "swiglu":
+        y = ops.glu(*jnp.split(y, 2, axis=-1), activation="silu")
+    if rotary is None:
+        return (y + residual,)
+    heads = y.reshape(2, 1, 4, WIDTH)
+    q, k = ops.rope(heads[:, :, :2], heads[:, :, 2:3], rotary.cos, rotary.sin)
+    return q, k, heads[:, :, 3:]
+
+
+@pytest.mark.parametrize("epilogue", [None, "swiglu", "rope"])
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "atol"),
+    # bfloat16 is rounded between the parts by one, behind them by the other
+    [
+        ("xla", jnp.float32, 2e-5),
+        ("xla", jnp.bfloat16, 0),
+        ("pallas-interpret", jnp.bfloat16, 0.06),
+    ],
+)
+def test_every_implementation_is_the_parts(epilogue, implementation, dtype, atol):
+    *arrays, around = case(epilogue, dtype)
+    run = interpreted if "interpret" in implementation else lambda f, *args: jax.jit(f)(*args)
+    ours = run(lambda *a: fused_linear(*a, **around, implementation=implementation), *arrays)
+    parts = jax.jit(lambda *a: in_parts(*a, **around))(*arrays)
+    for y, part in zip(jax.tree.leaves(ours), parts, strict=True):
+        assert (y.shape, y.dtype) == (part.shape, dtype)
+        np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol)
+
+
+def test_a_packed_weight():
+    x, weight, bias, around = case("swiglu", jnp.bfloat16)
+    packed = quantize(weight, "int8")
+    y = fused_linear(x, packed, bias, **around)
+    [part] = in_parts(x, packed, bias, **around)
+    np.testing.assert_array_equal(np.float32(y), np.float32(part))
+
+
+def test_which_one_runs():
+    x, weight, _, around = case("swiglu", jnp.bfloat16)
+    with absent("NVIDIA H200"):
+        reasons = ops.explain("fused_linear", x, weight, **around)
+        packed = ops.explain("fused_linear", x, quantize(weight, "int8"), **around)
+    assert list(reasons) == ["pallas", "pallas-interpret", "xla"]
+    assert packed["pallas"] == "the weight is packed"
+    if jax.default_backend() == "cpu":
+        here = ops.explain("fused_linear", x, weight, **around)
+        assert here["pallas"] == "needs an NVIDIA GPU, found cpu"
+
+
+def test_a_wrong_call_is_refused():
+    x, weight, bias, around = case("swiglu", jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"^gemv: residual must be \[2, 1, 32\], got \[2, 1, 128\]"
+    ):
+        fused_linear(x, weight, bias, **{**around, "residual": x})

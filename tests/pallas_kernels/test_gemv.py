@@ -1,0 +1,227 @@
+"""GEMV in the interpreter: what stands around the product, odd sizes, what it refuses."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from kernels import interpreted
+from numerics import assert_as_accurate
+
+from pallas_kernels import device as device_lib
+from pallas_kernels.gemv import (
+    Config,
+    Norm,
+    Rotary,
+    bucket,
+    default_config,
+    gemv,
+    gemv_reference,
+    problem,
+    why_not,
+)
+
+pytestmark = pytest.mark.usefixtures("strict_jax")
+
+H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
+HEADS, WIDTH = (3, 1), 16  # of q, of k; numbers in each
+
+
+def case(m: int, o: int, i: int, dtype: Any = jnp.bfloat16, **around: Any) -> tuple[Any, ...]:
+    """x, the weight, and the keywords; True in `around` stands for an array by chance."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int, scale: float = 1.0, dtype: Any = dtype) -> Any:
+        return jnp.asarray(scale * rng.standard_normal(shape), dtype)
+
+    x, weight = draw(m, i), draw(o, i, scale=i**-0.5)
+    if (zero_centered := around.get("norm")) is not None:
+        around["norm"] = Norm(draw(i, dtype=jnp.float32), 1e-5, zero_centered)
+    if around.get("bias"):
+        around["bias"] = draw(o)
+    if around.get("residual"):
+        around["residual"] = draw(m, o // 2 if around.get("epilogue") else o)
+    if around.get("epilogue") == "rope":
+        angles = rng.uniform(-4, 4, (m, WIDTH // 2))
+        cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+        around["rotary"] = Rotary(cos, sin, *HEADS)
+    return x, weight, around
+
+
+def truth(x, weight, *, norm=None, bias=None, epilogue=None, residual=None, rotary=None):
+    f64 = lambda a: np.asarray(a, np.float64)  # noqa: E731
+    y = f64(x)
+    if norm is not None:
+        scale = f64(norm.weight.astype(x.dtype)) if not norm.zero_centered else f64(norm.weight) + 1
+        y = y / np.sqrt(np.mean(y * y, -1, keepdims=True) + norm.eps) * scale
+    y = y @ f64(weight).T
+    y = y if bias is None else y + f64(bias)
+    if epilogue == "swiglu":
+        gate, up = np.split(y, 2, axis=-1)
+        y = oracles.glu(gate, up, activation="silu")
+    if rotary is None:
+        return (y if residual is None else y + f64(residual),)
+    heads = y.reshape(1, len(y), -1, WIDTH)
+    tables = (f64(t.astype(x.dtype))[None] for t in rotary[:2])
+    q, k, v = np.split(heads, (HEADS[0], sum(HEADS)), axis=2)
+    cos, sin = tables
+    q, k = (oracles.turn(part, cos, sin) for part in (q, k))
+    return q.reshape(len(y), -1), np.concatenate([k, v], axis=2).reshape(len(y), -1)
+
+
+CASES = {
+    "plain": case(1, 16, 256),
+    "one past three steps of a thread": case(1, 12, 7 * 256, residual=True),
+    "half the lanes share a row": case(2, 24, 3 * 128, norm=False, bias=True, residual=True),
+    "float16": case(3, 8, 512, jnp.float16, norm=True, bias=True),
+    "swiglu": case(4, 32, 256, norm=False, bias=True, epilogue="swiglu", residual=True),
+    "rope": case(2, 5 * WIDTH, 256, norm=True, bias=True, epilogue="rope"),
+}
+
+
+def assert_right(ours: Any, x, weight, around) -> None:
+    plain = jax.tree.leaves(gemv_reference(x, weight, **around))
+    for y, near, wanted in zip(
+        jax.tree.leaves(ours), plain, truth(x, weight, **around), strict=True
+    ):
+        assert y.dtype == near.dtype
+        assert_as_accurate(y, near, wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gemv(name):
+    x, weight, around = CASES[name]
+    config = Config(4, 512) if "three steps" in name else None
+    ours = interpreted(lambda x, w: gemv(x, w, **around, config=config, interpret=True), x, weight)
+    assert_right(ours, x, weight, around)
+
+
+def test_the_check_can_fail():
+    x, weight, around = CASES["rope"]
+    q, kv = gemv_reference(x, weight, **around)
+    right = (q, kv)
+    assert_right(right, x, weight, around)
+    for wrong in ((q.at[0, 3].multiply(1.05), kv), (q, kv[:, ::-1])):
+        with pytest.raises(AssertionError, match="error is"):
+            assert_right(wrong, x, weight, around)
+
+
+def test_results_of_another_dtype_and_leading_dimensions():
+    x, weight, _ = case(4, 16, 256)
+    y = interpreted(
+        lambda x, w: gemv(x.reshape(2, 2, -1), w, out_dtype=jnp.float32, interpret=True), x, weight
+    )
+    assert y.dtype == jnp.float32
+    assert_as_accurate(
+        y.reshape(4, -1), gemv_reference(x, weight, out_dtype=jnp.float32), *truth(x, weight)
+    )
+
+
+@pytest.mark.parametrize("name", ["swiglu", "rope"])
+def test_gradients_are_the_references(name):
+    x, weight, around = CASES[name]
+
+    def loss(f, x, weight, **more):
+        parts = jax.tree.leaves(f(x, weight, **more))
+        return sum(jnp.sum(y.astype(jnp.float32) ** 2) for y in parts)
+
+    gradient = jax.grad(lambda *a: loss(gemv, *a, **around, interpret=True), (0, 1))
+    ours = interpreted(gradient, x, weight)
+    plain = jax.grad(lambda *a: loss(gemv_reference, *a, **around), (0, 1))(x, weight)
+    for a, b in zip(ours, plain, strict=True):
+        # The cotangents come from two forward passes, which round otherwise
+        np.testing.assert_allclose(
+            np.float32(a), np.float32(b), rtol=0.1, atol=0.02 * float(jnp.max(jnp.abs(b)))
+        )
+
+
+@pytest.mark.parametrize("config", [Config(4, 256), Config(8, 512), Config(16, 1024)])
+def test_a_config_changes_no_more_than_the_order_of_sums(config):
+    x, weight, around = case(1, 16, 1024, norm=False)
+    ours = interpreted(lambda x, w: gemv(x, w, **around, config=config, interpret=True), x, weight)
+    assert_right(ours, x, weight, around)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"m": 5}, "takes 4 rows of x at most, got 5"),
+        ({"i": 192}, "takes inputs in multiples of 128, got 192"),
+        ({"o": 18}, "takes outputs in multiples of 4, got 18"),
+        ({"m": 4, "i": 32768}, "4 x 32768 inputs do not fit on chip"),
+        ({"dtype": jnp.float32}, "takes bfloat16 or float16, got x float32 and a weight float32"),
+        ({"m": 0}, "nothing to multiply: x is [0, 256], the weight [16, 256]"),
+    ],
+)
+def test_why_not(changed, said):
+    sizes = {"m": 1, "o": 16, "i": 256, "dtype": jnp.bfloat16, **changed}
+    x = jax.ShapeDtypeStruct((sizes["m"], sizes["i"]), sizes["dtype"])
+    weight = jax.ShapeDtypeStruct((sizes["o"], sizes["i"]), sizes["dtype"])
+    assert why_not(x, weight, device=H200) == said
+    assert said in str(why_not(x, weight, device=H200))
+
+
+def test_why_not_elsewhere():
+    x, weight, _ = CASES["plain"]
+    assert why_not(x, weight, device=H200) is None
+    said = why_not(x, weight, device=device_lib.Device("cpu"))
+    assert said == "needs an NVIDIA GPU, found cpu"
+    with pytest.raises(NotImplementedError, match="^gemv: cannot run this call: needs an NVIDIA"):
+        gemv(x, weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"x": jnp.ones((1, 8), jnp.int32)}, "x is int32; it must be floating point"),
+        ({"weight": jnp.ones((4, 9))}, r"x \[1, 8\] and the weight \[4, 9\] are not"),
+        ({"bias": jnp.ones(3)}, r"bias must be \[4\], got \[3\]"),
+        ({"residual": jnp.ones((1, 5))}, r"residual must be \[1, 4\], got \[1, 5\]"),
+        ({"norm": Norm(jnp.ones(7), 1e-5)}, r"norm's weight must be \[8\], got \[7\]"),
+        ({"epilogue": "gelu"}, "epilogue 'gelu' is not None, 'swiglu' or 'rope'"),
+        ({"epilogue": "swiglu", "weight": jnp.ones((3, 8))}, "two halves of outputs, got 3"),
+        ({"epilogue": "rope"}, "'rope' and rotary go together"),
+        (
+            {"epilogue": "rope", "rotary": Rotary(jnp.ones((1, 1)), jnp.ones((1, 1)), 2, 1)},
+            "4 outputs are not 4 heads of 2",
+        ),
+        (
+            {"epilogue": "rope", "rotary": Rotary(jnp.ones((1, 2)), jnp.ones((2, 2)), 1, 0)},
+            r"cos \[1, 2\] and sin \[2, 2\] must be",
+        ),
+        ({"out_dtype": jnp.int8}, "out_dtype .*int8.* is not bfloat16, float16 or float32"),
+        ({"config": Config(3, 8)}, ""),
+    ],
+)
+def test_bad_calls_are_refused(arguments, said):
+    given = {"x": jnp.ones((1, 8)), "weight": jnp.ones((4, 8)), **arguments}
+    if "config" in arguments:
+        given["x"], given["weight"], _ = CASES["plain"]
+        said = r"Config\(outputs=3, inputs=8\): outputs must be a multiple of 4 that divides 16"
+    with pytest.raises(ValueError, match=said):
+        gemv(given.pop("x"), given.pop("weight"), **given, interpret=True)
+
+
+def test_the_default_is_legal_at_the_sizes_of_models():
+    for o, i, epilogue, width in (
+        (1152, 896, "rope", 64),
+        (9728, 896, "swiglu", 0),
+        (896, 4864, None, 0),
+        (6144, 4096, "rope", 128),
+        (28672, 4096, "swiglu", 0),
+        (4096, 14336, None, 0),
+        (9216, 3072, "rope", 96),
+        (16384, 3072, "swiglu", 0),
+        (3072, 8192, None, 0),
+    ):
+        x = jax.ShapeDtypeStruct((1, i), jnp.bfloat16)
+        weight = jax.ShapeDtypeStruct((o, i), jnp.bfloat16)
+        table: Any = jax.ShapeDtypeStruct((1, width // 2), jnp.float32)
+        around = {"epilogue": epilogue, "rotary": Rotary(table, table, 1, 1) if width else None}
+        assert why_not(x, weight, **around, device=H200) is None
+        config = default_config(x, weight, **around)
+        assert problem(config, x, weight, **around) is None
+        assert bucket(x, weight, **around).startswith(f"bfloat16-m1-n{o}-k{i}-")
+    assert problem(Config(4, 100), x, weight) == "inputs must be a multiple of 256"
