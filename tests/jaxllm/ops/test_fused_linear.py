@@ -31,7 +31,7 @@ def case(epilogue: str | None, dtype: Any) -> tuple[Any, ...]:
     return x, weight, bias, around
 
 
-def in_parts(x, weight, bias, *, norm, epilogue, residual=None, rotary=None):
+def in_parts(x, weight, bias, *, norm, epilogue, residual: Any = None, rotary=None) -> Any:
     """The ops of its parts, one by one."""
     y = ops.linear(ops.rms_norm(x, norm.weight, eps=norm.eps), weight, bias)
     if epilogue == "swiglu":
@@ -46,11 +46,10 @@ def in_parts(x, weight, bias, *, norm, epilogue, residual=None, rotary=None):
 @pytest.mark.parametrize("epilogue", [None, "swiglu", "rope"])
 @pytest.mark.parametrize(
     ("implementation", "dtype", "atol"),
-    # bfloat16 is rounded between the parts by one, behind them by the other
     [
         ("xla", jnp.float32, 2e-5),
         ("xla", jnp.bfloat16, 0),
-        ("pallas-interpret", jnp.bfloat16, 0.06),
+        ("pallas-interpret", jnp.bfloat16, 0.06),  # does not round between the parts
     ],
 )
 def test_every_implementation_is_the_parts(epilogue, implementation, dtype, atol):
@@ -85,7 +84,5 @@ def test_which_one_runs():
 
 def test_a_wrong_call_is_refused():
     x, weight, bias, around = case("swiglu", jnp.bfloat16)
-    with pytest.raises(
-        ValueError, match=r"^gemv: residual must be \[2, 1, 32\], got \[2, 1, 128\]"
-    ):
+    with pytest.raises(ValueError, match=r"^gemv: residual must be \[2, 1, 32\], got"):
         fused_linear(x, weight, bias, **{**around, "residual": x})
