@@ -72,6 +72,14 @@ def load(address: Any, offset: int, words: int = 1, *, once: bool = False) -> An
     return asm(text, "rrrr", address, effects=True)
 
 
+def load_shared(address: Any, offset: int, words: int = 1) -> Any:
+    """A word of shared memory, or four."""
+    if words == 1:
+        return asm(f"ld.shared.u32 $0, [$1 + {offset}];", "r", address, effects=True)
+    text = f"ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    return asm(text, "rrrr", address, effects=True)
+
+
 def load_float(address: Any, dtype: str) -> Any:
     """A number of global memory, as float32."""
     if dtype == "float32":

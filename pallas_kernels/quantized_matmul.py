@@ -32,7 +32,6 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCHEMES = ("int8", "int4", "fp8", "nvfp4", "mxfp4", "mxfp8")
 EPILOGUES = (None, "swiglu")
-_NO_EPILOGUE = "a ternary weight has no epilogue"
 MAX_ROWS = 16  # of x, whose time is that of reading the weight
 
 
@@ -68,7 +67,6 @@ def quantized_matmul(
     if reason is not None:
         raise NotImplementedError(f"quantized_matmul: cannot run this call: {reason}")
     if packed.scheme == "ternary":
-        del rest["epilogue"]
         return ternary.ternary_linear(x, packed, **rest, interpret=interpret)
     config = (
         config
@@ -117,7 +115,7 @@ def why_not(
     """What keeps the kernel from this call; shapes suffice."""
     del bias, residual, out_dtype
     if packed.scheme == "ternary":
-        return _NO_EPILOGUE if epilogue else ternary.why_not(x, packed, device=device)
+        return ternary.why_not(x, packed, epilogue=epilogue, device=device)
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
     if x.dtype not in DTYPES:

@@ -1,4 +1,5 @@
-"""Ternary weights times int8 activations, exact in int32: y = (xq Wq^T) (a / 127) gamma.
+"""Ternary weights times int8 activations, exact in int32: y = (xq Wq^T) (a / 127) gamma; and what
+stands before and behind such a product in decoding.
 
 xq [*B, I] are the activations of a token as int8 and a their largest magnitude; Wq [O, I] is -1, 0
 or 1, two bits each, with a gamma for each output (`Packed`, scheme "ternary").
@@ -22,9 +23,13 @@ from pallas_kernels import ternary_matmul_kernel as kernel
 from pallas_kernels import tuned
 from pallas_kernels.device import Device
 from pallas_kernels.packed import Packed
+from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.ternary_matmul_kernel import Config
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+EPILOGUES = (None, "swiglu", "relu2_glu")
+FLOATS = (jnp.bfloat16, jnp.float16)
+MOST_FLOAT_ROWS = 4  # that a kernel makes int8: each block does it anew
 MAX_ROWS = 64  # of x: more take longer to multiply than the codes to read
 MAX_INPUTS = 2**17  # sums of codes that count 64 times stay below 2^31
 
@@ -48,90 +53,90 @@ def ternary_matmul(
     packed: Packed,
     *,
     bias: Float[Array, " O"] | None = None,
-    residual: Float[Array, "*B O"] | None = None,
+    epilogue: str | None = None,
+    residual: Float[Array, "*B F"] | None = None,
     out_dtype: Any = jnp.bfloat16,
     config: Config | None = None,
     interpret: bool = False,
-) -> Float[Array, "*B O"]:
-    """(xq Wq^T) x_scale gamma + bias + residual: int32 sums that are exact, and one rounding.
+) -> Float[Array, "*B F"]:
+    """epilogue((xq Wq^T) x_scale gamma + bias) + residual: int32 sums that are exact, one rounding.
 
+    epilogue "swiglu" or "relu2_glu": the O = 2F rows of the weight are gate, then up, and the
+    result is silu(gate) up or max(gate, 0)^2 up; otherwise F is O.
     Dtypes: x_scale float32; bias any float; the result and the residual have `out_dtype`:
     bfloat16, float16 or float32. There are no gradients: of integers there are none.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
-    _check(xq, x_scale, packed, bias, residual, out_dtype)
-    m, (n, k) = math.prod(xq.shape[:-1]), packed.shape
-    if config is not None and (problem := kernel.problem(config, m, n, k)):
-        raise ValueError(f"ternary_matmul: {config}: {problem}")
-    device = device_lib.INTERPRETED if interpret else device_lib.current()
-    reason = why_not(xq, packed, device=device)
-    if reason is not None:
-        raise NotImplementedError(f"ternary_matmul: cannot run this call: {reason}")
-    config = (
-        config
-        or tuned.lookup("ternary_matmul", bucket(xq, x_scale, packed), device, Config)
-        or default_config(xq, x_scale, packed, device=device)
-    )
-    static = kernel.Static(config, interpret, jnp.dtype(out_dtype).name)
-    flat = None if residual is None else residual.reshape(m, n)
-    y = _run(static, xq.reshape(m, k), x_scale.reshape(m), packed, bias, flat)
-    return y.reshape(*xq.shape[:-1], n)
+    out = jnp.dtype(out_dtype)
+    _check(xq, packed, bias, epilogue, residual, out)
+    if xq.dtype != jnp.int8:
+        raise ValueError(f"ternary_matmul: xq is {xq.dtype}; it must be int8")
+    if x_scale.dtype != jnp.float32 or x_scale.shape != xq.shape[:-1]:
+        raise ValueError(
+            f"ternary_matmul: x_scale is {x_scale.dtype}{list(x_scale.shape)}, not a float32 for "
+            f"each row of x {list(xq.shape)}"
+        )
+    static = _static(xq, packed, epilogue, out, config, interpret)
+    return _run(static, xq, x_scale, packed, None, bias, residual)
 
 
 def ternary_linear(
     x: Float[Array, "*B I"],
     packed: Packed,
     *,
+    norm: Float[Array, " I"] | None = None,
+    eps: float = 1e-5,
     bias: Float[Array, " O"] | None = None,
-    residual: Float[Array, "*B O"] | None = None,
+    epilogue: str | None = None,
+    residual: Float[Array, "*B F"] | None = None,
     out_dtype: Any = None,
     config: Config | None = None,
     interpret: bool = False,
-) -> Float[Array, "*B O"]:
+) -> Float[Array, "*B F"]:
     """`ternary_matmul` of x of any float, which `quantize_rows` makes int8 first.
 
-    The result has `out_dtype`, x's if None. Gradients: of x, bias and residual, that of x as if it
-    were not rounded (straight through); of the weight none.
+    norm: the weight of an RMSNorm of x, with `eps`; what it gives is rounded to x's dtype. Of few
+    rows of 16 bits, norm and rounding are part of the kernel.
+    The result has `out_dtype`, x's if None. Gradients: of x, norm, bias and residual, as if nothing
+    were made int8 but with the numbers that were (straight through); of the weight none.
     Raises: as `ternary_matmul`.
     """
-    how = (jnp.dtype(out_dtype or x.dtype), config, interpret)
-    return _linear(how, x, packed, bias, residual)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"ternary_linear: x is {x.dtype}; it must be floating point")
+    out = jnp.dtype(out_dtype or x.dtype)
+    _check(x, packed, bias, epilogue, residual, out)
+    if norm is not None:
+        if norm.shape != x.shape[-1:]:
+            raise ValueError(
+                f"ternary_linear: norm {list(norm.shape)} is not [I] = [{x.shape[-1]}]"
+            )
+        norm = norm.astype(x.dtype)
+    static = _static(x, packed, epilogue, out, config, interpret)
+    static = dataclasses.replace(static, eps=eps if norm is not None else 0.0)
+    return _linear(static, x, packed, norm, bias, residual)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(how, x, packed: Packed, bias, residual):
-    out_dtype, config, interpret = how
-    return ternary_matmul(
-        *quantize_rows(x),
-        packed,
-        bias=bias,
-        residual=residual,
-        out_dtype=out_dtype,
-        config=config,
-        interpret=interpret,
-    )
+def in_kernel(x) -> bool:
+    """Whether rows of this shape and dtype become int8 in the kernel: few do, of 16 bits."""
+    return x.dtype in FLOATS and math.prod(x.shape[:-1]) <= MOST_FLOAT_ROWS
 
 
-def _forward(how, x, packed, bias, residual):
-    like = [None if array is None else jnp.zeros((0,), array.dtype) for array in (x, bias)]
-    return _linear(how, x, packed, bias, residual), (packed, like, residual is not None)
-
-
-def _backward(how, saved, d_y):
-    del how
-    packed, (like_x, like_bias), added = saved
-    wide = d_y.astype(jnp.float32)
-    d_bias = None
-    if like_bias is not None:
-        d_bias = jnp.sum(wide, axis=tuple(range(d_y.ndim - 1))).astype(like_bias.dtype)
-    wide = wide * packed.row_scale.reshape((1,) * (d_y.ndim - 1) + (-1,))
-    weight = unpack(packed.codes).astype(like_x.dtype)
-    d_x = jnp.matmul(wide.astype(like_x.dtype), weight, preferred_element_type=jnp.float32)
-    return d_x.astype(like_x.dtype), None, d_bias, d_y if added else None
-
-
-_linear.defvjp(_forward, _backward)
+def _static(x, packed: Packed, epilogue, out: jnp.dtype, config, interpret: bool) -> kernel.Static:
+    m, (n, k) = math.prod(x.shape[:-1]), packed.shape
+    form: Any = {"halves": 1 if epilogue is None else 2, "floats": in_kernel(x)}
+    if config is not None and (problem := kernel.problem(config, m, n, k, **form)):
+        raise ValueError(f"ternary_matmul: {config}: {problem}")
+    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    reason = why_not(x, packed, epilogue=epilogue, device=device)
+    if reason is not None:
+        raise NotImplementedError(f"ternary_matmul: cannot run this call: {reason}")
+    if config is None:
+        config = tuned.lookup("ternary_matmul", bucket(x, None, packed), device, Config)
+        if config is not None and kernel.problem(config, m, n, k, **form):
+            config = None  # measured for a call without halves or floats
+    config = config or default_config(x, None, packed, epilogue=epilogue, device=device)
+    return kernel.Static(config, interpret, out.name, epilogue)
 
 
 def ternary_matmul_reference(
@@ -140,9 +145,10 @@ def ternary_matmul_reference(
     packed: Packed,
     *,
     bias: Float[Array, " O"] | None = None,
-    residual: Float[Array, "*B O"] | None = None,
+    epilogue: str | None = None,
+    residual: Float[Array, "*B F"] | None = None,
     out_dtype: Any = jnp.bfloat16,
-) -> Float[Array, "*B O"]:
+) -> Float[Array, "*B F"]:
     """The mathematics in plain JAX."""
     sums = jax.lax.dot_general(
         xq,
@@ -150,40 +156,94 @@ def ternary_matmul_reference(
         (((xq.ndim - 1,), (1,)), ((), ())),
         preferred_element_type=jnp.int32,
     )
-    wide = lambda x: x.astype(jnp.float32).reshape((1,) * (sums.ndim - x.ndim) + x.shape)  # noqa: E731
-    y = sums.astype(jnp.float32) * x_scale[..., None] * wide(packed.row_scale)
-    y = y if bias is None else y + wide(bias)
-    return (y if residual is None else y + wide(residual)).astype(out_dtype)
+    y = sums.astype(jnp.float32) * x_scale[..., None] * _in_last(packed.row_scale, sums.ndim)
+    return _finish(y, bias, epilogue, residual).astype(out_dtype)
 
 
-def why_not(xq, packed: Packed, *, device: Device | None = None) -> str | None:
-    """What keeps the kernel from this call; shapes suffice."""
+def ternary_linear_reference(
+    x: Float[Array, "*B I"],
+    packed: Packed,
+    *,
+    norm: Float[Array, " I"] | None = None,
+    eps: float = 1e-5,
+    bias: Float[Array, " O"] | None = None,
+    epilogue: str | None = None,
+    residual: Float[Array, "*B F"] | None = None,
+    out_dtype: Any = None,
+) -> Float[Array, "*B F"]:
+    """The mathematics in plain JAX; its gradient is that of the next function."""
+    if norm is not None:
+        x = _normed(x, norm.astype(x.dtype), eps)
+    rest: Any = {"bias": bias, "epilogue": epilogue, "residual": residual}
+    return ternary_matmul_reference(
+        *quantize_rows(x), packed, **rest, out_dtype=out_dtype or x.dtype
+    )
+
+
+def _straight_through(static: kernel.Static, x, packed: Packed, norm, bias, residual):
+    """The same but for rounding, in floats of x's dtype: what has the gradient."""
+    if norm is not None:
+        x = _normed(x, norm, static.eps)
+    xq, x_scale = quantize_rows(x)
+    rounded = (xq.astype(jnp.float32) * x_scale[..., None]).astype(x.dtype)
+    x = x + jax.lax.stop_gradient(rounded - x)
+    y = jnp.matmul(x, unpack(packed.codes).astype(x.dtype).T, preferred_element_type=jnp.float32)
+    y = y * _in_last(packed.row_scale, y.ndim)
+    return _finish(y, bias, static.epilogue, residual).astype(static.out_dtype)
+
+
+def _normed(x, norm, eps: float) -> Any:
+    return rms_norm_reference(x, norm, eps=eps)
+
+
+def _finish(y, bias, epilogue: str | None, residual):
+    """What becomes of float32 sums."""
+    y = y if bias is None else y + _in_last(bias.astype(jnp.float32), y.ndim)
+    if epilogue is not None:
+        gate, up = jnp.split(y, 2, axis=-1)
+        y = (jax.nn.silu(gate) if epilogue == "swiglu" else jnp.square(jax.nn.relu(gate))) * up
+    return y if residual is None else y + residual.astype(jnp.float32)
+
+
+def _in_last(vector, ndim: int):
+    return vector.reshape((1,) * (ndim - 1) + vector.shape)
+
+
+def why_not(
+    x, packed: Packed, *, epilogue: str | None = None, device: Device | None = None
+) -> str | None:
+    """What keeps the kernel from this call; shapes suffice. x is xq, or what becomes it."""
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
-    m, (n, k) = math.prod(xq.shape[:-1]), packed.shape
+    m, (n, k) = math.prod(x.shape[:-1]), packed.shape
     if 0 in (m, n, k):
-        return f"nothing to multiply: x is {list(xq.shape)}, the weight {[n, k]}"
+        return f"nothing to multiply: x is {list(x.shape)}, the weight {[n, k]}"
     if m > MAX_ROWS:
         return f"takes {MAX_ROWS} rows of x at most, got {m}"
     if k % kernel.LANE or k >= MAX_INPUTS:
         return f"takes inputs in multiples of {kernel.LANE}, fewer than {MAX_INPUTS}, got {k}"
-    if n % kernel.MMA_ROWS:
-        return f"takes outputs in multiples of {kernel.MMA_ROWS}, got {n}"
+    grain = kernel.MMA_ROWS * (1 if epilogue is None else 2)
+    if n % grain:
+        return f"takes outputs in multiples of {grain}, got {n}"
     return None
 
 
-def default_config(xq, x_scale, packed: Packed, *, device: Device) -> Config:
+def default_config(
+    x, x_scale, packed: Packed, *, epilogue: str | None = None, device: Device
+) -> Config:
     """As many rows a block as registers have room for, and as still give each multiprocessor two
     blocks.
     """
     del x_scale
-    m, (n, k) = math.prod(xq.shape[:-1]), packed.shape
+    m, (n, k), halves = math.prod(x.shape[:-1]), packed.shape, 1 if epilogue is None else 2
     most = next(rows for few, rows in ((8, 32), (16, 64), (32, 32), (MAX_ROWS, 16)) if m <= few)
-    found = [rows for rows in (64, 32, 16) if n % rows == 0 and rows <= most]
+    grain = kernel.MMA_ROWS * halves
+    found = [rows for rows in (64, 32, 16) if n % rows == 0 and grain <= rows <= max(most, grain)]
     tile_n = next((rows for rows in found if n >= 2 * rows * device.num_sms), found[-1])
     # Of more rows of x, sums leave no registers for a second turn
     configs = [Config(tile_n, 4, ahead) for ahead in ((2, 1) if m <= 32 else (1,))]
-    return next(config for config in configs if kernel.problem(config, m, n, k) is None)
+    form: Any = {"halves": halves, "floats": in_kernel(x)}
+    return next(c for c in configs if kernel.problem(c, m, n, k, **form) is None)
 
 
 def candidates(xq, x_scale, packed: Packed, *, device: Device) -> list[Config]:
@@ -248,42 +308,76 @@ def unpack(codes: Any) -> Int8[Array, "O I"]:
     return columns.reshape(codes.shape[0], -1).astype(jnp.int8) - np.int8(1)
 
 
-def _check(xq, x_scale, packed: Packed, bias, residual, out_dtype) -> None:
+def _check(x, packed: Packed, bias, epilogue, residual, out: jnp.dtype) -> None:
     if packed.scheme != "ternary" or packed.row_scale is None:
         raise ValueError(f"ternary_matmul: the weight is {packed.scheme}, not ternary")
     n, k = packed.shape
-    if xq.dtype != jnp.int8 or xq.ndim < 1 or xq.shape[-1] != k:
+    if x.ndim < 1 or x.shape[-1] != k:
         raise ValueError(
-            f"ternary_matmul: xq is {xq.dtype}{list(xq.shape)}, not int8 [.., I] for a weight "
-            f"[O, I] of {[n, k]}"
+            f"ternary_matmul: x {list(x.shape)} is [.., I], which a weight [O, I] of {[n, k]} does "
+            "not fit"
         )
-    if x_scale.dtype != jnp.float32 or x_scale.shape != xq.shape[:-1]:
-        raise ValueError(
-            f"ternary_matmul: x_scale is {x_scale.dtype}{list(x_scale.shape)}, not a float32 for "
-            f"each row of x {list(xq.shape)}"
-        )
-    if jnp.dtype(out_dtype) not in OUT_DTYPES:
-        raise ValueError(
-            f"ternary_matmul: out_dtype {jnp.dtype(out_dtype)} is not bfloat16, float16 or float32"
-        )
+    if out not in OUT_DTYPES:
+        raise ValueError(f"ternary_matmul: out_dtype {out} is not bfloat16, float16 or float32")
+    if epilogue not in EPILOGUES:
+        names = ", ".join(map(repr, EPILOGUES[1:]))
+        raise ValueError(f"ternary_matmul: no epilogue is named {epilogue!r}; there are {names}")
     if bias is not None and (bias.shape != (n,) or bias.dtype not in OUT_DTYPES):
         raise ValueError(
             f"ternary_matmul: bias is {bias.dtype}{list(bias.shape)}, not floats [O] = [{n}]"
         )
-    shape, dtype = (*xq.shape[:-1], n), jnp.dtype(out_dtype)
-    if residual is not None and (residual.shape, residual.dtype) != (shape, dtype):
+    shape = (*x.shape[:-1], n if epilogue is None else n // 2)
+    if residual is not None and (residual.shape, residual.dtype) != (shape, out):
         raise ValueError(
             f"ternary_matmul: the residual is {residual.dtype}{list(residual.shape)}, but the "
-            f"result is {dtype}{list(shape)}"
+            f"result is {out}{list(shape)}"
         )
 
 
 @functools.partial(jax.jit, static_argnums=0)  # calls alike share one compiled kernel
-def _run(static: kernel.Static, xq, x_scale, packed: Packed, bias, residual):
-    def plain(xq, x_scale, codes, row_scale, bias, residual):
-        part = dataclasses.replace(packed, codes=codes, row_scale=row_scale)
-        return ternary_matmul_reference(
-            xq, x_scale, part, bias=bias, residual=residual, out_dtype=static.out_dtype
-        )
+def _run(static: kernel.Static, x, x_scale, packed: Packed, norm, bias, residual):
+    m, k = math.prod(x.shape[:-1]), x.shape[-1]
 
-    return kernel.warp_products(static, xq, x_scale, packed, bias, residual, plain=plain)
+    def plain(x, packed, *, x_scale=None, **rest):
+        rest |= {"epilogue": static.epilogue, "out_dtype": jnp.dtype(static.out_dtype)}
+        if x_scale is None:
+            return ternary_linear_reference(x, packed, eps=static.eps, **rest)
+        return ternary_matmul_reference(x, x_scale, packed, **rest)
+
+    y = kernel.warp_products(
+        static,
+        x.reshape(m, k),
+        packed,
+        x_scale=None if x_scale is None else x_scale.reshape(m),
+        norm=norm,
+        bias=bias,
+        residual=None if residual is None else residual.reshape(m, -1),
+        plain=plain,
+    )
+    return y.reshape(*x.shape[:-1], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(static: kernel.Static, x, packed: Packed, norm, bias, residual):
+    if in_kernel(x):
+        return _run(static, x, None, packed, norm, bias, residual)
+    if norm is not None:
+        x = _normed(x, norm, static.eps)
+    return _run(static, *quantize_rows(x), packed, None, bias, residual)
+
+
+def _forward(static, *arrays):
+    return _linear(static, *arrays), arrays
+
+
+def _backward(static, arrays, d_y):
+    x, packed, *rest = arrays
+
+    def run(x, *rest):
+        return _straight_through(static, x, packed, *rest)
+
+    d_x, *d_rest = jax.vjp(run, x, *rest)[1](d_y)
+    return d_x, None, *d_rest
+
+
+_linear.defvjp(_forward, _backward)

@@ -7,8 +7,9 @@ apart are bytes of a number, once the others are masked: of columns 4 apart, so 
 brought in that order. Codes are 1 more than the weights: the sum of x is taken away at the end.
 
 With few rows of x, codes are not moved down: those that lie 2, 4 and 6 bits up count 4, 16 and 64
-times, and have sums of their own. Nothing passes through shared memory but the warps' sums at the
-end. Imported only by ternary_matmul.py.
+times, and have sums of their own. The warps' sums meet in shared memory. x of floating point is
+normed and made int8 there by every block (`ternary_rows`), while the first codes are on their way:
+it costs no launch. Imported only by ternary_matmul.py.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from pallas_kernels.lane_code import (
     less,
     load,
     load_float,
+    load_shared,
     store_float,
     times,
     word,
 )
 from pallas_kernels.packed import Packed
+from pallas_kernels.ternary_rows import quantise_rows
 
 MMA_ROWS, MMA_COLUMNS = 16, 8  # of the weight and of x, in one instruction
 ACROSS = 4  # lanes that share a row in it
@@ -63,11 +66,18 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What a kernel is compiled for."""
+    """What a kernel is compiled for. epilogue: see `ternary_linear`; eps: of the norm."""
 
     config: Config
     interpret: bool
     out_dtype: str
+    epilogue: str | None = None
+    eps: float = 0.0
+
+    @property
+    def halves(self) -> int:
+        """2 where the weight is gate and up."""
+        return 1 if self.epilogue is None else 2
 
 
 def turns(k: int) -> int:
@@ -85,18 +95,24 @@ def apart(m: int) -> bool:
     return m <= MMA_COLUMNS
 
 
-def shared_bytes(config: Config, m: int) -> int:
-    """On chip: the sums of the warps."""
-    return config.warps * columns(m) * (config.tile_n + PAD) * 4 + 1024
+def shared_bytes(config: Config, m: int, k: int, *, floats: bool) -> int:
+    """On chip: the sums of the warps, and x where it comes as floats."""
+    rows = m * k + 8 * m * config.warps if floats else 0
+    return config.warps * columns(m) * (config.tile_n + PAD) * 4 + rows + 1024
 
 
-def problem(config: Config, m: int, n: int, k: int) -> str | None:
-    """What speaks against the config for m rows of x and a weight [n, k]."""
-    c, size_bytes = config, shared_bytes(config, m)
+def problem(
+    config: Config, m: int, n: int, k: int, *, halves: int = 1, floats: bool = False
+) -> str | None:
+    """What speaks against the config for m rows of x and a weight [n, k].
+
+    halves: 2 where it is gate and up; floats: whether x is of floating point.
+    """
+    c, size_bytes, grain = config, shared_bytes(config, m, k, floats=floats), MMA_ROWS * halves
     rounds = -(-turns(k) // max(c.warps, 1))
     problems = {
-        f"tile_n must divide the weight's rows and be a multiple of {MMA_ROWS}": (
-            c.tile_n < 1 or c.tile_n % MMA_ROWS or n % c.tile_n
+        f"tile_n must divide the weight's rows and be a multiple of {grain}": (
+            c.tile_n < 1 or c.tile_n % grain or n % c.tile_n
         ),
         f"warps must be a multiple of {WARPS}, 16 at most": (
             not 0 < c.warps <= 16 or c.warps % WARPS
@@ -108,69 +124,98 @@ def problem(config: Config, m: int, n: int, k: int) -> str | None:
 
 
 def warp_products(
-    static: Static, xq, x_scale, packed: Packed, bias, residual, *, plain: Callable[..., jax.Array]
+    static: Static,
+    x,
+    packed: Packed,
+    *,
+    x_scale=None,
+    norm=None,
+    bias=None,
+    residual=None,
+    plain: Callable[..., jax.Array],
 ):
-    """[M, N] of xq [M, K]. plain: (xq, x_scale, codes, row_scale, bias, residual) -> the same of a
-    block's rows in plain JAX, for the interpreter, which knows neither a warp's products nor a
-    lane's registers.
+    """[M, F] of x [M, K], which is int8 and has `x_scale`, or of 16-bit floats and may have `norm`.
+
+    plain: (x, packed, x_scale=, norm=, bias=, residual=) -> the same of a block's rows in plain
+    JAX, for the interpreter, which knows neither a warp's products nor a lane's registers.
     """
-    c, interpret = static.config, static.interpret
-    m, n = xq.shape[0], packed.shape[0]
+    c, interpret, halves = static.config, static.interpret, static.halves
+    (m, k), n, rows = x.shape, packed.shape[0] // halves, c.tile_n // halves
+    # of these a block has some rows, of each half
+    cut = {"codes": packed.codes, "row_scale": packed.row_scale, "bias": bias}
+    cut = {name: array for name, array in cut.items() if array is not None}
+    given = {"x_scale": x_scale, "norm": norm, "residual": residual}
+    given = {name: array for name, array in given.items() if array is not None}
 
-    def body(x_ref, scale_ref, residual_ref, codes_ref, gamma_ref, bias_ref, out_ref, **scratch):
-        place = pl.ds(lax.axis_index("block") * c.tile_n, c.tile_n)
-        more = None if residual_ref is None else residual_ref.at[:, place]
-        added = None if bias_ref is None else bias_ref.at[place]
-        out, codes, gamma = out_ref.at[:, place], codes_ref.at[place], gamma_ref.at[place]
+    def body(x_ref, *refs, **scratch):
+        *refs, out_ref = refs
+        row = lax.axis_index("block") * rows
+        place = pl.ds(row, rows)
+        parts = {
+            name: [ref.at[pl.ds(row + half * n, rows)] for half in range(halves)]
+            for name, ref in zip(cut, refs, strict=False)
+        }
+        whole = dict(zip(given, refs[len(cut) :], strict=True))
+        if "residual" in whole:
+            whole["residual"] = whole["residual"].at[:, place]
+        out = out_ref.at[:, place]
         if interpret:
-            read = lambda ref: None if ref is None else ref[...]  # noqa: E731
-            out[...] = plain(*map(read, (x_ref, scale_ref, codes, gamma, added, more)))
+            found = {name: jnp.concatenate([r[...] for r in refs]) for name, refs in parts.items()}
+            keywords = {name: ref[...] for name, ref in whole.items()}
+            if "bias" in found:
+                keywords["bias"] = found["bias"]
+            codes, gamma = found["codes"], found["row_scale"]
+            weight = dataclasses.replace(packed, codes=codes, row_scale=gamma)
+            out[...] = plain(x_ref[...], weight, **keywords)
             return
-        refs = {"x": x_ref, "x_scale": scale_ref, "codes": codes, "row_scale": gamma, "out": out}
-        refs |= {"parts": scratch["parts"], "bias": added, "residual": more}
-        refs = {name: ref for name, ref in refs.items() if ref is not None}
+        every = {"x": x_ref, "out": out, **parts, **whole, **scratch}
 
-        @plgpu.inline_mgpu(arg_types=(jax.tree.map(lambda _: plgpu.RefType(), refs),))
-        def multiply(_: Any, refs: Any) -> Any:
-            dtype = None if bias is None else bias.dtype.name
-            _Block(static, m, n, xq.shape[1], dtype, jax.tree.map(address_of, refs)).run()
+        @plgpu.inline_mgpu(arg_types=(jax.tree.map(lambda _: plgpu.RefType(), every),))
+        def multiply(_: Any, every: Any) -> Any:
+            dtypes = {"x": x.dtype.name, "bias": None if bias is None else bias.dtype.name}
+            _Block(static, m, n, k, dtypes, jax.tree.map(address_of, every)).run()
 
-        multiply(refs)  # pyright: ignore[reportCallIssue]
+        multiply(every)  # pyright: ignore[reportCallIssue]
 
     threads: Any = {}
     if c.warps > WARPS and not interpret:
         threads = {"num_threads": c.warps // WARPS, "thread_name": "group"}
-    parts = plgpu.SMEM((c.warps, columns(m), c.tile_n + PAD), jnp.int32)
+    scratch = {"parts": plgpu.SMEM((c.warps, columns(m), c.tile_n + PAD), jnp.int32)}
+    if x_scale is None:
+        scratch["rows"] = plgpu.SMEM((m, k), jnp.int8)
+        scratch["marks"] = plgpu.SMEM((2, m, c.warps), jnp.float32)
     return _compat.kernel(
         body,
-        name="ternary_matmul",
+        name="ternary_matmul" if static.epilogue is None else f"ternary_matmul_{static.epilogue}",
         out_type=jax.ShapeDtypeStruct((m, n), static.out_dtype),
-        scratch_types={} if interpret else {"parts": parts},
-        grid=(n // c.tile_n,),
+        scratch_types={} if interpret else scratch,
+        grid=(n // rows,),
         grid_names=("block",),
         interpret=interpret,
         approx_math=True,
         **threads,
-    )(xq, x_scale, residual, packed.codes, packed.row_scale, bias)
+    )(x, *cut.values(), *given.values())
 
 
 class _Block:
     """What a thread does: loads, products, sums."""
 
-    def __init__(self, static: Static, m: int, n: int, k: int, bias_dtype, at: Mapping[str, Any]):
-        self.config, self.out_dtype = static.config, static.out_dtype
-        self.m, self.n, self.k, self.at, self.bias_dtype = m, n, k, at, bias_dtype
+    def __init__(self, static: Static, m: int, n: int, k: int, dtypes: Mapping[str, Any], at: Any):
+        self.static, self.config = static, static.config
+        self.m, self.n, self.k, self.at, self.dtypes = m, n, k, at, dtypes
         self.tiles = self.config.tile_n // MMA_ROWS
+        self.rows = self.config.tile_n // static.halves
         self.places = PLACES if apart(m) else 1
         self.thread = mgpu_utils.thread_idx()
         lane = arith.remui(self.thread, word(LANES))
         self.warp = arith.divui(self.thread, word(LANES))
         self.row, self.across = (f(lane, word(ACROSS)) for f in (arith.divui, arith.remui))
-        self.codes_at = further(at["codes"], times(self.row, k // 4))
+        self.codes_at = [further(p, times(self.row, k // 4)) for p in at["codes"]]
+        self.floats = dtypes["x"] != "int8"
         self.x_at = []
         for start in range(0, columns(m), MMA_COLUMNS):
             one = arith.minui(arith.addi(self.row, word(start)), word(m - 1))
-            self.x_at.append(further(at["x"], times(one, k)))
+            self.x_at.append(further(at["rows" if self.floats else "x"], times(one, k)))
 
     def place(self, round_: Any, last: bool) -> tuple[Any, Any]:
         """Which part of a row is a lane's, and whether there is one (None: there is).
@@ -187,18 +232,20 @@ class _Block:
     def fetch(self, round_: Any, last: bool) -> list[Any]:
         """The words that a turn needs first: codes, and x where it is one column."""
         place, inside = self.place(round_, last)
-        address = further(self.codes_at, times(place, ACCESS_BYTES))
         found = []
-        for start in range(0, self.config.tile_n, MMA_ROWS // 2):
-            found += load(address, start * self.k // 4, 4, once=True)
-        if len(self.x_at) == 1:
+        for address in self.codes_at:
+            address = further(address, times(place, ACCESS_BYTES))
+            for start in range(0, self.rows, MMA_ROWS // 2):
+                found += load(address, start * self.k // 4, 4, once=True)
+        if len(self.x_at) == 1 and not self.floats:
             found += self.x(0, range(4), place, inside)
         return found
 
     def x(self, column: int, which: Iterable[int], place: Any, inside: Any) -> list[Any]:
         """16 numbers of x for each word of codes, as words; zeros where no part is inside."""
         address = further(self.x_at[column], times(place, LANE))
-        words = [x for i in which for x in load(address, i * PER_WORD, 4)]
+        read = load_shared if self.floats else load
+        words = [x for i in which for x in read(address, i * PER_WORD, 4)]
         return words if inside is None else [arith.select(inside, x, word(0)) for x in words]
 
     def multiply(self, loaded, sums, x_sums, round_: Any, last: bool) -> tuple[list, list]:
@@ -234,6 +281,15 @@ class _Block:
         number = 4 * self.places * self.tiles * len(self.x_at)
         sums, x_sums = [word(0)] * number, [word(0)] * len(self.x_at)
         ring = [self.fetch(word(i), last=i == rounds - 1) for i in range(ahead)]
+        if self.floats:
+            self.x_scales = quantise_rows(
+                self.at,
+                self.m,
+                self.k,
+                dtype=self.dtypes["x"],
+                warps=self.config.warps,
+                eps=self.static.eps,
+            )
         width = len(ring[0])
         repeats = max(0, (rounds - 1 - ahead) // ahead)  # of which no load is the last turn's
 
@@ -295,8 +351,7 @@ class _Block:
 
     def _finish(self) -> None:
         """Adds the warps' sums, and what follows; a thread has one result at a time."""
-        c = self.config
-        count, threads = self.m * c.tile_n, c.warps * LANES
+        count, threads = self.m * self.rows, self.config.warps * LANES
         for start in range(0, count, threads):
             place = arith.addi(self.thread, word(start))
             if start + threads <= count:
@@ -306,34 +361,48 @@ class _Block:
                 self._finish_one(place)
 
     def _finish_one(self, place: Any) -> None:
-        c, line = self.config, self.config.tile_n + PAD
-        one, row = (f(place, word(c.tile_n)) for f in (arith.divui, arith.remui))
+        one, row = (f(place, word(self.rows)) for f in (arith.divui, arith.remui))
+        ys = [self._sum(half, one, row) for half in range(self.static.halves)]
+        y = ys[0]
+        if self.static.epilogue == "swiglu":
+            text = """{ .reg .f32 x; mul.f32 x, $1, 0fBFB8AA3B; ex2.approx.f32 x, x;
+                add.f32 x, x, 0f3F800000; div.approx.f32 x, $1, x; mul.f32 $0, x, $2; }"""
+            y = asm(text, "f", *ys)
+        elif self.static.epilogue == "relu2_glu":
+            text = "{ .reg .f32 x; max.f32 x, $1, 0f00000000; mul.f32 x, x, x; mul.f32 $0, x, $2; }"
+            y = asm(text, "f", *ys)
+        dtype = self.static.out_dtype
+        offset = times(arith.addi(times(one, self.n), row), jnp.dtype(dtype).itemsize)
+        if "residual" in self.at:
+            y = arith.addf(y, load_float(further(self.at["residual"], offset), dtype))
+        store_float(further(self.at["out"], offset), y, dtype)
+
+    def _sum(self, half: int, one: Any, row: Any) -> Any:
+        """Of a row of x and one of the weight, all but what joins gate and up."""
+        line = self.config.tile_n + PAD
         start = further(self.at["parts"], times(times(one, line), 4))
         address = further(start, times(row, 4))
         total = None
-        for warp in range(c.warps):
+        for warp in range(self.config.warps):
             offset = 4 * warp * columns(self.m) * line
-            part = _shared(address, offset)
-            part = arith.subi(part, _shared(start, offset + 4 * c.tile_n))
+            part = load_shared(address, offset + 4 * half * self.rows)
+            part = arith.subi(part, load_shared(start, offset + 4 * self.config.tile_n))
             total = part if total is None else arith.addi(total, part)
         y = asm("cvt.rn.f32.s32 $0, $1;", "f", total)
-        for name, index in (("x_scale", one), ("row_scale", row)):
-            scale = load_float(further(self.at[name], times(index, 4)), "float32")
-            y = arith.mulf(y, scale)
+        if self.floats:
+            scale = self.x_scales[0]
+            for i, other in enumerate(self.x_scales[1:]):
+                scale = arith.select(less(one, i + 1), scale, other)
+        else:
+            scale = load_float(further(self.at["x_scale"], times(one, 4)), "float32")
+        y = arith.mulf(y, scale)
+        gamma = load_float(further(self.at["row_scale"][half], times(row, 4)), "float32")
+        y = arith.mulf(y, gamma)
         if "bias" in self.at:
-            size = jnp.dtype(self.bias_dtype).itemsize
-            bias = load_float(further(self.at["bias"], times(row, size)), self.bias_dtype)
-            y = arith.addf(y, bias)
-        size = jnp.dtype(self.out_dtype).itemsize
-        offset = times(arith.addi(times(one, self.n), row), size)
-        if "residual" in self.at:
-            more = load_float(further(self.at["residual"], offset), self.out_dtype)
-            y = arith.addf(y, more)
-        store_float(further(self.at["out"], offset), y, self.out_dtype)
-
-
-def _shared(address: Any, offset: int) -> Any:
-    return asm(f"ld.shared.u32 $0, [$1 + {offset}];", "r", address, effects=True)
+            dtype = self.dtypes["bias"]
+            place = times(row, jnp.dtype(dtype).itemsize)
+            y = arith.addf(y, load_float(further(self.at["bias"][half], place), dtype))
+        return y
 
 
 def _of_place(codes: Any, place: int, *, moved: bool) -> Any:

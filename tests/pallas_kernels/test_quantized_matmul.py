@@ -205,7 +205,6 @@ def test_wrong_configs(config: Config, sentence: str):
         (shape(3, 256, dtype=F32), W, {}, H200, "takes x in bfloat16 or float16, got float32"),
         (shape(3, 256, dtype=F16), shaped(64, 256, "mxfp4"), {}, H200, "has not the exponents"),
         (shape(65, 256), TERNARY, {}, H200, "takes 64 rows of x at most, got 65"),
-        (X, TERNARY, {"epilogue": "swiglu"}, H200, "a ternary weight has no epilogue"),
         (shape(0, 256), W, {}, H200, "nothing to multiply"),
         (shape(17, 256), W, {}, H200, "takes 16 rows of x at most, got 17"),
         (shape(3, 160), shaped(64, 160, "int4, groups of 32"), {}, H200, "multiples of 128"),

@@ -1,0 +1,189 @@
+"""Rows of x made int8 by the threads of a block, in its shared memory, after an RMSNorm if asked.
+
+As in plain JAX, what is normed is rounded to x's dtype, and so is its product with the norm's
+weight. A thread has 8 numbers side by side of every `threads` times 8. Imported only by
+ternary_matmul_kernel.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jax._src.lib.mlir.dialects import arith, gpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+
+from pallas_kernels.device import LANES
+from pallas_kernels.lane_code import (
+    asm,
+    further,
+    less,
+    load,
+    times,
+    word,
+)
+
+EACH = 8  # numbers of an access
+MOST_WORDS = 64  # of x, that a thread has at once
+SMALLEST = "0f3727C5AC"  # 1e-5
+MAGIC = "0f4B400000"  # 1.5 * 2^23, to which a number is added to be rounded; its bits are then last
+
+
+def quantise_rows(
+    at: Mapping[str, Any],
+    m: int,
+    k: int,
+    *,
+    dtype: str,
+    warps: int,
+    eps: float,
+) -> list[Any]:
+    """What 1 of each row stands for, float32; the rows are in `at["rows"]`, behind a barrier.
+
+    at: addresses of x [m, k], norm [k] of x's dtype (if there is one) and, on chip, of rows, int8
+    [m, k], and marks, float32 [2, m, warps].
+    """
+    threads = warps * LANES
+    thread = mgpu_utils.thread_idx()
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    accesses = k // EACH
+    turns = -(-accesses // threads)
+    places, inside = [], []
+    for i in range(turns):
+        place = arith.addi(thread, word(i * threads))
+        inside.append(less(place, accesses) if (i + 1) * threads > accesses else None)
+        places.append(arith.minui(place, word(accesses - 1)) if inside[-1] is not None else place)
+
+    def read(address: Any) -> list[Any]:
+        found = []
+        for place, there in zip(places, inside, strict=True):
+            words = load(further(address, times(place, 2 * EACH)), 0, 4)
+            if there is not None:
+                words = [arith.select(there, x, word(0)) for x in words]
+            found += words
+        return found
+
+    weight = read(at["norm"]) if "norm" in at else None
+    step = max(1, MOST_WORDS // (4 * turns))
+    scales = []
+    for first in range(0, m, step):
+        some = range(first, min(first + step, m))
+        rows = [read(further(at["x"], word(2 * k * row))) for row in some]
+        if weight is not None:
+            squares = [_sum_of_squares(words, kind) for words in rows]
+            totals = _over_block(squares, "add", at["marks"], warps, first)
+            # The root is that of the hardware, as in rms_norm
+            text = f"{{ .reg .f32 x; fma.rn.f32 x, $1, {_hex(1 / k)}, {_hex(eps)}; "
+            text += "rsqrt.approx.f32 $0, x; }"
+            roots = [asm(text, "f", total) for total in totals]
+            rows = [
+                [_normed(x, root, w, kind) for x, w in zip(words, weight, strict=True)]
+                for words, root in zip(rows, roots, strict=True)
+            ]
+        marks = further(at["marks"], word(4 * m * warps))
+        largest = [_largest(words, kind) for words in rows]
+        for row, a, words in zip(
+            some, _over_block(largest, "max", marks, warps, first), rows, strict=True
+        ):
+            a = asm(f"max.f32 $0, $1, {SMALLEST};", "f", a)
+            inverse = asm("div.rn.f32 $0, 0f42FE0000, $1;", "f", a)
+            scales.append(asm("div.rn.f32 $0, $1, 0f42FE0000;", "f", a))
+            target = further(at["rows"], word(row * k))
+            for i, (place, there) in enumerate(zip(places, inside, strict=True)):
+                low, high = (
+                    _bytes(words[4 * i + j : 4 * i + j + 2], inverse, kind) for j in (0, 2)
+                )
+                _when(there, _write, further(target, times(place, EACH)), low, high)
+    gpu.barrier()
+    return scales
+
+
+def _write(address: Any, low: Any, high: Any) -> None:
+    asm("st.shared.v2.u32 [$0], {$1, $2};", "", address, low, high)
+
+
+def _when(there: Any, do: Callable[..., None], *arguments: Any) -> None:
+    if there is None:
+        do(*arguments)
+        return
+    with mgpu_utils.when(there):
+        do(*arguments)
+
+
+def _hex(number: float) -> str:
+    return "0f" + np.float32(number).tobytes()[::-1].hex().upper()
+
+
+def _halves(x: str, kind: str) -> str:
+    """PTX that makes two numbers of word `x` float32 in registers a and b."""
+    if kind == "bf16x2":
+        text = f"{{ .reg .b32 t; shl.b32 t, {x}, 16; mov.b32 a, t; "
+        return text + f"and.b32 t, {x}, 0xffff0000; mov.b32 b, t; }} "
+    return f"{{ .reg .b16 s, t; mov.b32 {{s, t}}, {x}; cvt.f32.f16 a, s; cvt.f32.f16 b, t; }} "
+
+
+def _sum_of_squares(words: list[Any], kind: str) -> Any:
+    total = asm("mov.f32 $0, 0f00000000;", "f")
+    for x in words:
+        text = f"{{ .reg .f32 a, b; {_halves('$1', kind)} fma.rn.f32 a, a, a, $2; "
+        total = asm(text + "fma.rn.f32 $0, b, b, a; }", "f", x, total)
+    return total
+
+
+def _normed(x: Any, root: Any, weight: Any, kind: str) -> Any:
+    """Two numbers times the root, rounded, times two of the weight, rounded."""
+    text = f"{{ .reg .f32 a, b; .reg .b32 y; {_halves('$1', kind)} mul.rn.f32 a, a, $2; "
+    text += f"mul.rn.f32 b, b, $2; cvt.rn.{kind}.f32 y, b, a; mul.rn.{kind} $0, y, $3; }}"
+    return asm(text, "r", x, root, weight)
+
+
+def _largest(words: list[Any], kind: str) -> Any:
+    """The largest magnitude of words of two numbers, as float32."""
+    found = word(0)
+    for x in words:
+        text = f"{{ .reg .b32 y; abs.{kind} y, $1; max.{kind} $0, y, $2; }}"
+        found = asm(text, "r", x, found)
+    return asm(f"{{ .reg .f32 a, b; {_halves('$1', kind)} max.f32 $0, a, b; }}", "f", found)
+
+
+def _bytes(words: list[Any], inverse: Any, kind: str) -> Any:
+    """Four numbers in two words times `inverse`, rounded, as the bytes of one word.
+
+    No number is above the row's largest, so that none leaves -127 to 127.
+    """
+    text = "{ .reg .f32 a, b; .reg .b32 p, q, r, s; "
+    for x, (low, high) in (("$1", "pq"), ("$2", "rs")):
+        text += _halves(x, kind)
+        for number, target in (("a", low), ("b", high)):
+            text += f"mul.rn.f32 {number}, {number}, $3; add.rn.f32 {number}, {number}, {MAGIC}; "
+            text += f"mov.b32 {target}, {number}; "
+    text += "prmt.b32 p, p, q, 0x0040; prmt.b32 r, r, s, 0x0040; prmt.b32 $0, p, r, 0x5410; }"
+    return asm(text, "r", *words, inverse)
+
+
+def _over_block(values: list[Any], operation: str, marks: Any, warps: int, first: int) -> list[Any]:
+    """Sums, or maxima, of what the threads of a block have; the same in each of them."""
+    thread = mgpu_utils.thread_idx()
+    warp, lane = (f(thread, word(LANES)) for f in (arith.divui, arith.remui))
+    done = []
+    for value in values:
+        for mask in (16, 8, 4, 2, 1):
+            text = "{ .reg .b32 x; .reg .f32 y; mov.b32 x, $1; "
+            text += f"shfl.sync.bfly.b32 x, x, {mask}, 31, 0xffffffff; mov.b32 y, x; "
+            value = asm(text + f"{operation}.f32 $0, $1, y; }}", "f", value, effects=True)
+        done.append(value)
+    with mgpu_utils.when(less(lane, 1)):
+        for i, value in enumerate(done):
+            place = further(marks, times(arith.addi(warp, word((first + i) * warps)), 4))
+            asm("st.shared.f32 [$0], $1;", "", place, value)
+    gpu.barrier()
+    found = []
+    for i in range(len(done)):
+        total = None
+        for each in range(warps):
+            offset = 4 * ((first + i) * warps + each)
+            part = asm(f"ld.shared.f32 $0, [$1 + {offset}];", "f", marks, effects=True)
+            total = part if total is None else asm(f"{operation}.f32 $0, $1, $2;", "f", total, part)
+        found.append(total)
+    return found
