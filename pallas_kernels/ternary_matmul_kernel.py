@@ -49,6 +49,7 @@ PER_WORD = 16
 LANE = PER_WORD * 4  # columns of a lane, at a time
 TURN = LANE * ACROSS  # columns of a warp
 PLACES = 4  # where a code may lie in a byte
+MOST_EARLY = 2  # results of a thread whose operands it holds from the start
 PAD = 4  # words behind a tile's sums, the first of which is the sum of x: no two lanes' banks meet
 
 
@@ -281,6 +282,10 @@ class _Block:
         number = 4 * self.places * self.tiles * len(self.x_at)
         sums, x_sums = [word(0)] * number, [word(0)] * len(self.x_at)
         ring = [self.fetch(word(i), last=i == rounds - 1) for i in range(ahead)]
+        # They are asked for now if they are few: at the end nothing else would be on its way
+        results = self._results()
+        few = len(results) <= MOST_EARLY
+        early = [self._operands(one, row) for one, row, _ in results] if few else []
         if self.floats:
             self.x_scales = quantise_rows(
                 self.at,
@@ -320,7 +325,7 @@ class _Block:
                 ring[turn % ahead] = self.fetch(word(turn + ahead), last=turn + ahead == end)
         self._show(sums, x_sums)
         gpu.barrier()
-        self._finish()
+        self._finish(early)
 
     def _show(self, sums: list[Any], x_sums: list[Any]) -> None:
         """Writes a warp's sums, for each row of x those of the tile and that of x itself."""
@@ -349,20 +354,53 @@ class _Block:
             with mgpu_utils.when(less(self.across, 1)):
                 asm(f"st.shared.u32 [$0 + {offset}], $1;", "", address, total)
 
-    def _finish(self) -> None:
-        """Adds the warps' sums, and what follows; a thread has one result at a time."""
+    def _results(self) -> list[tuple[Any, Any, Any]]:
+        """Of each result of a thread: the row of x, that of the weight, whether there is one."""
+        found = []
         count, threads = self.m * self.rows, self.config.warps * LANES
         for start in range(0, count, threads):
             place = arith.addi(self.thread, word(start))
-            if start + threads <= count:
-                self._finish_one(place)
-                continue
-            with mgpu_utils.when(less(place, count)):
-                self._finish_one(place)
+            inside = less(place, count) if start + threads > count else None
+            place = place if inside is None else arith.minui(place, word(count - 1))
+            found.append((*(f(place, word(self.rows)) for f in (arith.divui, arith.remui)), inside))
+        return found
 
-    def _finish_one(self, place: Any) -> None:
-        one, row = (f(place, word(self.rows)) for f in (arith.divui, arith.remui))
-        ys = [self._sum(half, one, row) for half in range(self.static.halves)]
+    def _operands(self, one: Any, row: Any) -> dict[str, Any]:
+        """What a result is made of beside its sums, by name; of gamma and bias one of each half."""
+        found: dict[str, Any] = {}
+        if not self.floats:
+            found["x_scale"] = load_float(further(self.at["x_scale"], times(one, 4)), "float32")
+        place = times(row, 4)
+        found["row_scale"] = [
+            load_float(further(p, place), "float32") for p in self.at["row_scale"]
+        ]
+        if "bias" in self.at:
+            dtype = self.dtypes["bias"]
+            place = times(row, jnp.dtype(dtype).itemsize)
+            found["bias"] = [load_float(further(p, place), dtype) for p in self.at["bias"]]
+        if "residual" in self.at:
+            place = self._out_place(one, row)
+            found["residual"] = load_float(
+                further(self.at["residual"], place), self.static.out_dtype
+            )
+        return found
+
+    def _out_place(self, one: Any, row: Any) -> Any:
+        size = jnp.dtype(self.static.out_dtype).itemsize
+        return times(arith.addi(times(one, self.n), row), size)
+
+    def _finish(self, early: list[dict[str, Any]]) -> None:
+        """Adds the warps' sums, and what follows; early: operands that are there, or none."""
+        for i, (one, row, inside) in enumerate(self._results()):
+            operands = early[i] if early else self._operands(one, row)
+            if inside is None:
+                self._finish_one(one, row, operands)
+                continue
+            with mgpu_utils.when(inside):
+                self._finish_one(one, row, operands)
+
+    def _finish_one(self, one: Any, row: Any, operands: Mapping[str, Any]) -> None:
+        ys = [self._sum(half, one, row, operands) for half in range(self.static.halves)]
         y = ys[0]
         if self.static.epilogue == "swiglu":
             text = """{ .reg .f32 x; mul.f32 x, $1, 0fBFB8AA3B; ex2.approx.f32 x, x;
@@ -371,13 +409,12 @@ class _Block:
         elif self.static.epilogue == "relu2_glu":
             text = "{ .reg .f32 x; max.f32 x, $1, 0f00000000; mul.f32 x, x, x; mul.f32 $0, x, $2; }"
             y = asm(text, "f", *ys)
-        dtype = self.static.out_dtype
-        offset = times(arith.addi(times(one, self.n), row), jnp.dtype(dtype).itemsize)
-        if "residual" in self.at:
-            y = arith.addf(y, load_float(further(self.at["residual"], offset), dtype))
-        store_float(further(self.at["out"], offset), y, dtype)
+        if "residual" in operands:
+            y = arith.addf(y, operands["residual"])
+        place = further(self.at["out"], self._out_place(one, row))
+        store_float(place, y, self.static.out_dtype)
 
-    def _sum(self, half: int, one: Any, row: Any) -> Any:
+    def _sum(self, half: int, one: Any, row: Any, operands: Mapping[str, Any]) -> Any:
         """Of a row of x and one of the weight, all but what joins gate and up."""
         line = self.config.tile_n + PAD
         start = further(self.at["parts"], times(times(one, line), 4))
@@ -394,15 +431,9 @@ class _Block:
             for i, other in enumerate(self.x_scales[1:]):
                 scale = arith.select(less(one, i + 1), scale, other)
         else:
-            scale = load_float(further(self.at["x_scale"], times(one, 4)), "float32")
-        y = arith.mulf(y, scale)
-        gamma = load_float(further(self.at["row_scale"][half], times(row, 4)), "float32")
-        y = arith.mulf(y, gamma)
-        if "bias" in self.at:
-            dtype = self.dtypes["bias"]
-            place = times(row, jnp.dtype(dtype).itemsize)
-            y = arith.addf(y, load_float(further(self.at["bias"][half], place), dtype))
-        return y
+            scale = operands["x_scale"]
+        y = arith.mulf(arith.mulf(y, scale), operands["row_scale"][half])
+        return arith.addf(y, operands["bias"][half]) if "bias" in operands else y
 
 
 def _of_place(codes: Any, place: int, *, moved: bool) -> Any:
