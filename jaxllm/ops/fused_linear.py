@@ -14,10 +14,11 @@ from jaxllm.ops.glu import glu
 from jaxllm.ops.linear import linear
 from jaxllm.ops.norm import rms_norm
 from jaxllm.ops.rope import rope
-from pallas_kernels.gemv import MAX_ROWS as FUSED_ROWS
-from pallas_kernels.gemv import Norm, Rotary, check, gemv
+from pallas_kernels.gemv import MAX_ROWS, Norm, Rotary, check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
 from pallas_kernels.packed import Packed
+
+FUSED_ROWS = MAX_ROWS  # of x, that a layer takes this op for
 
 
 def fused_linear(
