@@ -189,9 +189,10 @@ def save(
     """Write a folder that `load`, and transformers, read: config, weights, generation, tokenizer.
 
     Weights keep their dtypes, bit for bit, and packed ones their codes and scales in the formats of
-    compressed-tensors (nvfp4 the reciprocal of the tensor's scale). More than `max_shard_size`
-    bytes of them go to several files. Files get their names only when all are written; what other
-    weights the folder had under those names is removed.
+    compressed-tensors (nvfp4 the reciprocal of the tensor's scale); a table that is packed for both
+    embedding and head becomes a plain embedding and a packed head of its own. More than
+    `max_shard_size` bytes go to several files. Files get their names only when all are written;
+    what other weights the folder had under those names is removed.
     Raises: ValueError if the path is a file, the config cannot be said in a config.json, or the
     model has adapters; NotImplementedError if a parameter is spread over several processes, or a
     packed weight is one that compressed-tensors cannot say.
@@ -203,8 +204,8 @@ def save(
     if max_shard_size < 1:
         raise ValueError(f"save: max_shard_size must be at least 1 byte, got {max_shard_size}")
     arrays = {path: p.get_value() for path, p in _by_path(nnx.state(model, nnx.Param)).items()}
-    packed = _packed_layers(model)
-    owned = {f"{name}.{part}" for name in packed for part in _PACKED_PARTS}
+    packed, table = _packed_layers(model)
+    owned = {f"{name}.{part}" for name in [*packed, "embed_tokens"] for part in _PACKED_PARTS}
     arrays = {path: array for path, array in arrays.items() if path not in owned}
     strange = [path for path in arrays if path.rpartition(".")[2] not in ("weight", "bias")]
     if strange:
@@ -213,11 +214,15 @@ def save(
             "adapters and the packed weights below them"
         )
     ids = _token_ids(model.generation, tokenizer)
-    config = {**to_hf(model.config), "dtype": _common_dtype(arrays.values()).name, **ids}
+    # The head of a table that is packed for both becomes one of its own
+    said = dataclasses.replace(model.config, tie_word_embeddings=False) if table else model.config
+    config = {**to_hf(said), "dtype": _common_dtype(arrays.values()).name, **ids}
     sources = _sources(arrays, model.config)
     if packed:
-        more, said = _packed_sources(packed, [source.name for source in sources], model.config)
-        sources, config = sources + more, {**config, "quantization_config": said}
+        more, quantization = _packed_sources(packed, [x.name for x in sources], model.config)
+        sources, config = sources + more, {**config, "quantization_config": quantization}
+    if table is not None:
+        sources.append(_unpacked(table))
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(prefix=".save-", dir=folder))
@@ -246,19 +251,28 @@ _WEIGHT_FILE = re.compile(
 _PACKED_PARTS = ("codes", "scale", "zero", "row_scale")
 
 
-def _packed_layers(model: Transformer) -> dict[str, Packed]:
-    """The weights of the packed linear layers, by dotted name."""
-    found = {}
+def _packed_layers(model: Transformer) -> tuple[dict[str, Packed], PackedEmbedding | None]:
+    """The weights of the packed linear layers, by dotted name; and the embedding, if it is packed
+    with the head that is tied to it, which is then among the layers.
+    """
+    found, table = {}, None
     for path, module in nnx.iter_modules(model):
-        name = ".".join(map(str, path))
-        if isinstance(module, PackedEmbedding):
-            raise NotImplementedError(
-                f"save: {name} is a packed table for gather and head, which no checkpoint has; "
-                "quantise the model without head="
-            )
         if isinstance(module, PackedLinear):
-            found[name] = module.packed
-    return found
+            found[".".join(map(str, path))] = module.packed
+    if isinstance(model.embed_tokens, PackedEmbedding):
+        table = model.embed_tokens
+        found["lm_head"] = table.packed
+    return found, table
+
+
+def _unpacked(table: PackedEmbedding) -> Source:
+    """The embedding's rows as the model looks them up."""
+    return Source(
+        "model.embed_tokens.weight",
+        np.dtype(jnp.dtype(table.dtype)),
+        table.packed.shape,
+        lambda: [to_host(table.dequantize())],
+    )
 
 
 def _packed_sources(

@@ -124,6 +124,22 @@ def test_zero_points_of_one_part_alone(tmp_path):
     np.testing.assert_array_equal(logits(again, TOKENS), logits(model, TOKENS))
 
 
+def test_a_table_for_embedding_and_head(tmp_path):
+    """The embedding is stored as it is looked up, and the head with its codes."""
+    tied = dataclasses.replace(made.LLAMA, tie_word_embeddings=True)
+    model = model_of("int4", 32, tied, head="int8")
+    jaxllm.save(model, None, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert config["quantization_config"]["ignore"] == []
+    again, _ = jaxllm.load(tmp_path, dtype="float32")
+    table = model.embed_tokens
+    np.testing.assert_array_equal(again.embed_tokens.weight[...], table.dequantize())
+    np.testing.assert_array_equal(again.lm_head.packed.codes, table.packed.codes)
+    # XLA sums in another order where the table is another array
+    np.testing.assert_allclose(logits(again, TOKENS), logits(model, TOKENS), atol=1e-5)
+
+
 def test_a_plain_model_over_a_packed_one(tmp_path):
     """Nothing of what was said of the packed one stays."""
     jaxllm.save(model_of("nvfp4"), None, tmp_path)
@@ -136,11 +152,9 @@ def test_a_plain_model_over_a_packed_one(tmp_path):
 
 def test_what_cannot_be_said(tmp_path):
     phi = dataclasses.replace(made.LLAMA, model_type="phi3")
-    tied = dataclasses.replace(made.LLAMA, tie_word_embeddings=True)
     cases = [
         (model_of("ternary"), "layers.0.mlp.down_proj is ternary, which compressed-tensors has"),
         (model_of("nvfp4", config=phi), "gate_up_proj is one tensor .* nvfp4 stores one"),
-        (model_of("int4", config=tied, head="int8"), "embed_tokens is a packed table"),
         (model_of("int4", config=phi, keep=("up_proj",)), "gate_up_proj .* only parts are packed"),
     ]
     mixed = model_of("int4", 32, config=phi, keep=("up_proj",))
