@@ -13,7 +13,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 @pytest.mark.slow
 def test_the_python_of_the_readme_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     scope = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), scope)

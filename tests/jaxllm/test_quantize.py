@@ -158,6 +158,15 @@ def test_the_backward_pass_of_a_program_makes_its_weights_again():
     assert shared > 5 * weight, shared / weight
 
 
+@pytest.mark.skipif(REASON is not None, reason=f"tests that compile for a GPU: {REASON}")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_packing_takes(scheme):
+    weight = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)
+    program = aot.compile_for(lambda w: pack(w, scheme), weight)
+    rest = program.peak_bytes - 2 * 512 * 1024  # the weight itself
+    assert rest <= 1.1 * MODULE.WORKING_BYTES * 512 * 1024
+
+
 # -------------------------------------------------------------------------------- whole models
 
 
