@@ -191,6 +191,8 @@ def decode(
     ended = jnp.where(halted & (state.ended == RUNNING), jnp.int32(STOP), state.ended)
     state = dataclasses.replace(state, ended=ended)
 
+    implementation = weights.model().runtime.implementation
+
     def more(carry):
         i, state, _ = carry
         return (i < steps) & jnp.any(state.ended == RUNNING)
@@ -209,6 +211,7 @@ def decode(
                     state.prompt_mask,
                     state.counts,
                     vocab_size=vocab_size,
+                    implementation=implementation,
                 )
             out = dataclasses.replace(
                 out,

@@ -17,7 +17,7 @@ NaN counts as -inf: it is never chosen while its row has a number, and the row's
 NaN, which shows the fault. +inf beats every number. A row with nothing above -inf gives id 0.
 
 The vocabulary is never sorted. Scores are mapped to integers in the same order and the threshold is
-found bit by bit: 32 passes, each fused by XLA to a compare and a sum. Milliseconds, best of 180, on
+found bit by bit: by XLA in 32 passes, each a compare and a sum. Milliseconds, best of 180, on
 two shared CPU cores (EPYC, AVX-512), jax 0.10.2, float32:
 
     B, V         one sort   top-k   top-p   all filters and draw   draw alone   arg-max
@@ -33,7 +33,7 @@ Over the file's budget: settings, rules, search and noise answer one question, w
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxllm.ops.sampling_threshold import sampling_threshold
 
 Values = jax.Array | np.ndarray
 Setting = int | float | Sequence[int | float] | np.ndarray | jax.Array
@@ -135,6 +137,7 @@ def sample(
     counts: Int[Array, "B V"] | None = None,
     *,
     vocab_size: int | None = None,
+    implementation: str | Mapping[str, str] = "auto",
 ) -> Int[Array, " B"]:
     """One token a row by all the rules above; traceable, so it can stand in a `while_loop`.
 
@@ -149,7 +152,7 @@ def sample(
     scores = _clean(logits, vocab_size)
     if prompt_mask is not None and counts is not None:
         scores = penalise(scores, prompt_mask, counts, sampling)
-    scores = filter_scores(scores, sampling)
+    scores = filter_scores(scores, sampling, implementation=implementation)
     noise = _noise(sampling.seed, position, scores.shape[1])
     sampled = sampling.temperature >= _TINY
     return _arg_max(jnp.where(sampled[:, None], scores + noise, scores))
@@ -190,16 +193,24 @@ def penalise(
     return scores - (jnp.where(generated, presence, 0) + frequency * counts.astype(jnp.float32))
 
 
-def filter_scores(scores: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+def filter_scores(
+    scores: Float[Array, "B V"],
+    sampling: Sampling,
+    *,
+    implementation: str | Mapping[str, str] = "auto",
+) -> Float[Array, "B V"]:
     """Scores over the temperature, -inf where top-k, top-p or min-p drop them.
 
     Rows with temperature 0 come back unfiltered. A search that no row needs is skipped at run time.
+    `implementation` is that of `ops.sampling_threshold`.
     The kept sets are exact for top-k and min-p. For top-p, masses are summed as integers in units
     of at most 2**-30 of the row's total, so the set does not depend on the batch or the order of
     summation; against float64 the border is off by at most 2e-7 of the mass (up to 262,144 tokens).
     """
     _check("filter_scores", scores, sampling)
-    return _filter(_clean(scores, None), sampling)
+    if not isinstance(implementation, str):
+        implementation = implementation.get("sampling_threshold", "auto")
+    return _filter(_clean(scores, None), sampling, implementation)
 
 
 def draw(
@@ -319,9 +330,9 @@ def _ordered(scores: jax.Array) -> jax.Array:
     return jnp.where(scores == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
-@jax.jit  # outside a jitted function, cond and fori_loop would compile at every call
-def _filter(scores: jax.Array, sampling: Sampling) -> jax.Array:
-    B, V = scores.shape
+# Outside a jitted function, cond and fori_loop would compile at every call
+@functools.partial(jax.jit, static_argnames="implementation")
+def _filter(scores: jax.Array, sampling: Sampling, implementation: str) -> jax.Array:
     sampled = sampling.temperature >= _TINY
 
     divisor = jnp.where(sampled, sampling.temperature, 1)[:, None]
@@ -333,57 +344,15 @@ def _filter(scores: jax.Array, sampling: Sampling) -> jax.Array:
     # Probability over the row's largest; the comparison keeps inf - inf out.
     ratio = jnp.where(scaled == largest, 1, jnp.exp(scaled - largest))
     keys = _ordered(scaled)
-
-    counted = sampled & (sampling.top_k > 0) & (sampling.top_k < V)
-    weighed = sampled & (sampling.top_p < 1)
-
-    def by_count(lowest):
-        found = _threshold(keys, jnp.uint32(1), sampling.top_k.astype(jnp.uint32))
-        return jnp.where(counted, found, lowest)
-
-    def by_mass(lowest):
-        left = jnp.where(keys >= lowest[:, None], ratio, 0)
-        return jnp.where(weighed, _mass_threshold(keys, left, sampling.top_p), lowest)
-
-    lowest = jnp.full((B,), _LOWEST, jnp.int32)
-    lowest = lax.cond(jnp.any(counted), by_count, lambda lowest: lowest, lowest)
-    lowest = lax.cond(jnp.any(weighed), by_mass, lambda lowest: lowest, lowest)
+    lowest = sampling_threshold(
+        keys,
+        ratio,
+        jnp.where(sampled, sampling.top_k, 0),
+        jnp.where(sampled, sampling.top_p, 1),
+        implementation=implementation,
+    )
     keep = (keys >= lowest[:, None]) & (ratio >= sampling.min_p[:, None])
     return jnp.where(sampled[:, None], jnp.where(keep, scaled, -jnp.inf), scores)
-
-
-def _threshold(keys: jax.Array, weights: jax.Array, wanted: Values) -> jax.Array:
-    """Each row's largest T with sum(weights[keys >= T]) >= wanted."""
-
-    def fix_bit(i, lowest):
-        candidate = lowest + lax.shift_left(jnp.int32(1), 31 - i)  # the first wraps: -2**31 to 0
-        reached = jnp.sum(jnp.where(keys >= candidate[:, None], weights, jnp.uint32(0)), axis=-1)
-        return jnp.where(reached >= wanted, candidate, lowest)
-
-    return lax.fori_loop(0, 32, fix_bit, jnp.full(keys.shape[:1], _LOWEST, jnp.int32))
-
-
-def _mass_threshold(keys: jax.Array, ratio: jax.Array, top_p: Values) -> jax.Array:
-    """The lowest key that top-p keeps; ratio is probability over the largest, 0 where dropped.
-
-    Masses are integers with a total between 2**30 and 2**31, so their sums are exact and a row
-    gives one threshold in any batch, on any device. The float total sets only the power of two.
-    Rounded to nearest, many small masses could all err one way: by more than 1e-6 of the total at
-    V = 151,936. A dither, fixed for each id and evenly spread over the ids, cancels that.
-    """
-    total = jnp.sum(ratio, axis=-1)
-    exponent = (lax.bitcast_convert_type(total, jnp.int32) >> 23) - 127
-    scale = lax.bitcast_convert_type((127 + 30 - exponent) << 23, jnp.float32)  # 2**(30 - exponent)
-    ids = lax.broadcasted_iota(jnp.uint32, keys.shape, 1)
-    dither = ((ids * jnp.uint32(2654435769)) >> 8).astype(
-        jnp.float32
-    ) * 2.0**-24  # ids * golden ratio, mod 1
-    mass = jnp.floor(ratio * scale[:, None] + dither).astype(jnp.uint32)
-    total = jnp.sum(mass, axis=-1)
-    # Less than p lies strictly above a key just if the key is not below the largest T with p at or
-    # above it. At least 1: p -> 0 keeps the largest. With p < 1 rounding never exceeds the total.
-    wanted = jnp.ceil(top_p * total.astype(jnp.float32)).astype(jnp.uint32)
-    return _threshold(keys, mass, jnp.maximum(wanted, 1))
 
 
 @functools.partial(jax.jit, static_argnames="size")

@@ -129,6 +129,7 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rms_norm pallas_kernels.rope "
         "pallas_kernels.tuned"
     ),
+    "pallas_kernels.sampling_threshold": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.softmax_tiles": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows"
     ),
@@ -148,7 +149,7 @@ MAY_IMPORT = {
     "jaxllm.flops": "jaxllm.config",
     "jaxllm.memory": "",
     "jaxllm.compile_cache": "",
-    "jaxllm.sampling": "",
+    "jaxllm.sampling": "jaxllm.ops.sampling_threshold",
     "jaxllm.chat_template": "",
     "jaxllm.detokenizer": "",
     "jaxllm.tokenizer": "jaxllm.chat_template jaxllm.detokenizer",
@@ -163,6 +164,7 @@ MAY_IMPORT = {
     "jaxllm.ops.log_probs": "jaxllm.ops.linear jaxllm.ops.loss",
     "jaxllm.ops.norm": OP,
     "jaxllm.ops.rope": OP,
+    "jaxllm.ops.sampling_threshold": OP,
     "jaxllm.ops.softmax": OP,
     "jaxllm.ops.ternary": f"{OP} jaxllm.ops.linear",
     "jaxllm.ops": f"{OP} jaxllm.ops.*",

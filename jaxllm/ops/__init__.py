@@ -16,6 +16,7 @@ from jaxllm.ops.log_probs import linear_log_probs
 from jaxllm.ops.loss import LINEAR_CROSS_ENTROPY, cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm import LAYER_NORM, RMS_NORM, layer_norm, rms_norm
 from jaxllm.ops.rope import ROPE, rope
+from jaxllm.ops.sampling_threshold import SAMPLING_THRESHOLD, sampling_threshold
 from jaxllm.ops.softmax import SCALE_SOFTMAX, scale_softmax
 from jaxllm.ops.ternary import bit_linear
 from pallas_kernels import device as device_lib
@@ -31,6 +32,7 @@ OPS = {
     "glu": (glu, GLU),
     "fused_linear": (fused_linear, FUSED_LINEAR),
     "linear_cross_entropy": (linear_cross_entropy, LINEAR_CROSS_ENTROPY),
+    "sampling_threshold": (sampling_threshold, SAMPLING_THRESHOLD),
 }
 
 
@@ -89,5 +91,6 @@ __all__ = [
     "linear_log_probs",
     "rms_norm",
     "rope",
+    "sampling_threshold",
     "scale_softmax",
 ]
