@@ -121,6 +121,7 @@ def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[
     hidden, _ = model.hidden(*tokens)
     head = model.embed_tokens if model.lm_head is None else model.lm_head
     choice = model.runtime.implementation
+    unknown = isinstance(choice, str) and choice not in ops.OPS["linear_cross_entropy"][1]
     with jax.named_scope("loss"):
         if type(head) not in (Linear, Embedding):
             return ops.cross_entropy(model.head(hidden), batch["targets"])
@@ -129,8 +130,8 @@ def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[
             head.weight[...],
             batch["targets"],
             softcap=model.config.final_logit_softcapping,
-            # A name stands for all ops that have it; this one has "xla" alone
-            implementation="auto" if isinstance(choice, str) else choice,
+            # A name stands for all ops that have it: "cudnn" is none of this one's
+            implementation="auto" if unknown else choice,
         )
 
 

@@ -14,8 +14,12 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from jaxllm.ops._select import Implementation, Table, select
+from jaxllm.ops._select import Implementation, Table, pallas, select
 from jaxllm.ops.linear import precision
+from pallas_kernels.cross_entropy import Config, default_config
+from pallas_kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy_kernel
+from pallas_kernels.cross_entropy import why_not as why_not_kernel
+from pallas_kernels.cross_entropy_kernel import TILE_M
 
 # Logits that are in memory at one time: 512 MiB in float32. Fewer would make the head's gradient,
 # float32 [V, D], be read and written too often: at 1024 tokens a chunk that takes as long as the
@@ -252,4 +256,43 @@ def _backward(static: _Static, saved, cotangents):
 _loss = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
-LINEAR_CROSS_ENTROPY: Table = {"xla": Implementation(_xla)}
+
+def _rows(hidden, targets) -> tuple[Any, Any]:
+    """Shapes as the kernel takes them: [T, D] and [T]."""
+    tokens = math.prod(hidden.shape[:-1])
+    rows = jax.ShapeDtypeStruct((tokens, hidden.shape[-1]), hidden.dtype)
+    return rows, jax.ShapeDtypeStruct((tokens,), targets.dtype)
+
+
+def _pallas(
+    hidden, head, targets, *, ignore_index, softcap, z_loss, chunk, interpret=False
+) -> tuple[Array, Array]:
+    rows, ids = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(targets).reshape(-1)
+    config: Config | None = None
+    if chunk is not None:
+        whole = -(-chunk // TILE_M) * TILE_M
+        config = dataclasses.replace(default_config(rows, head), chunk=whole)
+    total = linear_cross_entropy_kernel(
+        rows,
+        head,
+        ids,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        z_loss=z_loss,
+        reduction="sum",
+        config=config,
+        interpret=interpret,
+    )
+    return total, jnp.sum(ids != ignore_index, dtype=jnp.int32)
+
+
+def _pallas_why_not(hidden, head, targets, *, device, **kwargs) -> str | None:
+    del kwargs
+    rows, ids = _rows(hidden, targets)
+    return why_not_kernel(rows, head, ids, device=device)
+
+
+LINEAR_CROSS_ENTROPY: Table = {
+    **pallas(_pallas, _pallas_why_not),
+    "xla": Implementation(_xla),
+}

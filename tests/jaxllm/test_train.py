@@ -216,7 +216,11 @@ def test_token_loss_is_cross_entropy_of_the_logits(config):
 @pytest.mark.own_errors
 def test_the_loss_runs_as_the_runtime_says():
     batch = make_batch()
-    train.token_loss(make_model(Runtime(implementation={"linear_cross_entropy": "xla"})), batch)
+    for choice in ({"linear_cross_entropy": "xla"}, "xla"):
+        train.token_loss(make_model(Runtime(implementation=choice)), batch)
+    model = make_model(Runtime(implementation={"linear_cross_entropy": "pallas-interpret"}))
+    with pytest.raises(NotImplementedError, match="takes hidden states in bfloat16"):
+        train.token_loss(model, batch)
     model = make_model(Runtime(implementation={"linear_cross_entropy": "cudnn"}))
     with pytest.raises(ValueError, match="linear_cross_entropy: no implementation is named"):
         train.token_loss(model, batch)

@@ -66,6 +66,7 @@ CASES = {
     "in the memory of the gradient, tokens of no whole tile": Case(
         (70, 520, 128), Config(chunk=128, slab=256), keywords={"z_loss": 1e-3}
     ),
+    "a cluster of two": Case((300, 520, 64), Config(chunk=512, cluster=2)),
     "losses of more than 130 nats": Case((66, 264, 64), size=300.0),
     "losses of more than 130 nats, in the memory of the gradient": Case(
         (66, 520, 128), Config(chunk=128, slab=256), size=300.0
@@ -85,21 +86,30 @@ def with_gradients(case: Case, arrays: Any, *, scale: float = 1.0, **keywords: A
 
 
 def plain(hidden, head, targets, *, ignore_index=-100, softcap=None, z_loss=0.0) -> Any:
-    """The same with all logits, rounded where the kernel must: the gradient by logits, results."""
-    rows, matrix = hidden.astype(F32), head.astype(BF16).astype(F32)
+    """The same with all logits, rounded where the kernel must.
 
-    def sum_of(logits):
+    That is the gradient by logits before and hidden states after a row's factor, and the results.
+    """
+    rows, matrix = hidden.astype(F32), head.astype(BF16).astype(F32)
+    counted = targets != ignore_index
+    ids = jnp.where(counted, targets, 0)[:, None]
+
+    def losses(logits):
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
-        counted = targets != ignore_index
         lse = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, jnp.where(counted, targets, 0)[:, None], 1)[:, 0]
-        return jnp.sum(jnp.where(counted, lse - chosen + z_loss * lse * lse, jnp.float32(0)))
+        chosen = jnp.take_along_axis(logits, ids, 1)[:, 0]
+        found = lse - chosen + z_loss * lse * lse
+        return jnp.sum(jnp.where(counted, found, jnp.float32(0))), (lse, chosen)
 
     dot = functools.partial(jnp.dot, precision="highest")
-    total, d_logits = jax.value_and_grad(sum_of)(dot(rows, matrix.T))
-    d_logits = d_logits.astype(BF16).astype(F32)
-    d_hidden, d_head = dot(d_logits, matrix), dot(d_logits.T, rows)
+    (total, (lse, chosen)), d_logits = jax.value_and_grad(losses, has_aux=True)(dot(rows, matrix.T))
+    # The mantissa of the factor is all that matters, so that it may be clipped
+    factor = jnp.exp2(jnp.clip((chosen - lse) * np.float32(np.log2(np.e)), -60.0, 0.0))[:, None]
+    factor = factor * (1.0 + 2.0 * z_loss * lse[:, None])
+    d_logits = (d_logits / factor).astype(BF16).astype(F32)
+    scaled = (rows * factor).astype(BF16).astype(F32)
+    d_hidden, d_head = dot(d_logits, matrix) * factor, dot(d_logits.T, scaled)
     return total, d_hidden.astype(hidden.dtype), d_head.astype(head.dtype)
 
 
@@ -252,7 +262,9 @@ def test_wrong_calls(arrays: Any, keywords: dict[str, Any], sentence: str):
     [
         (Config(stages=5), "stages must be 2 to 4"),
         (Config(snakes=(8, 0, 8)), "snakes must be three, 1 at least"),
+        (Config(cluster=3), "cluster must be 1 or 2"),
         (Config(chunk=100), "chunk must be a multiple of 128"),
+        (Config(chunk=128, cluster=2), "chunk must be a multiple of 128 times cluster"),
         (Config(slab=128), "slab must be a multiple of 256"),
     ],
 )
@@ -262,12 +274,11 @@ def test_wrong_configs(config: Config, sentence: str):
         jax.eval_shape(run, HIDDEN, HEAD, IDS)
 
 
-@needs_references
 @pytest.mark.parametrize(
     ("hidden", "head", "device", "phrase"),
     [
-        (HIDDEN, HEAD, H200, None),
-        (HIDDEN, HEAD, device_lib.INTERPRETED, None),
+        pytest.param(HIDDEN, HEAD, H200, None, marks=needs_references),
+        pytest.param(HIDDEN, HEAD, device_lib.INTERPRETED, None, marks=needs_references),
         (HIDDEN, HEAD, device_lib.Device("cpu", "cpu"), "needs an NVIDIA GPU, found cpu"),
         (HIDDEN, HEAD, device_lib.Device("gpu", "NVIDIA A100", 8.0), "needs a Hopper GPU"),
         (shape(3, 64, dtype=F16), HEAD, H200, "takes hidden states in bfloat16, got float16"),

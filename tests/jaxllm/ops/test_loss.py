@@ -7,11 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from absent_device import absent
+from kernels import interpreted
 from numerics import assert_as_accurate
 
 from jaxllm import ops
 from jaxllm.ops import cross_entropy, linear_cross_entropy
 from jaxllm.ops.loss import chunk_tokens
+from pallas_kernels import _compat
+from pallas_kernels.cross_entropy import Config
+from pallas_kernels.cross_entropy import linear_cross_entropy as kernel_of
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -243,6 +248,50 @@ def test_nothing_to_count_has_no_gradient():
     assert float(total) == 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not _compat.WRITES_REFERENCES, reason="the kernel needs jax 0.11")
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_the_kernel_is_told_what_the_op_is(chunk):
+    """chunk: of tokens, which the kernel takes by 128."""
+    hidden, head, targets = hidden_case(jnp.bfloat16, jnp.float32, tokens=(3, 47), width=64)
+    targets = jnp.where(targets == -100, jnp.int32(5), targets)
+    keywords = {"softcap": 20.0, "z_loss": 1e-3, "ignore_index": 5}
+
+    def ours(hidden, head):
+        call = functools.partial(linear_cross_entropy, implementation="pallas-interpret")
+        return call(hidden, head, targets, chunk=chunk, **keywords)
+
+    def kernel(hidden, head):
+        config = None if chunk is None else Config(chunk=128)
+        rows, ids, rest = (
+            hidden.reshape(-1, 64),
+            targets.reshape(-1),
+            {**keywords, "config": config},
+        )
+        return kernel_of(rows, head, ids, reduction="sum", interpret=True, **rest)
+
+    (total, count), gradients = interpreted(
+        jax.value_and_grad(ours, (0, 1), has_aux=True), hidden, head
+    )
+    other, others = interpreted(jax.value_and_grad(kernel, (0, 1)), hidden, head)
+    assert (float(total), int(count)) == (float(other), int(np.sum(np.asarray(targets) != 5)))
+    for ours, theirs in zip(gradients, others, strict=True):
+        np.testing.assert_array_equal(as_float32(ours), as_float32(theirs))
+
+
+def test_auto_takes_the_kernel_where_it_can_run():
+    call = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((2, 2048, 1024), (32000, 1024))]
+    call.append(jax.ShapeDtypeStruct((2, 2048), jnp.int32))
+    narrow = [jax.ShapeDtypeStruct((*x.shape[:-1], 1000), x.dtype) for x in call[:2]]
+    with absent("NVIDIA H200"):
+        found = ops.explain("linear_cross_entropy", *call)
+        refused = ops.explain("linear_cross_entropy", *narrow, call[2])["pallas"]
+    assert found["xla"] is None
+    if _compat.WRITES_REFERENCES:
+        assert found["pallas"] is None
+    assert refused == "D = 1000 is no multiple of 64"
+
+
 @pytest.mark.own_errors
 def test_what_cannot_be_is_refused():
     hidden, head, targets = hidden_case()
@@ -258,8 +307,10 @@ def test_what_cannot_be_is_refused():
         linear_cross_entropy(hidden, head, targets, softcap=0.0)
     with pytest.raises(ValueError, match="chunk must be at least 1"):
         linear_cross_entropy(hidden, head, targets, chunk=0)
-    with pytest.raises(ValueError, match="no implementation is named 'pallas'"):
-        linear_cross_entropy(hidden, head, targets, implementation="pallas")
+    with pytest.raises(ValueError, match="no implementation is named 'cudnn'"):
+        linear_cross_entropy(hidden, head, targets, implementation="cudnn")
+    with pytest.raises(NotImplementedError, match="takes hidden states in bfloat16, got float32"):
+        linear_cross_entropy(hidden, head, targets, implementation="pallas-interpret")
 
 
 @pytest.mark.parametrize("bad", [29, 1000, -1])

@@ -103,8 +103,7 @@ def test_every_op_ends_with_xla_which_takes_all(op):
     _, table = ops.OPS[op]
     assert list(table)[-1] == "xla"
     assert table["xla"].why_not() is None
-    if op != "linear_cross_entropy":  # whose kernel is to come; training takes its "xla" meanwhile
-        assert {"pallas", "pallas-interpret"} < set(table)  # one name for a whole model
+    assert {"pallas", "pallas-interpret"} < set(table)  # one name for a whole model
 
 
 def heads(T: int, N: int, dtype: Any = jnp.bfloat16, H: int = 64) -> jax.ShapeDtypeStruct:
