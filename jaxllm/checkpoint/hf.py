@@ -88,8 +88,10 @@ def load(
     fused = FAMILIES[config.model_type].fused
     modules: list[PackedModule] = []
     if quantization := read_quantization(folder, hf):
-        shapes = {path: linear.weight.shape for path, (*_, linear) in linears(shaped, ()).items()}
-        modules, tensors = find(folder, quantization, tensors, shapes, fused=fused)
+        every = linears(shaped, ())
+        shapes = {path: linear.weight.shape for path, (*_, linear) in every.items()}
+        biased = {path for path, (*_, linear) in every.items() if linear.bias is not None}
+        modules, tensors = find(folder, quantization, tensors, shapes, biased=biased, fused=fused)
     packed = {f"{layer}.weight" for module in modules for layer in module.layers}
     places = match(
         folder,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,14 @@ def find(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, Shape],
     *,
+    biased: Set[str],
     fused: bool,
 ) -> tuple[list[PackedModule], dict[str, Tensor]]:
     """The packed modules among the linear layers with these paths and shapes, and the tensors that
     are not theirs; those of activations and caches are left out.
 
-    `fused` says whether the family stores the modules of `FUSED` as one tensor.
+    `biased` are the layers that have a bias: GPTQ's files may have zeros for others, too. `fused`
+    says whether the family stores the modules of `FUSED` as one tensor.
     Raises: ValueError with every module whose tensors are not those that the config says.
     """
     rest = {
@@ -118,6 +120,9 @@ def find(
         modules.append(PackedModule(module, form, stored.shape, found, layers))
         for last in found:
             del rest[f"{module}.{last}"]
+        bias = rest.get(f"{module}.bias")
+        if bias is not None and not biased & layers.keys() and packed_weights.is_zero(bias):
+            del rest[f"{module}.bias"]
     if faults:
         raise ValueError(
             f"{folder}: the tensors contradict {quantization.owner} in {len(faults)} modules: "

@@ -92,7 +92,7 @@ def load(
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Packed:
     """The weight, of tensors without a fault, as NumPy arrays. Beside it the host holds the
-    module's tensors (of int4 by AWQ, a byte a number).
+    module's tensors.
 
     Raises: ValueError if what they hold contradicts the config; NotImplementedError for groups of
     inputs that do not lie side by side. Both name `owner`.
@@ -112,6 +112,11 @@ def load(
         scheme=form.scheme,
         group_size=shape[1] // scale.shape[0] if grouped else None,
     )
+
+
+def is_zero(tensor: Tensor) -> bool:
+    """Whether a tensor of floats has zeros only."""
+    return tensor.dtype in FLOATS and not np.any(_whole(tensor, lambda count: None))
 
 
 def rows(packed: Packed, first: int, count: int) -> Packed:
@@ -261,7 +266,7 @@ def _gptq_parts(form: Form, outputs: int, inputs: int) -> dict[str, Part]:
 
 
 def _gptq(form: Form, shape: Shape, arrays: Arrays, owner: str):
-    outputs, inputs = shape
+    _, inputs = shape
     in_order = np.arange(inputs) // (form.group_size or inputs)
     if "g_idx" in arrays and not np.array_equal(arrays["g_idx"], in_order):
         raise NotImplementedError(
@@ -273,8 +278,7 @@ def _gptq(form: Form, shape: Shape, arrays: Arrays, owner: str):
         # Of whole words, as 1 was taken off: a 0 has borrowed from the code above it
         zeros = zeros + np.uint32(0x11111111)
     # A word [I / 8, O] is 4 bytes of a row of codes [O, I / 2]
-    stored = arrays["qweight"].view(np.uint8).reshape(inputs // 8, outputs, 4)
-    codes = stored.transpose(1, 0, 2).reshape(outputs, inputs // 2)
+    codes = np.ascontiguousarray(arrays["qweight"].T).view(np.uint8)
     return codes, arrays["scales"], _nibbles(zeros), None
 
 
@@ -289,16 +293,15 @@ def _awq_parts(form: Form, outputs: int, inputs: int) -> dict[str, Part]:
 
 def _awq(form: Form, shape: Shape, arrays: Arrays, owner: str):
     del form, owner
-    back = np.argsort(_AWQ_ORDER)
-
-    def in_order(words: np.ndarray) -> np.ndarray:
-        nibbles = _nibbles(words).reshape(words.shape[0], -1, 8)
-        return nibbles[..., back].reshape(words.shape[0], -1)
-
-    columns = in_order(arrays["qweight"])  # [I, O]
-    codes = np.ascontiguousarray((columns[0::2] | columns[1::2] << np.uint8(4)).T)
-    assert codes.shape == (shape[0], shape[1] // 2)
-    return codes, arrays["scales"], in_order(arrays["qzeros"]), None
+    outputs, inputs = shape
+    words = arrays["qweight"].view(np.uint32)
+    codes = np.empty((outputs // 8, 8, inputs // 2), np.uint8)
+    for place, output in enumerate(_AWQ_ORDER):
+        four = (words >> np.uint32(4 * place)).astype(np.uint8) & np.uint8(15)
+        codes[:, output] = np.ascontiguousarray((four[0::2] | four[1::2] << np.uint8(4)).T)
+    zeros = _nibbles(arrays["qzeros"]).reshape(-1, outputs // 8, 8)
+    zeros = zeros[..., np.argsort(_AWQ_ORDER)].reshape(-1, outputs)
+    return codes.reshape(outputs, -1), arrays["scales"], zeros, None
 
 
 def _nibbles(words: np.ndarray) -> UInt8[np.ndarray, "J W8"]:

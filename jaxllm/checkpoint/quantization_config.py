@@ -317,7 +317,7 @@ def _gptq(said: _Said) -> Callable[[str], Form | None]:
         "model_file_base_name use_cuda_fp16 use_exllama exllama_config meta "
         "batch_size model_seqlen block_name_to_quantize module_name_preceding_first_block "
         "pad_token_id disable_exllama max_input_length cache_block_outputs pack_dtype backend "
-        "quantizer version hyb_act act_group_aware"
+        "quantizer version uri hyb_act act_group_aware damp_auto_increment mse"
     )
 
     def of(name: str) -> Form | None:

@@ -74,7 +74,9 @@ def test_the_comparison_can_fail(tmp_path):
     packed, plain = made.write(tmp_path, "int4")
 
     def change(tensors):
-        tensors["model.layers.1.self_attn.v_proj.weight_packed"][3, 2] ^= 1 << 20
+        name = "model.layers.1.self_attn.v_proj.weight_packed"
+        tensors[name] = tensors[name].copy()
+        tensors[name][3, 2] ^= 1 << 20
 
     rewrite(packed, change)
     with pytest.raises(AssertionError):
@@ -305,6 +307,31 @@ def test_inputs_of_a_group_that_lie_apart(tmp_path):
     edit(packed, desc_act=True)
     with pytest.raises(NotImplementedError, match=r"^[^\n]*down_proj: g_idx [^\n]*desc_act false"):
         jaxllm.load(packed, dtype="float32")
+
+
+def test_biases_that_the_model_has_not(tmp_path):
+    """AutoGPTQ writes them; of zeros they say nothing."""
+    packed, plain = made.write(tmp_path, "gptq")
+    rewrite(packed, set_tensor("bias", np.zeros(64, np.float16)))
+    assert_same_model(packed, plain)
+    rewrite(packed, set_tensor("bias", np.full(64, 1e-3, np.float16)))
+    with pytest.raises(ValueError, match="1 surplus: model.layers.0.mlp.down_proj.bias"):
+        jaxllm.load(packed, dtype="float32")
+
+
+def test_biases_that_the_model_has(tmp_path):
+    config = dataclasses.replace(made.LLAMA, model_type="qwen2", qkv_bias=True)
+    packed, plain = made.write(tmp_path, "gptq", config)
+    sizes = {"q": 64, "k": 32, "v": 32}
+    biases = {
+        f"model.layers.{i}.self_attn.{x}_proj.bias": np.linspace(-1, 1, size, dtype=np.float32)
+        for i in range(2)
+        for x, size in sizes.items()
+    }
+    for folder in (packed, plain):
+        rewrite(folder, lambda tensors: tensors.update(biases))
+    model = assert_same_model(packed, plain)
+    assert model.layers[0].self_attn.k_proj.bias.shape == (32,)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
