@@ -26,7 +26,6 @@ from rich.table import Table
 
 from benchmarks import programs
 from benchmarks.cases import all_cases
-from benchmarks.models import kernels
 from benchmarks.sections import SECTIONS, expand
 from jaxllm import aot
 
@@ -107,7 +106,7 @@ def compile_program(model: str, program: str, implementation: str) -> Row:
     except Exception as error:
         return Row(name, faults=(_sentence(error),))
     found = []
-    ours = {"pallas": list(kernels()), "pallas attention": ["attention"]}.get(implementation, ())
+    ours = programs.CHOSEN.get(implementation, ())
     found += programs.missing_kernels(facts.mosaic, ours, program)
     return Row(name, facts=facts, faults=tuple(found))
 

@@ -56,6 +56,8 @@ class Limit:
     compiled: int
 
 
+_8B = "Llama-3.1-8B bfloat16"
+
 # (model, program, implementation). "xla" is what our kernels are measured against: XLA for all ops
 # but attention.
 KEYS = (
@@ -71,7 +73,9 @@ KEYS = (
         for implementation in ("auto", "pallas")
     ),
     ("Qwen2.5-0.5B float32", "decode", "auto"),
-    *(("Llama-3.1-8B bfloat16", "long prefill", name) for name in ("cudnn", "pallas attention")),
+    *((model, "fused decode", "gemv") for model in ("Qwen2.5-0.5B bfloat16", _8B)),
+    ("Qwen2.5-0.5B bfloat16", "fused decode", "xla"),
+    *((_8B, "long prefill", name) for name in ("cudnn", "pallas attention")),
 )
 _LIMITS_FILE = Path(__file__).parent / "program_limits.json"
 
@@ -100,15 +104,27 @@ class Facts:
         return Limit(self.kernels_a_layer, peak_mib, len(self.weight_copies), self.compiled)
 
 
-def _structs(model: ModelConfig, dtype: str, implementation: Any) -> Any:
+def _structs(model: ModelConfig, dtype: str, implementation: Any, *, fused: bool = False) -> Any:
     runtime = Runtime(dtype=dtype, param_dtype=dtype, implementation=implementation)
-    return nnx.eval_shape(lambda: jaxllm.Transformer(model, runtime, rngs=nnx.Rngs(0)))
+
+    def build() -> jaxllm.Transformer:
+        made = jaxllm.Transformer(model, runtime, rngs=nnx.Rngs(0))
+        if fused:
+            jaxllm.fuse(made)
+        return made
+
+    return nnx.eval_shape(build)
 
 
 def _serving(
-    model: ModelConfig, dtype: str, implementation: Any, capacity: int = CAPACITY
+    model: ModelConfig,
+    dtype: str,
+    implementation: Any,
+    capacity: int = CAPACITY,
+    *,
+    fused: bool = False,
 ) -> tuple[Any, Any]:
-    weights = jaxllm.flatten(_structs(model, dtype, implementation))
+    weights = jaxllm.flatten(_structs(model, dtype, implementation, fused=fused))
     cache = jax.eval_shape(
         lambda: jaxllm.KVCache.create(model, batch=1, capacity=capacity, dtype=jnp.dtype(dtype))
     )
@@ -137,6 +153,11 @@ def _decode(*model: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
     return jaxllm.decode_step, (weights, _ids(1), cache), cache
 
 
+def _fused_decode(*model: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+    weights, cache = _serving(*model, fused=True)
+    return jaxllm.decode_step, (weights, _ids(1), cache), cache
+
+
 def _train(*model: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
     module = _structs(*model)
     optimizer = optax.adamw(1e-3)
@@ -149,6 +170,7 @@ PROGRAMS = {
     "prefill": _prefill,
     "long prefill": _long_prefill,
     "decode": _decode,
+    "fused decode": _fused_decode,
     "training": _train,
 }
 
@@ -218,6 +240,13 @@ CHOICES: dict[str, Any] = {
     "pallas": kernels(),
     "cudnn": {"attention": "cudnn"},
     "pallas attention": {"attention": "pallas"},
+    "gemv": {"fused_linear": "pallas"},
+}
+# The ops whose kernels such an implementation names
+CHOSEN = {
+    "pallas": [op for op in kernels() if op != "fused_linear"],  # which takes a fused model
+    "pallas attention": ["attention"],
+    "gemv": ["attention", "fused_linear"],
 }
 
 # What the kernels of an op are called, and how often at least a Llama of LAYERS layers has them
@@ -227,6 +256,7 @@ KERNEL_OF = {
     "linear": ("matmul", 4 * LAYERS),
     "rope": ("rope", LAYERS),
     "glu": ("swiglu", LAYERS),
+    "fused_linear": ("gemv", 4 * LAYERS),
 }
 
 # Attention's kernel by program, and how often a layer launches it: decoding may combine its parts
@@ -234,6 +264,7 @@ ATTENTION_OF = {
     "prefill": ("flash_attention", 1, 1),
     "long prefill": ("flash_attention", 1, 1),
     "decode": ("decode_attention", 1, 2),
+    "fused decode": ("decode_attention", 1, 2),
     "training": ("flash_attention", 1, 1),
 }
 
