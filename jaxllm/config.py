@@ -207,7 +207,7 @@ class ModelConfig:
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def is_bit_linear(self, module: str) -> bool:
-        """Whether the projection of this path, "layers.0.mlp.up_proj", is a `BitLinear`.
+        """Whether the module of this path ("layers.0.mlp.up_proj") is a `BitLinear`; no head is.
 
         A name of `modules_to_not_convert` is the beginning of the path with "model." before it, or
         its end: as transformers reads them, without their regular expressions.
@@ -217,7 +217,7 @@ class ModelConfig:
             f"{path}.".startswith(f"{name}.") or path.endswith(name)
             for name in self.modules_to_not_convert
         )
-        return self.bit_linear and not kept
+        return self.bit_linear and module.startswith("layers.") and not kept
 
 
 @dataclasses.dataclass(frozen=True)

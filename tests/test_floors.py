@@ -190,14 +190,16 @@ MAY_IMPORT = {
     "jaxllm.quantize": f"{KERNELS} jaxllm.layers jaxllm.ops",
     "jaxllm.fp8": "jaxllm.layers jaxllm.quantize",
     "jaxllm.checkpoint.shipped": "",
-    "jaxllm.checkpoint.bitnet": "",
+    "jaxllm.checkpoint.bitnet": "jaxllm.checkpoint.quantization_config jaxllm.config",
     "jaxllm.checkpoint.safetensors_file": "",
     "jaxllm.checkpoint.quantization_config": "",
     "jaxllm.checkpoint.packed_weights": (
-        "jaxllm.checkpoint.quantization_config jaxllm.checkpoint.safetensors_file "
-        "pallas_kernels.packed"
+        "jaxllm.checkpoint.bitnet jaxllm.checkpoint.quantization_config "
+        "jaxllm.checkpoint.safetensors_file pallas_kernels.packed"
     ),
-    "jaxllm.checkpoint.compressed_tensors": "jaxllm.checkpoint.quantization_config",
+    "jaxllm.checkpoint.compressed_tensors": (
+        "jaxllm.checkpoint.bitnet jaxllm.checkpoint.quantization_config"
+    ),
     "jaxllm.checkpoint.packed_modules": (
         "jaxllm.checkpoint.compressed_tensors jaxllm.checkpoint.folder "
         "jaxllm.checkpoint.packed_weights jaxllm.checkpoint.placement "
@@ -213,11 +215,12 @@ MAY_IMPORT = {
     ),
     "jaxllm.checkpoint.placement": "jaxllm.checkpoint.safetensors_file jaxllm.memory",
     "jaxllm.checkpoint.hf": (
-        "jaxllm.checkpoint.compressed_tensors jaxllm.checkpoint.folder "
-        "jaxllm.checkpoint.packed_modules jaxllm.checkpoint.placement "
-        "jaxllm.checkpoint.quantization_config "
+        "jaxllm.checkpoint.bitnet jaxllm.checkpoint.compressed_tensors "
+        "jaxllm.checkpoint.folder jaxllm.checkpoint.packed_modules "
+        "jaxllm.checkpoint.placement jaxllm.checkpoint.quantization_config "
         "jaxllm.checkpoint.safetensors_file jaxllm.checkpoint.tensor_names jaxllm.config "
-        "jaxllm.families jaxllm.model jaxllm.quantize jaxllm.tokenizer pallas_kernels.packed"
+        "jaxllm.families jaxllm.layers jaxllm.model jaxllm.quantize jaxllm.tokenizer "
+        "pallas_kernels.packed"
     ),
     "jaxllm.checkpoint.native": "jaxllm.train",
     "jaxllm.metrics": "",

@@ -1,5 +1,8 @@
 """BitNet's ternary weights as the hub stores them: uint8 [O / 4, I] and one scale, both ways.
 
+    autobitlinear   weight_scale is what a 1 stands for
+    bitlinear       weight_scale is the inverse of that
+
 Four codes, weight + 1, lie in a byte, and byte row r holds the rows r, r + O / 4, r + O / 2 and
 r + 3 O / 4 of the weight, the first in its lowest bits; `Packed` has four columns in a byte.
 Source: `integrations/bitnet.py` of transformers 5.23 (no code taken).
@@ -7,10 +10,55 @@ Source: `integrations/bitnet.py` of transformers 5.23 (no code taken).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from jaxtyping import UInt8
 
+from jaxllm.checkpoint.quantization_config import Form, Quantization
+from jaxllm.config import ModelConfig
+
 PER_BYTE = 4
+FORM = Form("autobitlinear", "ternary", "tensor")  # of what is saved
+
+
+def packed_modules(owner: str, config: ModelConfig, hf: Mapping[str, Any]) -> Quantization | None:
+    """Of a config.json and what it says of the model: None unless BitLinears are packed in files.
+
+    `owner` names the file.
+    """
+    said = hf.get("quantization_config")
+    if not config.bit_linear or said is None:
+        return None
+    if (said.get("quantization_mode") or "offline") != "offline":
+        return None
+    form = Form(said.get("linear_class") or "bitlinear", "ternary", "tensor")
+
+    def of(name: str) -> Form | None:
+        return form if config.is_bit_linear(name.removeprefix("model.")) else None
+
+    return Quantization(owner, "bitnet", of)
+
+
+def quantization_config(forms: Mapping[str, Form | None]) -> dict[str, Any]:
+    """What config.json says of a model whose linear layers, by name, are ternary (None: not).
+
+    Raises: NotImplementedError if one is packed otherwise, or the head is ternary.
+    """
+    others = [name for name, form in forms.items() if form not in (None, FORM)]
+    if others or forms.get("lm_head") is not None:
+        raise NotImplementedError(
+            f"save: {next(iter(others), 'lm_head')} is packed beside ternary layers, which no "
+            "checkpoint has; keep it as it is"
+        )
+    kept = [name for name, form in forms.items() if form is None]
+    return {
+        "quant_method": "bitnet",
+        "linear_class": FORM.layout,
+        "quantization_mode": "offline",
+        "modules_to_not_convert": kept if set(kept) - {"lm_head"} else None,
+    }
 
 
 def from_hub(stored: UInt8[np.ndarray, "R I"], owner: str) -> UInt8[np.ndarray, "O C"]:

@@ -1,5 +1,5 @@
 """A model with packed weights as a compressed-tensors checkpoint: its tensors, and what is said of
-them in config.json. `packed_weights` reads them.
+them in config.json; of ternary weights as a BitNet one. `packed_weights` reads them.
 
 int8 and int4 become "pack-quantized", fp8 "float-quantized", nvfp4, mxfp4 and mxfp8 the formats of
 their names. Codes and scales are moved, not computed; of nvfp4 the tensor's scale is stored as its
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.checkpoint import bitnet
 from jaxllm.checkpoint.quantization_config import Form
 
 # By scheme: the layout of its tensors, the format's name, and what the numbers are
@@ -28,15 +29,10 @@ _FORMATS = {
 _SCALE_DTYPES = {"nvfp4": "float8_e4m3fn", "mxfp4": "uint8", "mxfp8": "uint8"}
 
 
-def form_of(packed: Any, owner: str) -> Form:
-    """The form that holds the weight, a `Packed` of NumPy arrays.
-
-    Raises: NotImplementedError, which names `owner`, for ternary weights.
-    """
-    if packed.scheme not in _FORMATS:
-        raise NotImplementedError(
-            f"save: {owner} is {packed.scheme}, which compressed-tensors has no format for"
-        )
+def form_of(packed: Any) -> Form:
+    """The form that holds the weight, a `Packed` of NumPy arrays."""
+    if packed.scheme == "ternary":
+        return bitnet.FORM
     size = packed.group_size
     strategy = "channel" if size is None else "group"
     zero_points = packed.zero is not None
@@ -44,15 +40,19 @@ def form_of(packed: Any, owner: str) -> Form:
 
 
 def check(packed: Any, owner: str) -> None:
-    """Raises: NotImplementedError, which names `owner`, if parts of an nvfp4 weight have tensor
-    scales of their own.
+    """Raises: NotImplementedError, which names `owner`, if parts of an nvfp4 or a ternary weight
+    have scales of their own, or a ternary one has outputs that are not packed four to a byte.
     """
-    if packed.scheme == "nvfp4":
+    if packed.scheme == "ternary" and packed.shape[0] % bitnet.PER_BYTE:
+        raise NotImplementedError(
+            f"save: {owner} has {packed.shape[0]} outputs, which are not packed four to a byte"
+        )
+    if packed.scheme in ("nvfp4", "ternary"):
         scale = np.asarray(packed.row_scale)
         if np.any(scale != scale[:1]):
             raise NotImplementedError(
                 f"save: {owner} is one tensor of the family, of parts that were packed with scales "
-                "of their own; nvfp4 stores one"
+                f"of their own; {packed.scheme} stores one"
             )
 
 
@@ -62,6 +62,8 @@ def tensor(name: str, packed: Any) -> np.ndarray:
     """
     if name in ("weight", "weight_packed"):
         codes = np.asarray(packed.codes)
+        if packed.scheme == "ternary":
+            return bitnet.to_hub(codes, name)
         if packed.scheme == "int8":
             codes = codes.view(np.uint8) ^ np.uint8(128)
         return _words(codes) if packed.scheme in ("int4", "int8") else codes
@@ -74,6 +76,8 @@ def tensor(name: str, packed: Any) -> np.ndarray:
         zero = np.pad(zero, [(0, 0), (0, zero.shape[1] % 2)])
         return np.ascontiguousarray(_words(zero[:, 0::2] | zero[:, 1::2] << np.uint8(4)).T)
     assert name == "weight_scale", name
+    if packed.scheme == "ternary":
+        return np.asarray(packed.row_scale)[:1]
     if packed.scale is None:
         return np.asarray(packed.row_scale)[:, None]
     return np.ascontiguousarray(np.asarray(packed.scale).T)
@@ -88,6 +92,8 @@ def quantization_config(forms: Mapping[str, Form | None]) -> dict[str, Any]:
     """What config.json says of a model whose linear layers, by name, are stored in these forms
     (None: not packed).
     """
+    if any(form is not None and form.scheme == "ternary" for form in forms.values()):
+        return bitnet.quantization_config(forms)
     names: dict[Form, list[str]] = {}
     for name, form in forms.items():
         if form is not None:

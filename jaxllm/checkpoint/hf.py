@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from jaxllm.checkpoint import compressed_tensors
+from jaxllm.checkpoint import bitnet, compressed_tensors
 from jaxllm.checkpoint.folder import (
     INDEX,
     WEIGHTS,
@@ -38,12 +38,15 @@ from jaxllm.checkpoint.safetensors_file import FLOATS, Source, Tensor, write
 from jaxllm.checkpoint.tensor_names import FUSED, match, stored_tensors
 from jaxllm.config import DTYPES, GenerationDefaults, ModelConfig, Runtime
 from jaxllm.families import FAMILIES, to_hf
+from jaxllm.layers import BitLinear, Linear
 from jaxllm.model import Transformer
 from jaxllm.quantize import PackedEmbedding, PackedLinear, linears
 from jaxllm.tokenizer import Tokenizer
 from pallas_kernels.packed import Packed
 
 Shape = tuple[int, ...]
+
+_KINDS = (Linear, BitLinear)  # that a checkpoint may have packed
 
 
 def load(
@@ -67,10 +70,11 @@ def load(
     The checkpoint is never held twice: beside the parameters, one block of a file (one whole
     tensor on its way to a device that is not the CPU). A tied checkpoint may hold `lm_head.weight`
     too if it equals the embedding.
-    Of a quantised checkpoint (compressed-tensors, modelopt, GPTQ, AWQ) the linear layers that it
-    has packed are `PackedLinear`s with its codes and scales, whatever `dtype` says; activations
-    and the cache stay in the runtime's dtype. `sharding` is asked for ".codes", ".scale", ".zero"
-    and ".row_scale" instead of ".weight" there, and a process reads the whole of such a module.
+    Of a quantised checkpoint (compressed-tensors, modelopt, GPTQ, AWQ, BitNet) the linear layers
+    that it has packed are `PackedLinear`s with its codes and scales, whatever `dtype` says;
+    activations and the cache stay in the runtime's dtype. `sharding` is asked for ".codes",
+    ".scale", ".zero" and ".row_scale" instead of ".weight" there, and a process reads the whole of
+    such a module.
     Raises: FileNotFoundError, ValueError, NotImplementedError, one sentence each.
     """
     folder = find_folder(path_or_hub_id)
@@ -87,8 +91,11 @@ def load(
     parameters = _by_path(state)
     fused = FAMILIES[config.model_type].fused
     modules: list[PackedModule] = []
-    if quantization := read_quantization(folder, hf):
-        every = linears(shaped, ())
+    quantization = read_quantization(folder, hf)
+    if quantization is None:
+        quantization = bitnet.packed_modules(str(folder / "config.json"), config, hf)
+    if quantization is not None:
+        every = linears(shaped, (), _KINDS)
         shapes = {path: linear.weight.shape for path, (*_, linear) in every.items()}
         biased = {path for path, (*_, linear) in every.items() if linear.bias is not None}
         modules, tensors = find(folder, quantization, tensors, shapes, biased=biased, fused=fused)
@@ -132,7 +139,7 @@ def load(
     for placement in sorted(placements, key=lambda p: (p.tensor.file, p.tensor.offset, p.first)):
         parameters[placement.path].set_value(placement.load(on_bytes))
     model = nnx.merge(graph, state)
-    places_of = linears(model, ())
+    places_of = linears(model, (), _KINDS)
     for module in modules:
         for layer, weight in module.load(sharding_of, on_bytes).items():
             parent, attribute, linear = places_of.pop(layer)
@@ -294,6 +301,11 @@ def _packed_sources(
     if both := sorted(forms.keys() & plain):
         raise NotImplementedError(
             f"save: {both[0]} is one tensor of the family, of which only parts are packed"
+        )
+    if trained := [name for name in plain if config.is_bit_linear(name.removeprefix("model."))]:
+        raise NotImplementedError(
+            f"save: {trained[0]} is not packed beside layers that are, and no checkpoint of BitNet "
+            "has both; pack all of them or none"
         )
     kept: list[str] = [] if "lm_head" in forms else ["lm_head"]
     said = compressed_tensors.quantization_config({**forms, **dict.fromkeys([*plain, *kept])})

@@ -198,7 +198,7 @@ def sources(layers: Mapping[str, Rows], *, fused: bool) -> tuple[list[Source], d
                 f"{len(kinds)} ways"
             )
         compressed_tensors.check(joined, module)
-        form = forms[module] = compressed_tensors.form_of(joined, module)
+        form = forms[module] = compressed_tensors.form_of(joined)
         for last, part in packed_weights.parts(form, joined.shape).items():
             scale = joined.parts[0].packed.scale
             dtype = packed_weights.DTYPES[part.dtypes[0]]

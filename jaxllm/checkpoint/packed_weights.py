@@ -13,6 +13,7 @@ word of 32 bits holds the codes of 8 numbers, the first in its lowest bits:
     modelopt_fp8    weight [O, I], weight_scale, one number
     gptq            qweight int32 [I / 8, O], qzeros int32 [I / G, O / 8], scales [I / G, O], g_idx
                     [I]; the zero points stored less 1, unless the format is gptq_v2
+    bitlinear, autobitlinear    weight uint8 [O / 4, I], weight_scale, one number: see bitnet.py
     awq             qweight int32 [I, O / 8], qzeros int32 [I / G, O / 8], scales [I / G, O]; a
                     word's codes are those of its outputs 0, 2, 4, 6, 1, 3, 5, 7
 
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
+from jaxllm.checkpoint import bitnet
 from jaxllm.checkpoint.quantization_config import Form
 from jaxllm.checkpoint.safetensors_file import FLOATS, INTEGERS, Tensor, read
 from pallas_kernels.packed import Packed
@@ -64,7 +66,9 @@ def parts(form: Form, shape: Shape) -> dict[str, Part]:
 
 def fault(form: Form, shape: Shape, found: Mapping[str, Tensor]) -> str | None:
     """What keeps the tensors of a module from being a weight [O, I] in this form, in a phrase."""
-    _, inputs = shape
+    outputs, inputs = shape
+    if form.scheme == "ternary" and (inputs % 4 or outputs % 4):
+        return f"{outputs} outputs and {inputs} inputs are not packed four to a byte"
     size = form.group_size or (form.block[1] if form.block else 1)
     if inputs % size or (form.scheme in ("int4", "nvfp4", "mxfp4") and inputs % 2):
         return f"{inputs} inputs do not divide into groups of {size}"
@@ -311,6 +315,22 @@ def _nibbles(words: np.ndarray) -> UInt8[np.ndarray, "J W8"]:
     return both.reshape(words.shape[0], -1)
 
 
+def _bitnet_parts(form: Form, outputs: int, inputs: int) -> dict[str, Part]:
+    return {
+        "weight": Part(_BYTES, ((outputs // bitnet.PER_BYTE, inputs),)),
+        "weight_scale": Part(_SCALES, _scale_shapes(form, outputs, inputs)),
+    }
+
+
+def _bitnet(form: Form, shape: Shape, arrays: Arrays, owner: str):
+    scale = arrays["weight_scale"].astype(np.float32).reshape(1)
+    if not (np.isfinite(scale).all() and (scale > 0).all()):
+        raise ValueError(f"{owner}: weight_scale is {scale[0]}, not a positive number")
+    if form.layout == "bitlinear":
+        scale = np.float32(1) / scale
+    return bitnet.from_hub(arrays["weight"], owner), None, None, np.broadcast_to(scale, shape[:1])
+
+
 LAYOUTS: dict[str, tuple[Callable[..., dict[str, Part]], Callable[..., Any]]] = {
     "codes": (_codes_parts, _codes),
     "words": (_words_parts, _words),
@@ -321,6 +341,8 @@ LAYOUTS: dict[str, tuple[Callable[..., dict[str, Part]], Callable[..., Any]]] = 
     "modelopt_fp8": (_codes_parts, _codes),
     "gptq": (_gptq_parts, _gptq),
     "awq": (_awq_parts, _awq),
+    "bitlinear": (_bitnet_parts, _bitnet),
+    "autobitlinear": (_bitnet_parts, _bitnet),
 }
 
 NAMES = frozenset(

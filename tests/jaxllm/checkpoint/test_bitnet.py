@@ -1,12 +1,20 @@
-"""The hub's packing of ternary weights and ours, into each other."""
+"""BitNet checkpoints: the hub's packing and ours into each other; three forms of one tiny model."""
 
+import json
 import warnings
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_checkpoints
+import tiny_models
+from safetensors.numpy import load_file, save_file
 
+import jaxllm
 from jaxllm.checkpoint.bitnet import from_hub, to_hub
+from jaxllm.families import from_hf, to_hf
+from jaxllm.layers import BitLinear, Linear
+from jaxllm.quantize import PackedLinear
 from pallas_kernels.quantize import quantize
 from pallas_kernels.ternary_matmul import unpack
 
@@ -49,6 +57,209 @@ def test_what_cannot_be():
         to_hub(np.zeros((6, 1), np.uint8), "layer")
 
 
+# ------------------------------------------------------------------------ a tiny model, in 3 forms
+
+TOLERANCE = 1e-4  # of the largest logit; float32 is off by 1e-6
+GOLDEN = tiny_checkpoints.read_golden("bitnet_linears")
+BITLINEAR = {"quant_method": "bitnet", "modules_to_not_convert": None}
+OFFLINE = {**BITLINEAR, "linear_class": "autobitlinear", "quantization_mode": "offline"}
+FORMS = {
+    "online": GOLDEN.config["quantization_config"],
+    "autobitlinear": OFFLINE,
+    "bitlinear": BITLINEAR,
+}
+
+
+def write(folder, form, *, change=None):
+    """The golden's model as a checkpoint of that form; change: (tensors) -> None, on the way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = tiny_checkpoints.make_weights(GOLDEN)
+    config = {**GOLDEN.config, "quantization_config": FORMS[form]}
+    if form != "online":
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            weight = tensors[name]
+            gamma = max(np.abs(weight).mean(dtype=np.float32), np.float32(1e-5))
+            codes = (np.clip(np.round(weight / gamma), -1, 1) + 1).astype(np.uint8)
+            parts = codes.reshape(4, codes.shape[0] // 4, -1)
+            tensors[name] = parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
+            scale = gamma if form == "autobitlinear" else 1 / gamma
+            tensors[f"{name}_scale"] = np.array([scale], np.float32)
+    if change is not None:
+        change(tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def distance(ours, theirs):
+    return float(np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs)))
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def form(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(form, tmp_path_factory):
+    model, tokenizer = jaxllm.load(write(tmp_path_factory.mktemp(form), form), dtype="float32")
+    assert tokenizer is None
+    return model
+
+
+def logits_of(model, text):
+    return tiny_models.logits(model, text[None])[0]
+
+
+def test_logits_are_the_originals(model):
+    for text, logits in zip(GOLDEN.group("text"), GOLDEN.group("logits"), strict=True):
+        assert distance(logits_of(model, text), logits) < TOLERANCE
+
+
+def test_projections_are_what_the_form_says(form, model):
+    down = model.layers[1].mlp.down_proj
+    if form == "online":
+        assert type(down) is BitLinear
+        assert down.weight.shape == (96, 116)
+    else:
+        assert type(down) is PackedLinear
+        assert down.codes.shape == (96, 29)
+        assert down.codes.dtype == jnp.uint8
+        assert down.row_scale.shape == (96,)
+
+
+def test_greedy_tokens_are_the_originals(model):
+    for prompt, greedy in zip(GOLDEN.group("prompt"), GOLDEN.group("greedy"), strict=True):
+        result = jaxllm.generate(
+            model, None, [prompt.tolist()], max_new_tokens=len(greedy), stop_ids=[]
+        )
+        assert result.tokens == [greedy.tolist()]
+
+
+def test_a_wrong_scale_is_seen(tmp_path):
+    """The twin: of one layer, gamma where its inverse is meant."""
+
+    def change(tensors):
+        tensors["model.layers.0.mlp.down_proj.weight_scale"] **= -1
+
+    other, _ = jaxllm.load(write(tmp_path, "bitlinear", change=change), dtype="float32")
+    text, logits = GOLDEN.group("text")[0], GOLDEN.group("logits")[0]
+    assert distance(logits_of(other, text), logits) > 10 * TOLERANCE
+
+
+def test_packed_by_us_it_computes_the_same(tmp_path):
+    """Bit for bit: what `jaxllm.quantize` packs, an unpacked projection makes at each call."""
+    model, _ = jaxllm.load(write(tmp_path, "online"), dtype="float32")
+    text = GOLDEN.group("text")[0]
+    before = logits_of(model, text)
+    jaxllm.quantize(model, "ternary")
+    assert type(model.layers[0].self_attn.q_proj) is PackedLinear
+    np.testing.assert_array_equal(logits_of(model, text), before)
+
+
+def test_what_is_not_converted(tmp_path):
+    kept = {**FORMS["online"], "modules_to_not_convert": ["lm_head", "model.layers.1", "o_proj"]}
+    folder = write(tmp_path, "online")
+    (folder / "config.json").write_text(json.dumps({**GOLDEN.config, "quantization_config": kept}))
+    model, _ = jaxllm.load(folder, dtype="float32")
+    first, second = model.layers
+    assert type(first.self_attn.q_proj) is type(first.mlp.up_proj) is BitLinear
+    assert type(first.self_attn.o_proj) is type(second.self_attn.q_proj) is Linear
+
+
+def test_saved_and_loaded_it_is_the_same(form, model, tmp_path):
+    jaxllm.save(model, None, tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert said["linear_class"] == "autobitlinear"
+    assert said["quantization_mode"] == ("online" if form == "online" else "offline")
+    again, _ = jaxllm.load(tmp_path, dtype="float32")
+    text = GOLDEN.group("text")[0]
+    np.testing.assert_array_equal(logits_of(again, text), logits_of(model, text))
+    stored = load_file(tmp_path / "model.safetensors")
+    theirs = load_file(write(tmp_path / "original", form) / "model.safetensors")
+    for name, array in theirs.items():
+        if not name.endswith("scale"):
+            np.testing.assert_array_equal(stored[name], array, strict=True)
+    assert stored.keys() == theirs.keys()
+
+
+def test_a_llama_made_ternary_is_saved_as_a_bitnet(tmp_path):
+    model = tiny_models.build(tiny_models.TINY)
+    jaxllm.quantize(model, "ternary", keep=("o_proj",))
+    jaxllm.save(model, None, tmp_path)
+    again, _ = jaxllm.load(tmp_path, dtype="float32")
+    kept = tuple(f"model.layers.{i}.self_attn.o_proj" for i in range(2))
+    assert again.config.modules_to_not_convert == kept
+    assert type(again.layers[0].self_attn.o_proj) is Linear
+    tokens = tiny_models.tokens(1, 9)
+    expected = tiny_models.logits(model, tokens)
+    np.testing.assert_array_equal(tiny_models.logits(again, tokens), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda t: t.pop(f"{Q}.weight_scale"), "q_proj: has no weight_scale"),
+        (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][1:]}), "q_proj: weight is U8"),
+        (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"] | 3}), "holds the code 3"),
+        (lambda t: t.update({f"{Q}.weight_scale": NONE}), "weight_scale is 0.0, not a positive"),
+        (lambda t: t.update({f"{Q}.weight_scale": NONE / NONE}), "weight_scale is nan, not a pos"),
+    ],
+)
+def test_tensors_that_contradict_the_config(change, sentence, tmp_path):
+    with np.errstate(invalid="ignore"):
+        folder = write(tmp_path, "bitlinear", change=change)
+    with pytest.raises(ValueError, match=sentence):
+        jaxllm.load(folder, dtype="float32")
+
+
+Q, NONE = "model.layers.0.self_attn.q_proj", np.zeros(1, np.float32)
+
+
+def test_weights_that_are_not_packed_where_the_config_says_so(tmp_path):
+    folder = write(tmp_path, "online")
+    config = {**GOLDEN.config, "quantization_config": OFFLINE}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"down_proj: weight is F32 \[96, 116\], where"):
+        jaxllm.load(folder, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"linear_class": "linear"}, "linear_class is 'linear'; supported are bitlinear, autobit"),
+        ({"linear_class": "bitlinear"}, "quantization_mode is 'online'; supported of a bitlinear"),
+        ({"use_rms_norm": True}, "use_rms_norm is True; supported are False"),
+        ({"modules_to_not_convert": ["o_proj"]}, "a list must name lm_head, too"),
+        ({"bits": 2}, "could change the result: bits=2"),
+    ],
+)
+def test_configs_that_cannot_be(change, sentence):
+    said = {**FORMS["online"], **change}
+    with pytest.raises(ValueError, match=sentence):
+        from_hf({**GOLDEN.config, "quantization_config": said})
+
+
+def test_of_a_llama(tmp_path):
+    """As those of the hub that were converted: without sub-norms, packed as `bitlinear`."""
+    config = {**tiny_checkpoints.read_golden("llama").config, "quantization_config": BITLINEAR}
+    llama = from_hf(config)
+    assert llama.bit_linear
+    assert not llama.sub_norms
+    assert to_hf(llama)["quantization_config"]["quantization_mode"] == "online"
+    phi = tiny_checkpoints.read_golden("phi3").config
+    with pytest.raises(ValueError, match="a family of fused projections cannot be one of BitNet's"):
+        from_hf({**phi, "quantization_config": BITLINEAR})
+
+
+def test_packed_in_part_it_is_not_saved(tmp_path):
+    model, _ = jaxllm.load(write(tmp_path, "online"), dtype="float32")
+    jaxllm.quantize(model, "ternary", keep=("o_proj",))
+    with pytest.raises(NotImplementedError, match="o_proj is not packed beside layers that are"):
+        jaxllm.save(model, None, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.fixture(scope="module")
 def original(transformers):
     """transformers' own module, not compiled by torch; which warns of itself as it is imported."""
@@ -69,3 +280,18 @@ def test_the_original_packs_so(original):
     codes = np.asarray(quantize(jnp.asarray(weight, jnp.float32), "ternary").codes)
     theirs = original.pack_weights(torch.from_numpy(weight.astype(np.float32)))
     np.testing.assert_array_equal(to_hub(codes, "w"), theirs.numpy())
+
+
+@pytest.mark.reference
+def test_the_original_reads_the_same_files(form, model, original, transformers, tmp_path):
+    """The golden's texts, live: others may have an activation that float32 rounds either way."""
+    import torch
+
+    folder = write(tmp_path, form)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype="float32"
+    ).eval()
+    for text in GOLDEN.group("text"):
+        with torch.no_grad():
+            out = theirs(torch.from_numpy(text.astype(np.int64))[None], use_cache=False)
+        assert distance(logits_of(model, text), out.logits[0].numpy()) < TOLERANCE
