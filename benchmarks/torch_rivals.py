@@ -206,6 +206,32 @@ def _matmul(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
     return {"torch": product}
 
 
+def _linear_cross_entropy(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
+    """The loss and, if the case is of these too, its gradients, at once as ours."""
+    dtype = torch.bfloat16
+
+    def eager(hidden, head, targets):
+        logits = hidden @ head.to(dtype).t()
+        return nn.cross_entropy(logits.float(), targets, reduction="sum")
+
+    def whole(loss, hidden, head, targets):
+        targets = targets.long()
+        if not case.keywords["gradients"]:
+            return loss(hidden, head, targets)
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (hidden, head)]
+            total = loss(*inputs, targets)
+            return total, *torch.autograd.grad(total, inputs)
+
+    losses: dict[str, Any] = {"torch eager": eager}
+    if _liger() is not None:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore
+
+        fused: Any = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+        losses["liger"] = lambda hidden, head, targets: fused(head.to(dtype), hidden, targets)
+    return {name: functools.partial(whole, loss) for name, loss in losses.items()}
+
+
 def _attention(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -254,6 +280,7 @@ OPS: dict[str, Callable[..., dict[str, Callable[..., Any]]]] = {
     "geglu": _glu,
     "embedding": _embedding,
     "matmul": _matmul,
+    "linear_cross_entropy": _linear_cross_entropy,
     "flash_attention": _attention,
     "flash_attention_backward": _attention,
     "decode_attention": _attention,
