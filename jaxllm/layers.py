@@ -57,17 +57,6 @@ class Linear(nnx.Module):
             implementation=self.implementation,
         )
 
-    def fused(self, x: Float[Array, "*B I"], **around: Any) -> Any:
-        """The product with what stands around it, as `ops.fused_linear` names it."""
-        bias = None if self.bias is None else self.bias[...]
-        return ops.fused_linear(
-            x.astype(self.dtype),
-            self.weight[...],
-            bias,
-            implementation=self.implementation,
-            **around,
-        )
-
 
 class BitLinear(Linear):
     """A `Linear` of BitNet b1.58, to be trained: at each call the weight becomes ternary, and x
@@ -396,10 +385,11 @@ class Block(nnx.Module):
         """
         attention, mlp = self.self_attn, self.mlp
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        weights = [_plain_weight(linear) for linear in linears]
         between = (attention.q_norm, attention.attn_sub_norm, mlp.ffn_sub_norm)
         return (
-            x.shape[0] * x.shape[1] <= ops.FUSED_ROWS
-            and all(type(linear) is Linear for linear in linears)
+            all(weight is not None for weight in weights)
+            and ops.takes_rows(x.shape[0] * x.shape[1], *weights)
             and all(norm is None for norm in between)
             and not self.post_norms
             and mlp.activation == "silu"
@@ -413,16 +403,34 @@ class Block(nnx.Module):
         attention, mlp = self.self_attn, self.mlp
         with jax.named_scope("attention"):
             turn = ops.Rotary(*rotary, attention.heads, attention.kv_heads)
-            heads = attention.qkv_proj.fused(
-                x, norm=self.input_layernorm.as_argument(), epilogue="rope", rotary=turn
-            )
+            norm = self.input_layernorm.as_argument()
+            heads = _fused(attention.qkv_proj, x, norm=norm, epilogue="rope", rotary=turn)
             out, entry = attention.attend(*heads, cache=cache)
-            x = attention.o_proj.fused(out, residual=x)
+            x = _fused(attention.o_proj, out, residual=x)
         with jax.named_scope("mlp"):
             norm = self.post_attention_layernorm.as_argument()
-            gated = mlp.gate_up_proj.fused(x, norm=norm, epilogue="swiglu")
-            x = mlp.down_proj.fused(gated, residual=x)
+            gated = _fused(mlp.gate_up_proj, x, norm=norm, epilogue="swiglu")
+            x = _fused(mlp.down_proj, gated, residual=x)
         return x, entry
+
+
+def _plain_weight(linear: Any) -> Any:
+    """The weight of a `Linear`, or of one whose weight is packed; None of whatever else."""
+    if type(linear) is Linear:
+        return linear.weight[...]
+    return getattr(linear, "packed", None)
+
+
+def _fused(linear: Any, x: Float[Array, "*B I"], **around: Any) -> Any:
+    """The product with what stands around it, as `ops.fused_linear` names it."""
+    bias = None if linear.bias is None else linear.bias[...]
+    return ops.fused_linear(
+        x.astype(linear.dtype),
+        _plain_weight(linear),
+        bias,
+        implementation=linear.implementation,
+        **around,
+    )
 
 
 def _kind(config: ModelConfig, owner: str, name: str) -> type[Linear]:

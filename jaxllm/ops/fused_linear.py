@@ -17,8 +17,16 @@ from jaxllm.ops.rope import rope
 from pallas_kernels.gemv import MAX_ROWS, Norm, Rotary, check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
 from pallas_kernels.packed import Packed
+from pallas_kernels.quantized_matmul import MAX_ROWS as PACKED_ROWS
+from pallas_kernels.quantized_matmul import quantized_matmul
+from pallas_kernels.quantized_matmul import why_not as why_not_quantized
+from pallas_kernels.rms_norm import rms_norm as rms_norm_kernel
+from pallas_kernels.rms_norm import why_not as why_not_rms_norm
 
-FUSED_ROWS = MAX_ROWS  # of x, that a layer takes this op for
+
+def takes_rows(count: int, *weights: Array | Packed) -> bool:
+    """Whether so few rows of x are what the kernels of the op are for, with these weights."""
+    return count <= min(PACKED_ROWS if isinstance(w, Packed) else MAX_ROWS for w in weights)
 
 
 def fused_linear(
@@ -64,28 +72,56 @@ def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, implementati
         y = glu(y, activation="silu", **same)
     if rotary is None:
         return y if residual is None else y + residual
-    width = 2 * rotary.cos.shape[-1]
-    heads = y.reshape(1, math.prod(x.shape[:-1]), -1, width)
+    return _turn(y, rotary, implementation)
+
+
+def _turn(y, rotary: Rotary, implementation):
+    """q, and k and v side by side, of which q and k are turned."""
+    width, rows = 2 * rotary.cos.shape[-1], math.prod(y.shape[:-1])
     places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
-    q, k, v = jnp.split(heads, places, axis=2)
+    q, k, v = jnp.split(y.reshape(1, rows, -1, width), places, axis=2)
     angles = (a.reshape(1, -1, width // 2) for a in rotary[:2])
-    q, k = rope(q, k, *angles, sliced=True, **same)
+    q, k = rope(q, k, *angles, sliced=True, implementation=implementation)
     kv = jnp.concatenate([k, v], axis=2)
-    return tuple(part.reshape(*x.shape[:-1], -1) for part in (q, kv))
+    return tuple(part.reshape(*y.shape[:-1], -1) for part in (q, kv))
 
 
 def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
+    if isinstance(weight, Packed):
+        return _packed(x, weight, bias, interpret=interpret, **around)
     del implementation
     return gemv(x, weight, bias=bias, interpret=interpret, **around)
 
 
-def _why_not_pallas(x, weight, bias, *, device, **around) -> str | None:
-    if isinstance(weight, Packed):
-        return "the weight is packed"
-    return why_not_gemv(x, weight, bias=bias, **around, device=device)
+def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, interpret):
+    """A kernel for the norm, one for the product and what follows it; XLA turns the heads."""
+    if norm is not None:
+        norms = {"eps": norm.eps, "zero_centered": norm.zero_centered}
+        x = rms_norm_kernel(x, norm.weight, **norms, interpret=interpret)
+    epilogue = None if rotary is not None else epilogue
+    after = {"bias": bias, "epilogue": epilogue, "residual": residual}
+    y = quantized_matmul(x, weight, **after, interpret=interpret)
+    return y if rotary is None else _turn(y, rotary, "xla")
+
+
+def _why_not_pallas(x, weight, bias, *, device, norm, epilogue, residual, rotary) -> str | None:
+    if not isinstance(weight, Packed):
+        around = {"norm": norm, "epilogue": epilogue, "residual": residual, "rotary": rotary}
+        return why_not_gemv(x, weight, bias=bias, **around, device=device)
+    if norm is not None:
+        reason = why_not_rms_norm(x, norm.weight, eps=norm.eps, device=device)
+        if reason is not None:
+            return f"its norm: {reason}"
+    epilogue = None if rotary is not None else epilogue
+    return why_not_quantized(x, weight, bias=bias, epilogue=epilogue, device=device)
+
+
+def _not_auto(x, weight, bias, **around) -> str | None:
+    del x, bias, around
+    return None if isinstance(weight, Packed) else "was not timed yet"
 
 
 FUSED_LINEAR: Table = {
-    **pallas(_pallas, _why_not_pallas, lambda *args, **kwargs: "was not timed yet"),
+    **pallas(_pallas, _why_not_pallas, _not_auto),
     "xla": Implementation(_in_parts),
 }

@@ -12,6 +12,7 @@ from kernels import interpreted
 from jaxllm import ops
 from jaxllm.ops import Norm, Rotary, fused_linear
 from pallas_kernels.quantize import quantize
+from pallas_kernels.quantized_matmul import MAX_ROWS
 
 HEADS, WIDTH = (2, 1), 16
 
@@ -62,24 +63,42 @@ def test_every_implementation_is_the_parts(epilogue, implementation, dtype, atol
         np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol)
 
 
-def test_a_packed_weight():
-    x, weight, bias, around = case("swiglu", jnp.bfloat16)
+@pytest.mark.parametrize("epilogue", [None, "swiglu", "rope"])
+@pytest.mark.parametrize(("implementation", "atol"), [("xla", 0), ("pallas-interpret", 0.06)])
+def test_a_packed_weight(epilogue, implementation, atol):
+    x, weight, bias, around = case(epilogue, jnp.bfloat16)
     packed = quantize(weight, "int8")
-    y = fused_linear(x, packed, bias, **around)
-    [part] = in_parts(x, packed, bias, **around)
-    np.testing.assert_array_equal(np.float32(y), np.float32(part))
+    run = interpreted if "interpret" in implementation else lambda f, *args: jax.jit(f)(*args)
+    ours = run(
+        lambda *a: fused_linear(*a, **around, implementation=implementation), x, packed, bias
+    )
+    parts = jax.jit(lambda *a: in_parts(*a, **around))(x, packed, bias)
+    for y, part in zip(jax.tree.leaves(ours), parts, strict=True):
+        assert (y.shape, y.dtype) == (part.shape, jnp.bfloat16)
+        np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol)
 
 
 def test_which_one_runs():
     x, weight, _, around = case("swiglu", jnp.bfloat16)
+    packed = quantize(weight, "int8")
     with absent("NVIDIA H200"):
-        reasons = ops.explain("fused_linear", x, weight, **around)
-        packed = ops.explain("fused_linear", x, quantize(weight, "int8"), **around)
+        assert ops.chosen("fused_linear", x, packed, **around) == "pallas"
+        wide = jax.ShapeDtypeStruct((1, MAX_ROWS + 1, 128), jnp.bfloat16)
+        reasons = ops.explain("fused_linear", wide, packed, norm=around["norm"])
     assert list(reasons) == ["pallas", "pallas-interpret", "xla"]
-    assert packed["pallas"] == "the weight is packed"
+    assert "rows of x at most" in str(reasons["pallas"])
     if jax.default_backend() == "cpu":
         here = ops.explain("fused_linear", x, weight, **around)
         assert here["pallas"] == "needs an NVIDIA GPU, found cpu"
+
+
+def test_how_many_rows_it_is_for():
+    _, weight, *_ = case(None, jnp.bfloat16)
+    packed = quantize(weight, "int8")
+    assert ops.takes_rows(4, weight, packed)
+    assert not ops.takes_rows(5, weight, packed)
+    assert ops.takes_rows(MAX_ROWS, packed)
+    assert not ops.takes_rows(MAX_ROWS + 1, packed)
 
 
 def test_a_wrong_call_is_refused():
