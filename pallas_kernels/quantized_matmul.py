@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -20,19 +21,23 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
 from pallas_kernels import quantized_matmul_kernel as kernel
+from pallas_kernels import quantized_matmul_split as split
 from pallas_kernels import ternary_matmul as ternary
 from pallas_kernels import tuned
-from pallas_kernels.device import Device
+from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.packed import Packed
-from pallas_kernels.quantize import dequantize
+from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul_kernel import MMA_ROWS, Config, Static
 from pallas_kernels.quantized_unpack import MX
+from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCHEMES = ("int8", "int4", "fp8", "nvfp4", "mxfp4", "mxfp8")
 EPILOGUES = (None, "swiglu")
-MAX_ROWS = 16  # of x, whose time is that of reading the weight
+FORMS = ("warps", "split")
+SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)  # that there is at every epilogue
+FEW_ROWS, MAX_ROWS = 16, 64  # of x: those that "warps" has registers for, and "split"
 
 
 def quantized_matmul(
@@ -60,7 +65,8 @@ def quantized_matmul(
     rest = {"bias": bias, "epilogue": epilogue, "residual": residual, "out_dtype": out_dtype}
     _check(x, packed, **rest)
     m, gated = math.prod(x.shape[:-1]), epilogue == "swiglu"
-    if config is not None and (problem := _problem(config, m, packed, gated)):
+    out = _out_dtype(x, out_dtype)
+    if config is not None and (problem := _problem(config, m, packed, out, gated)):
         raise ValueError(f"quantized_matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(x, packed, **rest, device=device)
@@ -73,12 +79,12 @@ def quantized_matmul(
         or tuned.lookup("quantized_matmul", bucket(x, packed, **rest), device, Config)
         or default_config(x, packed, **rest, device=device)
     )
-    out = _out_dtype(x, out_dtype)
     static = Static(
         "quantized_matmul_swiglu" if gated else "quantized_matmul",
         config,
         interpret,
         out.name,
+        device.num_sms,
         gated,
     )
     residual = None if residual is None else residual.reshape(m, -1)
@@ -92,14 +98,19 @@ def quantized_matmul_reference(
     """The mathematics in plain JAX: numbers of x's dtype, row scales after the sums."""
     weight = dequantize(dataclasses.replace(packed, row_scale=None), x.dtype)
     total = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
+    gated, out = epilogue == "swiglu", _out_dtype(x, out_dtype)
+    return _finish(total, packed.row_scale, bias, residual, gated, out)
+
+
+def _finish(total, row_scale, bias, residual, gated, out_dtype):
+    """What becomes of the float32 sums."""
     wide = lambda x: x.astype(jnp.float32).reshape((1,) * (total.ndim - x.ndim) + x.shape)  # noqa: E731
-    total = total if packed.row_scale is None else total * wide(packed.row_scale)
+    total = total if row_scale is None else total * wide(row_scale)
     total = total if bias is None else total + wide(bias)
-    if epilogue == "swiglu":
+    if gated:
         gate, up = jnp.split(total, 2, axis=-1)
         total = jax.nn.silu(gate) * up
-    total = total if residual is None else total + wide(residual)
-    return total.astype(_out_dtype(x, out_dtype))
+    return (total if residual is None else total + wide(residual)).astype(out_dtype)
 
 
 def why_not(
@@ -113,7 +124,7 @@ def why_not(
     device: Device | None = None,
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
-    del bias, residual, out_dtype
+    del bias, residual
     if packed.scheme == "ternary":
         return ternary.why_not(x, packed, epilogue=epilogue, device=device)
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
@@ -131,17 +142,31 @@ def why_not(
         return f"takes {MAX_ROWS} rows of x at most, got {m}"
     if i % (turn := kernel.turn(packed.scheme)):
         return f"{packed.scheme} takes inputs in multiples of {turn}, got {i}"
-    grain = MMA_ROWS * (2 if epilogue == "swiglu" else 1)
+    few = _is_few(m, packed)
+    grain = (MMA_ROWS if few else WGMMA_ROWS) * (2 if epilogue == "swiglu" else 1)
     if o % grain:
-        return f"takes outputs in multiples of {grain}, got {o}"
-    if packed.group_size and _straddles(packed):
-        return f"groups of {packed.group_size} straddle the {turn // 4} inputs of a lane"
+        return f"takes outputs in multiples of {grain} at {m} rows, got {o}"
+    if not few and _out_dtype(x, out_dtype) == jnp.float32:
+        return f"gives no float32 at {m} rows of {i} numbers"
+    if packed.group_size and (_straddles if few else split.straddles)(packed):
+        return f"groups of {packed.group_size} straddle the inputs of a lane"
     return None
 
 
-def _problem(config: Config, m: int, packed: Packed, gated: bool) -> str | None:
+def _is_few(m: int, packed: Packed) -> bool:
+    """Whether "warps" is the form: it holds x on chip."""
+    return m <= FEW_ROWS and kernel.shared_bytes(SMALLEST, m, packed) <= SHARED_BYTES
+
+
+def _problem(config: Config, m: int, packed: Packed, out: Any, gated: bool) -> str | None:
     if packed.scheme == "ternary":
         return "a ternary weight has tiles of its own: give them to ternary_linear"
+    if config.form not in FORMS:
+        return f"form must be one of {', '.join(FORMS)}"
+    if config.form == "split":
+        return split.problem(config, m, packed, out, gated=gated)
+    if m > FEW_ROWS:
+        return f"'warps' takes {FEW_ROWS} rows of x at most"
     return kernel.problem(config, m, packed, gated=gated)
 
 
@@ -156,18 +181,63 @@ def default_config(
     x, packed, *, bias=None, epilogue=None, residual=None, out_dtype=None, device: Device
 ) -> Config:
     """As many rows a block as x's bytes ask for, and as still give each multiprocessor a block."""
-    del bias, residual, out_dtype
+    del bias, residual
     m, (o, _), gated = math.prod(x.shape[:-1]), packed.shape, epilogue == "swiglu"
-    most = 32 if m <= 2 else 64
-    found = [rows for rows in (64, 32, 16) if o % rows == 0 and rows % (16 * (1 + gated)) == 0]
-    found = [rows for rows in found if rows <= most] or found
-    tile_n = next((rows for rows in found if o >= rows * device.num_sms), found[-1])
-    config = Config(tile_n=tile_n, warps=4, ahead=1)
-    for ahead in (2, 1):
-        config = Config(tile_n=tile_n, warps=4, ahead=ahead)
+    if not _is_few(m, packed):
+        tile_n = WGMMA_ROWS * (1 + gated)
+        steps = -(-packed.shape[1] // split.step(packed.scheme))
+        cluster = max(1, min(split.MAX_CLUSTER, device.num_sms * tile_n // o, steps // 2))
+        out = _out_dtype(x, out_dtype)
+        for stages in (4, 3, 2):
+            config = Config(tile_n, form="split", stages=stages, cluster=cluster)
+            if split.problem(config, m, packed, out, gated=gated) is None:
+                return config
+    tiles = [rows for rows in (32, 16) if o % rows == 0 and rows % (MMA_ROWS * (1 + gated)) == 0]
+    tile_n = next((rows for rows in tiles if o >= rows * device.num_sms), tiles[-1])
+    for warps, ahead, blocks in ((8, 4, 2), (8, 4, 1), (8, 2, 1), (4, 2, 1)):
+        config = Config(tile_n, warps, ahead, blocks)
         if kernel.problem(config, m, packed, gated=gated) is None:
             return config
-    return config
+    raise AssertionError(f"quantized_matmul: no tile fits {m} rows of {packed.shape}")
+
+
+def candidates(x, packed, *, device: Device, **keywords) -> list[Config]:
+    """What is worth a measurement beside the default."""
+    m, gated = math.prod(x.shape[:-1]), keywords.get("epilogue") == "swiglu"
+    out = _out_dtype(x, keywords.get("out_dtype"))
+    found = [
+        Config(tile_n, warps=warps, ahead=ahead)
+        for tile_n in (16, 32, 64)
+        for warps in (4, 8, 16)
+        for ahead in (2, 4, 8)
+    ]
+    found += [
+        Config(tile_n, form="split", stages=stages, cluster=cluster)
+        for tile_n in (64, 128)
+        for cluster in (1, 2, 4, 8)
+        for stages in (2, 4)
+        if m > 1
+    ]
+    default = default_config(x, packed, device=device, **keywords)
+    return [c for c in found if c != default and _problem(c, m, packed, out, gated) is None]
+
+
+def tuning_calls() -> list[tuned.Call]:
+    """The projections of real models when decoding, in int4 and int8."""
+    shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+    shapes += [(1152, 896), (896, 896), (9728, 896), (896, 4864)]
+    calls = []
+    for (o, i), scheme, m in itertools.product(shapes, ("int4", "int8"), (1, 8, 16, 64)):
+        make = functools.partial(_random_call, m, o, i, scheme)
+        arguments: Any = jax.eval_shape(make, jax.random.key(0))
+        calls.append(tuned.Call(arguments, quantized_matmul, make=jax.jit(make)))
+    return calls
+
+
+def _random_call(m: int, o: int, i: int, scheme: str, key: jax.Array) -> tuple[Any, Any]:
+    one, other = jax.random.split(key)
+    weight = jax.random.normal(other, (o, i), jnp.bfloat16)
+    return jax.random.normal(one, (m, i), jnp.bfloat16), quantize(weight, scheme)
 
 
 def bucket(x, packed, *, bias=None, epilogue=None, residual=None, out_dtype=None) -> str:
@@ -222,6 +292,13 @@ def _plain(static: Static, x, packed, bias, residual):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _quantized_matmul(static: Static, x, packed, bias, residual):
+    if static.config.form == "split":
+
+        def finish(total):
+            out = jnp.dtype(static.out_dtype)
+            return _finish(total, packed.row_scale, bias, residual, static.gated, out)
+
+        return split.split_products(static, x, packed, bias, residual, finish=finish)
     plain = functools.partial(_plain, static)
     return kernel.warp_products(static, x, packed, bias, residual, plain=plain)
 

@@ -57,8 +57,8 @@ def per_word(scheme: str) -> int:
 def values(packed_scheme: str, word: Any, dtype: Any, *, zero: Any, scale: Any) -> list[Any]:
     """The pairs of a word, as words of two numbers of `dtype`.
 
-    zero: `zero_pair`'s, of int4. scale: `scale_pair`'s, where numbers are scaled one by one, as
-    E2M1 always are; else None.
+    zero: `zero_pair`'s, of int4; None: numbers are too large by `too_large`. scale: `scale_pair`'s,
+    where numbers are scaled one by one, as E2M1 always are; else None.
     """
     bfloat16 = dtype == jnp.bfloat16
     kind = "bf16x2" if bfloat16 else "f16x2"
@@ -93,8 +93,26 @@ def _int4(word, zero, kind: str) -> list[Any]:
     for i in range(4):
         source = "$4" if i == 0 else "x"
         text += f"shr.u32 x, $4, {4 * i}; " if i else ""
-        text += f"lop3.b32 x, {source}, 0x000f000f, {magic}, 0xea; sub.rn.{kind} ${i}, x, $5; "
-    return asm(text + "}", "rrrr", word, zero)
+        to = f"${i}" if zero is None else "x"
+        text += f"lop3.b32 {to}, {source}, 0x000f000f, {magic}, 0xea; "
+        text += "" if zero is None else f"sub.rn.{kind} ${i}, x, $5; "
+    return asm(text + "}", "rrrr", word, *([] if zero is None else [zero]))
+
+
+def minus_one(dtype: Any) -> Any:
+    """Two of them."""
+    return constant(0xBF80BF80 if dtype == jnp.bfloat16 else 0xBC00BC00)
+
+
+def too_large(dtype: Any, zero: Any | None) -> Any:
+    """By what int4's numbers are, as float32; zero: its code, None for 8."""
+    more = 128.0 if dtype == jnp.bfloat16 else 1024.0
+    if zero is None:
+        f32 = ir.F32Type.get()
+        return llvm.ConstantOp(f32, ir.FloatAttr.get(f32, more + 8)).result
+    bits = 0x43000000 if more == 128 else 0x44800000
+    text = f"shl.b32 x, $1, {16 if more == 128 else 13}; or.b32 x, x, {bits:#x}; mov.b32 $0, x;"
+    return asm("{ .reg .b32 x; " + text + "}", "f", zero)
 
 
 def zero_pair(dtype: Any, zero: Any | None) -> Any:

@@ -4,6 +4,7 @@ The interpreter runs the kernel's frame; what a warp does in it is plain JAX the
 that leave their words wrong only show on a GPU.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import quantize
@@ -33,12 +35,18 @@ pytestmark = pytest.mark.usefixtures("strict_jax")
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
 
+transposed = pytest.mark.skipif(
+    not _compat.INTERPRETS_TRANSPOSED_WGMMA,
+    reason="the interpreter of jax 0.10 has no transposed wgmma operand",
+)
+
 # scheme, group size and zero points
 FORMATS: Any = {
     "int8": ("int8", None, False),
     "int8, groups": ("int8", 128, False),
     "int4": ("int4", 128, False),
     "int4, groups of 32": ("int4", 32, False),
+    "int4, groups of 512": ("int4", 512, False),
     "int4, zero points": ("int4", 128, True),
     "int4, groups of 64, zero points": ("int4", 64, True),
     "fp8": ("fp8", None, False),
@@ -89,6 +97,24 @@ CALLS: Any = {
 }
 
 
+def split(tile_n: int = 64, stages: int = 2, cluster: int = 1) -> Config:
+    return Config(tile_n, form="split", stages=stages, cluster=cluster)
+
+
+SPLIT: Any = {
+    "zero points, K of 896": (split(), call(20, 128, 896, "int4, zero points", BF16, "bias")),
+    "K among two": (split(cluster=2), call(5, 128, 896, "int4, groups of 32", F16)),
+    "all": (
+        split(128, 3, 2),
+        call(9, 128, 512, "int8", BF16, "bias residual", epilogue="swiglu"),
+    ),
+    "two tiles, groups of two steps": (split(128), call(33, 128, 512, "int4, groups of 512")),
+    "mxfp4": (split(), call(9, 64, 256, "mxfp4", BF16, "residual")),
+    "nvfp4": (split(cluster=2), call(64, 64, 512, "nvfp4", F16)),
+    "fp8": (split(), call(9, 64, 256, "fp8, groups", F16)),
+}
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_forward(name: str):
     arrays, keywords = CALLS[name]
@@ -96,10 +122,30 @@ def test_forward(name: str):
     assert_right(arrays, keywords, interpreted(run, arrays))
 
 
+@transposed
+@pytest.mark.parametrize("name", SPLIT)
+def test_split(name: str):
+    config, (arrays, keywords) = SPLIT[name]
+    run = lambda a: quantized_matmul(**a, **keywords, config=config, interpret=True)  # noqa: E731
+    assert_right(arrays, keywords, interpreted(run, arrays))
+
+
+@transposed
+def test_split_fails_where_a_scale_is_another():
+    """The twin: the check sees a result that is not the one that was asked for."""
+    config, (arrays, keywords) = SPLIT["nvfp4"]
+    run = lambda a: quantized_matmul(**a, **keywords, config=config, interpret=True)  # noqa: E731
+    packed = arrays["packed"]
+    other = dataclasses.replace(packed, row_scale=packed.row_scale * 1.02)
+    y = interpreted(run, {**arrays, "packed": other})
+    with pytest.raises(AssertionError, match="error is"):
+        assert_right(arrays, keywords, y)
+
+
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_is_the_mathematics(form: str, dtype: str):
-    arrays, _ = call(5, 48, 256, form, DTYPES[dtype])
+    arrays, _ = call(5, 48, 512, form, DTYPES[dtype])
     ours = quantized_matmul_reference(**arrays, out_dtype=F32)
     exact = truth(arrays, {})
     # numbers of 8 to 11 bits, each rounded once
@@ -185,14 +231,36 @@ def test_wrong_calls(x: Any, keywords: dict[str, Any], sentence: str):
         (Config(tile_n=24), "tile_n must divide the weight's rows and be a multiple of 16"),
         (Config(tile_n=48), "tile_n must divide"),
         (Config(warps=6), "warps must be a multiple of 4, 16 at most"),
-        (Config(ahead=2), "ahead must be 1 to 1, the turns of a warp"),
-        (Config(ahead=0), "ahead must be 1 to 1"),
+        (Config(ahead=0), "ahead must be 1 at least"),
+        (Config(blocks=0), "blocks must be 1 at least"),
+        (Config(tile_n=64, ahead=60), "takes [0-9]+ of 232448 bytes on chip"),
+        (Config(form="tiles"), "form must be one of warps, split"),
+        (split(32), "tile_n must divide the weight's rows and be 64 or 128"),
+        (split(128), "tile_n must divide the weight's rows"),
+        (split(stages=1), "stages must be 2 at least"),
+        (split(stages=60), "takes [0-9]+ of 232448 bytes on chip"),
+        (split(cluster=9), "cluster must be 1 to 8"),
+        (split(cluster=2), "the blocks of a cluster have no step of K each"),
     ],
 )
 def test_wrong_configs(config: Config, sentence: str):
     run = lambda x, w: quantized_matmul(x, w, config=config, interpret=True)  # noqa: E731
     with pytest.raises(ValueError, match=f"^quantized_matmul: .*{sentence}"):
         jax.eval_shape(run, X, W)
+
+
+@pytest.mark.parametrize(
+    ("rows", "config", "keywords", "sentence"),
+    [
+        (17, Config(ahead=1), {}, "'warps' takes 16 rows of x at most"),
+        (65, split(), {}, "takes 64 rows of x at most"),
+        (9, split(), {"out_dtype": F32}, "the result must have 16 bits"),
+    ],
+)
+def test_wrong_configs_for_the_call(rows: int, config: Config, keywords: Any, sentence: str):
+    run = lambda x, w: quantized_matmul(x, w, config=config, interpret=True, **keywords)  # noqa: E731
+    with pytest.raises(ValueError, match=f"^quantized_matmul: .*{sentence}"):
+        jax.eval_shape(run, shape(rows, 256), W)
 
 
 @pytest.mark.parametrize(
@@ -206,16 +274,19 @@ def test_wrong_configs(config: Config, sentence: str):
         (shape(3, 256, dtype=F16), shaped(64, 256, "mxfp4"), {}, H200, "has not the exponents"),
         (shape(65, 256), TERNARY, {}, H200, "takes 64 rows of x at most, got 65"),
         (shape(0, 256), W, {}, H200, "nothing to multiply"),
-        (shape(17, 256), W, {}, H200, "takes 16 rows of x at most, got 17"),
+        (shape(65, 256), W, {}, H200, "takes 64 rows of x at most, got 65"),
+        (shape(17, 256), W, {"out_dtype": F32}, H200, "gives no float32 at 17 rows of 256"),
+        (shape(17, 256), shaped(32, 256), {}, H200, "multiples of 64 at 17 rows, got 32"),
+        (shape(8, 14336), shaped(32, 14336), {}, H200, "multiples of 64 at 8 rows, got 32"),
         (shape(3, 160), shaped(64, 160, "int4, groups of 32"), {}, H200, "multiples of 128"),
-        (X, shaped(24, 256), {}, H200, "takes outputs in multiples of 16, got 24"),
-        (X, shaped(48, 256), {"epilogue": "swiglu"}, H200, "outputs in multiples of 32, got 48"),
+        (X, shaped(24, 256), {}, H200, "takes outputs in multiples of 16 at 3 rows, got 24"),
+        (X, shaped(48, 256), {"epilogue": "swiglu"}, H200, "multiples of 32 at 3 rows, got 48"),
         (
             shape(3, 384),
             jax.eval_shape(lambda w: quantize(w, "int4", 48), shape(64, 384)),
             {},
             H200,
-            "groups of 48 straddle the 32 inputs of a lane",
+            "groups of 48 straddle the inputs of a lane",
         ),
     ],
 )
@@ -247,10 +318,10 @@ def test_bucket_says_what_matters():
     assert bucket(X, W) == bucket(shape(4, 256), W) == "int4-g128-bfloat16-m4-n64-k256-bfloat16"
 
 
-@pytest.mark.parametrize("m", [1, 2, 7, 16])
+@pytest.mark.parametrize("m", [1, 2, 7, 16, 17, 64])
 @pytest.mark.parametrize(
     ("o", "i"),
-    [(1152, 896), (896, 4864), (9728, 896), (151936, 896), (6144, 4096), (4096, 14336), (64, 128)],
+    [(1152, 896), (896, 4864), (9728, 896), (151936, 896), (6144, 4096), (4096, 14336), (128, 128)],
 )
 @pytest.mark.parametrize("form", ["int4", "int8"])
 def test_the_default_config_is_legal(m: int, o: int, i: int, form: str):
@@ -295,13 +366,13 @@ def test_every_code_on_a_gpu(form: str, dtype: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 64])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu(rows: int, form: str, dtype: str):
     if dtype == "float16" and form.startswith("mx"):
         pytest.skip("not taken")
-    for i in (896, 4864):
+    for i in (1024, 3584) if form == "int4, groups of 512" else (896, 4864):
         for epilogue, extra in ((None, ""), ("swiglu", "bias residual")):
             arrays, keywords = call(rows, 256, i, form, DTYPES[dtype], extra, epilogue=epilogue)
             y = quantized_matmul(**arrays, **keywords)
