@@ -8,7 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxllm.checkpoint.folder import find_folder, read_config, read_json
+from jaxllm.checkpoint.folder import (
+    find_folder,
+    read_config,
+    read_json,
+    read_quantization,
+)
 from jaxllm.config import REMAT, ModelConfig
 from jaxllm.families import from_hf
 from jaxllm.precision import POLICIES
@@ -86,9 +91,10 @@ def _plan(args: argparse.Namespace) -> int:
     from jaxllm.plan import plan
 
     method = _method(args)
+    config, packed = _config(args.model)
     print(
         plan(
-            _config(args.model),
+            config,
             batch=args.batch,
             seq=args.seq,
             lora=None if method == "full" else 16 if args.lora is None else args.lora,
@@ -100,14 +106,19 @@ def _plan(args: argparse.Namespace) -> int:
             card=args.card,
         )
     )
+    if packed and method != "qlora":
+        print("The weights that the checkpoint has packed are counted as plain ones.")
     return 0
 
 
-def _config(model: str) -> ModelConfig:
+def _config(model: str) -> tuple[ModelConfig, bool]:
+    """The config, and whether weights are packed."""
     file = Path(model)
     if file.is_file():
-        return from_hf(read_json(file), owner=model)
-    return read_config(find_folder(model))[0]
+        return from_hf(read_json(file), owner=model), False
+    folder = find_folder(model)
+    config, hf = read_config(folder)
+    return config, read_quantization(folder, hf) is not None
 
 
 def _add_finetune(commands: Any) -> None:

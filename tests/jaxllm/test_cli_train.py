@@ -8,10 +8,11 @@ import signal
 import jax
 import numpy as np
 import pytest
+import quantised_checkpoints
 import tiny_models
 
 import jaxllm
-from jaxllm import cli, lora, metrics, train
+from jaxllm import cli, lora, metrics, plan, train
 from jaxllm.checkpoint import native
 from jaxllm.finetune import Recipe
 from jaxllm.trainer import Fitted, Trainer
@@ -284,6 +285,15 @@ def test_plan(run, folder):
     code, _, err = run("plan", folder, "--card", "abacus")
     assert code == 2
     assert "card 'abacus' is not one of" in err
+
+
+def test_plan_says_what_it_makes_of_packed_weights(run, tmp_path, monkeypatch):
+    packed, plain = quantised_checkpoints.write(tmp_path, "gptq")
+    monkeypatch.setattr(plan, "plan", lambda config, **options: config.model_type)
+    note = "The weights that the checkpoint has packed are counted as plain ones.\n"
+    assert run("plan", packed, "--lora", 4)[1] == f"llama\n{note}"
+    assert run("plan", packed, "--qlora", "int4")[1] == "llama\n"
+    assert run("plan", plain, "--lora", 4)[1] == "llama\n"
 
 
 def test_keys():
