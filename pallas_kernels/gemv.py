@@ -34,7 +34,6 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 ITEMSIZE = 2
 MAX_ROWS = 4  # of x; more would compute longer than they read
-AT_ONCE = 20  # accesses that a thread has under way: 80 registers
 
 
 class Norm(NamedTuple):
@@ -229,15 +228,15 @@ def problem(config: Config, x, weight, *, epilogue=None, rotary=None, **rest: An
 def default_config(
     x, weight, *, epilogue=None, rotary=None, device: Device | None = None, **rest: Any
 ) -> Config:
-    """Small blocks, so that many are on a multiprocessor, with as much under way as the registers
-    of a thread hold, in equal steps.
+    """Small blocks, so that many are on a multiprocessor; a thread of theirs has four accesses
+    under way, eight where rows are long. One row of x, bfloat16, H200: the products of a layer of
+    Llama-3.1-8B take 107 us so, and 114 with as many under way as registers hold.
     """
     del device, rest
     i = weight.shape[1]
-    halves = 1 if epilogue is None else 2
-    line = _lanes_across(i) * ACCESS_BYTES // ITEMSIZE
-    steps = -(-(i // line * halves) // AT_ONCE)
-    return Config(grain(i), line * -(-(i // line) // steps))
+    line, halves = _lanes_across(i) * ACCESS_BYTES // ITEMSIZE, 1 if epilogue is None else 2
+    at_once = (4 if i <= 4096 else 8) // halves
+    return Config(grain(i), line * min(i // line, at_once))
 
 
 def bucket(x, weight, *, norm=None, epilogue=None, **rest: Any) -> str:

@@ -36,6 +36,7 @@ LOWEST = -(2**31)
 CLUSTER = 8  # what every Hopper GPU grants
 ITEMSIZE = 4
 VECTOR = ACCESS_BYTES // ITEMSIZE * THREADS  # numbers that the threads of a block load at once
+UNROLLED = 4  # such loads under way; one alone would be waited for
 LINE = THREADS  # numbers in a row of shared memory
 GOLDEN = 2654435769  # 2^32 over the golden ratio
 
@@ -166,7 +167,7 @@ class _Static:
 
 def _part(v: int, cluster: int) -> int:
     """Numbers of a row that a block has, with what fills the last one up."""
-    return -(-v // (cluster * VECTOR)) * VECTOR
+    return -(-v // (cluster * UNROLLED * VECTOR)) * UNROLLED * VECTOR
 
 
 @functools.partial(jax.jit, static_argnums=0)  # calls alike share one compiled kernel
@@ -207,9 +208,13 @@ def _search(static: _Static, keys, ratio, top_k, top_p):
 
         def over(step: Callable[[Any, Any], Any], start: Any) -> Any:
             """step(carry, where) for each vector of the block's part."""
-            return lax.fori_loop(
-                0, part // VECTOR, lambda n, c: step(c, pl.ds(n * across, across)), start
-            )
+
+            def several(n, carry):
+                for i in range(UNROLLED):
+                    carry = step(carry, pl.ds((n * UNROLLED + i) * across, across))
+                return carry
+
+            return lax.fori_loop(0, part // (UNROLLED * VECTOR), several, start)
 
         def of_cluster(vectors, slot):
             """The sums of vectors over all threads of all blocks."""

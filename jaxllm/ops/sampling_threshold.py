@@ -35,6 +35,8 @@ def sampling_threshold(
 
 
 SAMPLING_THRESHOLD: Table = {
-    **pallas(sampling_threshold_kernel, why_not, lambda *args, **kwargs: "was not timed yet"),
+    # H200, [1, 151936], us with what is between kernels, top-k, top-p, both: 67, 63, 107 and by XLA
+    # 592, 638, 1072, for a GPU's loop asks the host
+    **pallas(sampling_threshold_kernel, why_not),
     "xla": Implementation(sampling_threshold_reference),
 }

@@ -83,6 +83,8 @@ def test_which_one_runs():
     packed = quantize(weight, "int8")
     with absent("NVIDIA H200"):
         assert ops.chosen("fused_linear", x, packed, **around) == "pallas"
+        assert ops.chosen("fused_linear", x[:1], weight, norm=around["norm"]) == "pallas"
+        assert ops.chosen("fused_linear", x, weight, **around) == "xla"  # two rows
         wide = jax.ShapeDtypeStruct((1, MAX_ROWS + 1, 128), jnp.bfloat16)
         reasons = ops.explain("fused_linear", wide, packed, norm=around["norm"])
     assert list(reasons) == ["pallas", "pallas-interpret", "xla"]
