@@ -244,6 +244,23 @@ def test_what_is_taken_compiles_for_a_gpu(implementation, name):
     assert list(launched) == [kernel if implementation == "pallas" else "scale_softmax"]
 
 
+@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.parametrize("kind", KV_DTYPES)
+@pytest.mark.parametrize("name", ["a chunk", "a token"])
+def test_codes_compile_for_a_gpu(name, kind):
+    sizes, kwargs = CODED[name]
+    q, *sides, _ = inputs(**sizes, dtype=jnp.bfloat16)
+    (k, k_scale), (v, v_scale) = (quantize(x, KV_DTYPES[kind]) for x in sides)
+
+    def call(q, k, v, k_scale, v_scale, held):
+        return attention(q, k, v, k_scale=k_scale, v_scale=v_scale, kv_lengths=held)
+
+    arrays = (q, k, v, k_scale, v_scale, kwargs["kv_lengths"])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    launched = aot.compile_for(call, *shapes).mosaic_launches()
+    assert list(launched) == ["decode_attention" if name == "a token" else "flash_attention"]
+
+
 EVERY = [*ATTENTION, "auto"]
 
 
