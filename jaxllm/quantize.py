@@ -30,8 +30,8 @@ from pallas_kernels.quantize import quantize as pack
 
 KEEP = ("lm_head",)  # the head's error goes straight to the logits
 
-# While a weight is packed: what its numbers are divided by, in float32, and the codes
-WORKING_BYTES = 5  # a number
+# While a weight is packed: codes, scales, and parts of them in float32
+WORKING_BYTES = 2  # a number
 
 QLORA_GROUP_SIZE = 64  # of the int4 base that adapters are trained beside
 

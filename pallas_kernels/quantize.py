@@ -276,13 +276,25 @@ def _dequantize(packed: Packed, dtype) -> Float[Array, "O I"]:
 
 
 def _divide(x: Float[Array, "*B"], by: Float[Array, "*C"] | float) -> Float[Array, "*B"]:
-    """x / by, rounded once.
+    """x / by, rounded once on every device, so that quotients that are ties stay ties.
 
-    XLA makes of a division by a constant, or by what it sees broadcast, a product with the rounded
-    reciprocal: then quotients that are ties fall to the other side.
+    XLA multiplies by the rounded reciprocal of a constant or of what it sees broadcast, and a GPU's
+    division is two units off at times. What is left of x then mends the quotient; its products,
+    of halves of 12 bits, are exact.
     """
     by = jnp.broadcast_to(jnp.asarray(by, jnp.float32), x.shape)
-    return x / jax.lax.optimization_barrier(by)
+    quotient = x / by
+    (q_high, q_low), (by_high, by_low) = _halves(quotient), _halves(by)
+    left = x - q_high * by_high
+    left = left - q_high * by_low - q_low * by_high - q_low * by_low
+    return quotient + left / by
+
+
+def _halves(x: Float[Array, "*B"]) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
+    """Two numbers of 12 bits each whose sum is x."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & np.int32(-(2**12))
+    high = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return high, x - high
 
 
 def _positive(scale, dtype):

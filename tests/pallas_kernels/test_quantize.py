@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels.packed import SCHEMES, Packed
 from pallas_kernels.quantize import (
     MxRule,
+    _divide,
     check_scales,
     concatenate,
     default_group_size,
@@ -311,6 +312,25 @@ def test_same_bits_inside_a_program(scheme, keywords):
         else:
             expected = np.clip(quotient, -448, 448).astype(ml_dtypes.float8_e4m3fn)
         np.testing.assert_array_equal(alone.codes, expected.reshape(40, 256).astype(expected.dtype))
+
+
+@pytest.mark.parametrize("kind", ["any", "ties"])
+def test_division_is_rounded_once(kind):
+    """Divisors that XLA sees broadcast; without the mending a quarter differs from NumPy's."""
+    rng = np.random.default_rng(0)
+    by = np.ldexp(rng.random((50, 1)) + 0.1, rng.integers(-60, 60, (50, 1))).astype(np.float32)
+    if kind == "ties":  # scales of 8 bits, times halves
+        by = by.astype(ml_dtypes.bfloat16).astype(np.float32)
+        x = (rng.integers(-900, 900, (50, 512)) / 2).astype(np.float32) * by
+    else:
+        x = np.ldexp(rng.standard_normal((50, 512)), rng.integers(-30, 30, (50, 512)))
+        x = x.astype(np.float32) * by
+    plain, mended = (jax.jit(f)(x, by) for f in (jnp.divide, _divide))
+    np.testing.assert_array_equal(mended, x / by)
+    assert np.mean(np.asarray(plain) != x / by) > 0.1
+    for constant in (6, 7, 15, 127, 448, 2688):
+        mended = jax.jit(lambda x, c=constant: _divide(x, c))(x)
+        np.testing.assert_array_equal(mended, x / np.float32(constant))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
