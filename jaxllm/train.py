@@ -29,6 +29,7 @@ from jaxllm.layers import Embedding, Linear
 from jaxllm.model import Transformer
 from jaxllm.optimizers import apply_updates_stochastically
 from jaxllm.precision import NoScale, Scale
+from jaxllm.quantize import PackedEmbedding, PackedLinear
 
 IGNORE = -100  # a target that is not counted
 
@@ -123,11 +124,15 @@ def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[
     choice = model.runtime.implementation
     unknown = isinstance(choice, str) and choice not in ops.OPS["linear_cross_entropy"][1]
     with jax.named_scope("loss"):
-        if type(head) not in (Linear, Embedding):
+        if type(head) in (Linear, Embedding):
+            weight = head.weight[...]
+        elif type(head) in (PackedLinear, PackedEmbedding):
+            weight = head.packed
+        else:
             return ops.cross_entropy(model.head(hidden), batch["targets"])
         return ops.linear_cross_entropy(
             hidden,
-            head.weight[...],
+            weight,
             batch["targets"],
             softcap=model.config.final_logit_softcapping,
             # A name stands for all ops that have it: "cudnn" is none of this one's

@@ -42,6 +42,8 @@ from pallas_kernels import cross_entropy_kernel as kernels
 from pallas_kernels import device as device_lib
 from pallas_kernels.cross_entropy_kernel import LOG2E, TILE_K, TILE_M, TILE_N, Config
 from pallas_kernels.device import Device
+from pallas_kernels.packed import Packed
+from pallas_kernels.quantize import dequantize
 
 REDUCTIONS = ("mean", "sum")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -54,7 +56,7 @@ LEAST_WEIGHT = 2.0**-20  # of a row: z_loss may bring it to 0, by which nothing 
 
 def linear_cross_entropy(
     hidden: Float[Array, "T D"],
-    head: Float[Array, "V D"],
+    head: Float[Array, "V D"] | Packed,
     targets: Int[Array, " T"],
     *,
     ignore_index: int = -100,
@@ -71,10 +73,13 @@ def linear_cross_entropy(
     with `softcap` a logit x is softcap * tanh(x / softcap). A target outside the vocabulary makes
     the loss NaN. The same call gives the same bits.
     Dtypes: hidden bfloat16; head bfloat16, float16 or float32, cast to bfloat16 for the products,
-    whose sums are float32. A gradient has the dtype of what it is of.
+    whose sums are float32. A gradient has the dtype of what it is of; a packed head has none, and
+    its numbers are in memory once, in bfloat16.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
+    if isinstance(head, Packed):
+        head = jax.lax.stop_gradient(dequantize(head, hidden.dtype))
     _check(hidden, head, targets, softcap, reduction)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if reason := why_not(hidden, head, targets, device=device):

@@ -20,6 +20,8 @@ from pallas_kernels.cross_entropy import Config, default_config
 from pallas_kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy_kernel
 from pallas_kernels.cross_entropy import why_not as why_not_kernel
 from pallas_kernels.cross_entropy_kernel import TILE_M
+from pallas_kernels.packed import Packed
+from pallas_kernels.quantize import dequantize
 
 # Logits that are in memory at one time: 512 MiB in float32. Fewer would make the head's gradient,
 # float32 [V, D], be read and written too often: at 1024 tokens a chunk that takes as long as the
@@ -50,7 +52,7 @@ def cross_entropy(
 
 def linear_cross_entropy(
     hidden: Float[Array, "*B D"],
-    head: Float[Array, "V D"],
+    head: Float[Array, "V D"] | Packed,
     targets: Int[Array, "*B"],
     *,
     ignore_index: int = -100,
@@ -67,10 +69,13 @@ def linear_cross_entropy(
     loss, chunk by chunk, and the head's only if it is asked for.
     Dtypes: hidden and head in bfloat16, float16 or float32; the head is cast to hidden's dtype for
     the products, whose sums are float32, as is all between them. A gradient has the dtype of what
-    it is of: that of a float32 head is never rounded to less.
+    it is of: that of a float32 head is never rounded to less. A packed head has no gradient; its
+    numbers are in memory once, in hidden's dtype.
     Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
     a traced one makes the loss NaN.
     """
+    if isinstance(head, Packed):
+        head = jax.lax.stop_gradient(dequantize(head, hidden.dtype))
     check_linear("linear_cross_entropy", hidden, head, targets, ignore_index, softcap, chunk)
     kwargs = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss, "chunk": chunk}
     run = select(

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from tiny_models import ALL, TINY, build
 
+import jaxllm
 from jaxllm import ops, train
 from jaxllm.config import Runtime
 from jaxllm.model import Transformer
@@ -211,6 +212,18 @@ def test_token_loss_is_cross_entropy_of_the_logits(config):
     found, found_count = train.token_loss(model, batch)
     np.testing.assert_allclose(found, total, rtol=1e-6)
     assert int(count) == int(found_count)
+
+
+@pytest.mark.parametrize("config", [TINY, ALL], ids=["llama", "every switch"])
+def test_token_loss_of_a_packed_head_is_that_of_its_numbers(config, monkeypatch):
+    model = build(config)
+    jaxllm.quantize(model, "int8", head="int8")
+    batch = make_batch()
+    logits = model(jnp.asarray(batch["tokens"]))
+    total, _ = ops.cross_entropy(logits, jnp.asarray(batch["targets"]))
+    monkeypatch.setattr(ops, "cross_entropy", None)  # which is of an array of all logits
+    found, _ = train.token_loss(model, batch)
+    np.testing.assert_allclose(found, total, rtol=1e-6)
 
 
 @pytest.mark.own_errors

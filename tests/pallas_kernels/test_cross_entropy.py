@@ -23,6 +23,7 @@ from pallas_kernels.cross_entropy import (
     linear_cross_entropy_reference,
     why_not,
 )
+from pallas_kernels.quantize import dequantize, quantize
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -190,6 +191,17 @@ def test_the_gradient_is_scaled_by_what_stands_above():
     assert float(mean) == pytest.approx(float(one[0]) / 32, rel=1e-6)
     reference = linear_cross_entropy_reference(*arrays)
     assert float(mean) == pytest.approx(float(reference), rel=1e-5)
+
+
+@needs_references
+def test_a_packed_head_is_its_numbers():
+    hidden, head, targets = Case((3, 64, 64)).arrays()
+    packed = quantize(head, "int8")
+    other = dequantize(packed, BF16)
+    run = lambda h, w: linear_cross_entropy(h, w, targets, interpret=True)  # noqa: E731
+    ours, plainly = (interpreted(jax.value_and_grad(run), hidden, x) for x in (packed, other))
+    for x, y in zip(ours, plainly, strict=True):
+        np.testing.assert_array_equal(as_float64(x), as_float64(y))
 
 
 @needs_references
