@@ -216,6 +216,18 @@ def test_a_model_follows_its_dense_twin_to_the_same_tokens(config, scheme, head)
     assert results[0].tokens == results[1].tokens
 
 
+@pytest.mark.parametrize(("scheme", "head"), [("int4", "int8"), ("nvfp4", "fp8"), ("mxfp8", None)])
+def test_a_real_checkpoint_follows_its_dense_twin(scheme, head):
+    folder = jaxllm.shipped_checkpoint()
+    (model, tokenizer), (twin, _) = (jaxllm.load(folder, "float32") for _ in range(2))
+    jaxllm.quantize(model, scheme, head=head)
+    dense_twin(model, twin)
+    jaxllm.fuse(model)
+    texts = ["ROMEO:\n", "To be, or", "What say you to my suit? our feast tonight"]
+    ours, other = (jaxllm.generate(m, tokenizer, texts, max_new_tokens=48) for m in (model, twin))
+    assert ours.tokens == other.tokens
+
+
 def test_what_is_packed_and_what_stays():
     model = tiny_models.build(EVEN)
     jaxllm.quantize(model, "int4", G, keep=("down_proj", "layers.0.self_attn.*"))
@@ -243,8 +255,7 @@ def test_one_table_serves_gather_and_head():
         table(jnp.asarray([61]))
 
 
-def test_a_packed_head_is_trained_beside():
-    """The loss has all logits then: there is no matrix to hand over."""
+def test_the_loss_of_a_packed_head():
     for tied in (False, True):
         config = dataclasses.replace(EVEN, tie_word_embeddings=tied)
         model = tiny_models.build(config, Runtime("float32"))
