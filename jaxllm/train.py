@@ -124,10 +124,10 @@ def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[
     choice = model.runtime.implementation
     unknown = isinstance(choice, str) and choice not in ops.OPS["linear_cross_entropy"][1]
     with jax.named_scope("loss"):
-        if type(head) in (Linear, Embedding):
-            weight = head.weight[...]
-        elif type(head) in (PackedLinear, PackedEmbedding):
+        if isinstance(head, (PackedLinear, PackedEmbedding)):
             weight = head.packed
+        elif type(head) in (Linear, Embedding):
+            weight = head.weight[...]
         else:
             return ops.cross_entropy(model.head(hidden), batch["targets"])
         return ops.linear_cross_entropy(
