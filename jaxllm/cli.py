@@ -404,7 +404,8 @@ def _answer(pieces: jaxllm.TextStream, terminal: bool) -> str | None:
 def _inspect(args: argparse.Namespace) -> int:
     cli_quantize.check(args)
     folder = checkpoint_folder.find_folder(_path(args))
-    config, _ = checkpoint_folder.read_config(folder)
+    config, hf = checkpoint_folder.read_config(folder)
+    quantization = checkpoint_folder.read_quantization(folder, hf)
     tensors = checkpoint_folder.list_tensors(folder)
     out = _Console()
     by_dtype: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
@@ -416,7 +417,9 @@ def _inspect(args: argparse.Namespace) -> int:
     for name, value in _facts(config).items():
         facts.add_row(name, value)
     parameters = sum(count for count, _ in by_dtype.values())
-    facts.add_row("parameters", f"{parameters:,} in {len(tensors)} tensors")
+    # A word of a packed weight holds several
+    name = "parameters" if quantization is None else f"{quantization.method}, numbers"
+    facts.add_row(name, f"{parameters:,} in {len(tensors)} tensors")
     for dtype, (count, size) in sorted(by_dtype.items()):
         facts.add_row(f"stored as {dtype}", f"{count:,} numbers, {decimal(size)}")
     dtype = _dtype(args.dtype)

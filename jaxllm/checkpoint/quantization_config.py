@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
-METHODS = ("compressed-tensors", "modelopt", "gptq", "awq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Form:
 @dataclasses.dataclass(frozen=True)
 class Quantization:
     """`form(name)` is how the module of that name ("model.layers.0.mlp.up_proj") is stored, None
-    for one that is not packed. `owner` is the file, for errors.
+    for one that is not packed. `owner` is the file, for errors; `method` what made it.
     """
 
     owner: str
@@ -81,7 +80,7 @@ def read_quantization(
         if method == name or (name == "modelopt" and method == "modelopt_fp4"):
             return Quantization(owner, name, read(_Said(owner, said)))
     raise NotImplementedError(
-        f"{owner}: quant_method {method!r} is not supported; supported are {', '.join(METHODS)}, "
+        f"{owner}: quant_method {method!r} is not supported; supported are {', '.join(_READERS)}, "
         "bitnet; load the one it was made from"
     )
 

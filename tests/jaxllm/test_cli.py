@@ -11,6 +11,7 @@ import sys
 
 import jax
 import pytest
+import quantised_checkpoints
 from absent_device import absent
 from tiny_models import SLIDING
 
@@ -228,6 +229,14 @@ def test_inspect_says_what_is_there_and_what_would_run(stories, capsys, monkeypa
     assert "cudnn: needs an NVIDIA GPU" in out
     for op in ("attention", "linear", "embedding", "rms_norm", "rope", "glu"):
         assert op in out
+
+
+def test_inspect_of_packed_weights(tmp_path, capsys):
+    packed, plain = quantised_checkpoints.write(tmp_path, "gptq")
+    assert main(["inspect", str(packed)]) == 0
+    assert "gptq, numbers" in capsys.readouterr().out
+    assert main(["inspect", str(plain)]) == 0
+    assert "gptq" not in capsys.readouterr().out
 
 
 def test_inspect_describes_the_calls_that_the_cache_makes():
