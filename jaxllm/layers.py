@@ -386,13 +386,13 @@ class Block(nnx.Module):
         attention, mlp = self.self_attn, self.mlp
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         weights = [_plain_weight(linear) for linear in linears]
-        between = (attention.q_norm, attention.attn_sub_norm, mlp.ffn_sub_norm)
+        ternary = all(getattr(weight, "scheme", None) == "ternary" for weight in weights)
         return (
             all(weight is not None for weight in weights)
             and ops.takes_rows(x.shape[0] * x.shape[1], *weights)
-            and all(norm is None for norm in between)
+            and attention.q_norm is None
             and not self.post_norms
-            and mlp.activation == "silu"
+            and (mlp.activation == "silu" or (mlp.activation == "relu2" and ternary))
             and 2 * rotary[0].shape[-1] == attention.width
         )
 
@@ -406,11 +406,13 @@ class Block(nnx.Module):
             norm = self.input_layernorm.as_argument()
             heads = _fused(attention.qkv_proj, x, norm=norm, epilogue="rope", rotary=turn)
             out, entry = attention.attend(*heads, cache=cache)
-            x = _fused(attention.o_proj, out, residual=x)
+            norm = _as_argument(attention.attn_sub_norm)
+            x = _fused(attention.o_proj, out, norm=norm, residual=x)
         with jax.named_scope("mlp"):
             norm = self.post_attention_layernorm.as_argument()
-            gated = _fused(mlp.gate_up_proj, x, norm=norm, epilogue="swiglu")
-            x = _fused(mlp.down_proj, gated, residual=x)
+            gate = "swiglu" if mlp.activation == "silu" else "relu2_glu"
+            gated = _fused(mlp.gate_up_proj, x, norm=norm, epilogue=gate)
+            x = _fused(mlp.down_proj, gated, norm=_as_argument(mlp.ffn_sub_norm), residual=x)
         return x, entry
 
 
@@ -419,6 +421,10 @@ def _plain_weight(linear: Any) -> Any:
     if type(linear) is Linear:
         return linear.weight[...]
     return getattr(linear, "packed", None)
+
+
+def _as_argument(norm: RMSNorm | None) -> ops.Norm | None:
+    return None if norm is None else norm.as_argument()
 
 
 def _fused(linear: Any, x: Float[Array, "*B I"], **around: Any) -> Any:

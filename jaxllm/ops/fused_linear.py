@@ -22,6 +22,10 @@ from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.rms_norm import rms_norm as rms_norm_kernel
 from pallas_kernels.rms_norm import why_not as why_not_rms_norm
+from pallas_kernels.ternary_matmul import ternary_linear
+from pallas_kernels.ternary_matmul import why_not as why_not_ternary
+
+GATES = {"swiglu": "silu", "relu2_glu": "relu2"}  # of an epilogue: the activation of its gate
 
 
 def takes_rows(count: int, *weights: Array | Packed) -> bool:
@@ -42,9 +46,9 @@ def fused_linear(
 ) -> Any:
     """epilogue(norm(x) @ weight.T + bias) + residual: [*B, F] in x's dtype.
 
-    epilogue "swiglu": the outputs are gate, then up, and F is half of them. "rope": they are the
-    heads of q, k and v; those of q and k are turned, and the result is (q, k, v), each
-    [*B, heads, H].
+    epilogue "swiglu", of a ternary weight "relu2_glu" too: the outputs are gate, then up, and F is
+    half of them. "rope": they are the heads of q, k and v; those of q and k are turned, and the
+    result is (q, k, v), each [*B, heads, H].
     "xla" computes it by the ops of its parts, which round between them, by the same
     `implementation`.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
@@ -68,8 +72,8 @@ def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, implementati
     if norm is not None:
         x = rms_norm(x, norm.weight, eps=norm.eps, zero_centered=norm.zero_centered, **same)
     y = linear(x, weight, bias, **same)
-    if epilogue == "swiglu":
-        y = glu(y, activation="silu", **same)
+    if epilogue in GATES:
+        y = glu(y, activation=GATES[epilogue], **same)
     if rotary is None:
         return y if residual is None else y + residual
     return _turn(y, rotary, implementation)
@@ -94,12 +98,19 @@ def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
 
 
 def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, interpret):
-    """A kernel for the norm, one for the product and what follows it; XLA turns the heads."""
+    """A kernel for the norm, one for the product and what follows it; XLA turns the heads.
+
+    The kernel of a ternary weight has norms in it.
+    """
+    epilogue = None if rotary is not None else epilogue
+    after = {"bias": bias, "epilogue": epilogue, "residual": residual}
+    if weight.scheme == "ternary":
+        before = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
+        y = ternary_linear(x, weight, **before, **after, interpret=interpret)
+        return y if rotary is None else _turn(y, rotary, "xla")
     if norm is not None:
         norms = {"eps": norm.eps, "zero_centered": norm.zero_centered}
         x = rms_norm_kernel(x, norm.weight, **norms, interpret=interpret)
-    epilogue = None if rotary is not None else epilogue
-    after = {"bias": bias, "epilogue": epilogue, "residual": residual}
     y = quantized_matmul(x, weight, **after, interpret=interpret)
     return y if rotary is None else _turn(y, rotary, "xla")
 
@@ -108,11 +119,17 @@ def _why_not_pallas(x, weight, bias, *, device, norm, epilogue, residual, rotary
     if not isinstance(weight, Packed):
         around = {"norm": norm, "epilogue": epilogue, "residual": residual, "rotary": rotary}
         return why_not_gemv(x, weight, bias=bias, **around, device=device)
+    epilogue = None if rotary is not None else epilogue
+    if weight.scheme == "ternary":
+        if norm is not None and norm.zero_centered:
+            return "the norm before a ternary weight adds no 1 to its own"
+        return why_not_ternary(x, weight, epilogue=epilogue, device=device)
+    if epilogue == "relu2_glu":
+        return "only ternary weights have 'relu2_glu'"
     if norm is not None:
         reason = why_not_rms_norm(x, norm.weight, eps=norm.eps, device=device)
         if reason is not None:
             return f"its norm: {reason}"
-    epilogue = None if rotary is not None else epilogue
     return why_not_quantized(x, weight, bias=bias, epilogue=epilogue, device=device)
 
 

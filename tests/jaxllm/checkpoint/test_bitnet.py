@@ -136,6 +136,19 @@ def test_greedy_tokens_are_the_originals(model):
         assert result.tokens == [greedy.tolist()]
 
 
+def test_fused_it_decodes_the_same(tmp_path):
+    """Norms, gate and sums as parts of products: token by token, the logits of the text."""
+    model, _ = jaxllm.load(write(tmp_path, "bitlinear"), dtype="float32")
+    jaxllm.fuse(model)
+    assert model.layers[0].self_attn.qkv_proj.codes.shape == (192, 24)
+    text, expected = GOLDEN.group("text")[0], GOLDEN.group("logits")[0]
+    cache = jaxllm.KVCache.create(model.config, 1, len(text), jnp.float32)
+    weights = jaxllm.flatten(model)
+    for token, logits in zip(text, expected, strict=True):
+        ours, cache = jaxllm.decode_step(weights, jnp.asarray([token]), cache)
+        assert distance(np.asarray(ours[0]), logits) < TOLERANCE
+
+
 def test_a_wrong_scale_is_seen(tmp_path):
     """The twin: of one layer, gamma where its inverse is meant."""
 

@@ -35,8 +35,9 @@ def case(epilogue: str | None, dtype: Any) -> tuple[Any, ...]:
 def in_parts(x, weight, bias, *, norm, epilogue, residual: Any = None, rotary=None) -> Any:
     """The ops of its parts, one by one."""
     y = ops.linear(ops.rms_norm(x, norm.weight, eps=norm.eps), weight, bias)
-    if epilogue == "swiglu":
-        y = ops.glu(*jnp.split(y, 2, axis=-1), activation="silu")
+    if epilogue in ("swiglu", "relu2_glu"):
+        activation = {"swiglu": "silu", "relu2_glu": "relu2"}[epilogue]
+        y = ops.glu(*jnp.split(y, 2, axis=-1), activation=activation)
     if rotary is None:
         return (y + residual,)
     heads = y.reshape(2, 1, 4, WIDTH)
@@ -76,6 +77,36 @@ def test_a_packed_weight(epilogue, implementation, atol):
     for y, part in zip(jax.tree.leaves(ours), parts, strict=True):
         assert (y.shape, y.dtype) == (part.shape, jnp.bfloat16)
         np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol)
+
+
+@pytest.mark.parametrize("epilogue", [None, "swiglu", "relu2_glu", "rope"])
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "atol"),
+    [("xla", jnp.float32, 1e-4), ("pallas-interpret", jnp.float16, 0.06)],
+)
+def test_a_ternary_weight(epilogue, implementation, dtype, atol):
+    x, weight, bias, around = case(epilogue, dtype)
+    packed = quantize(weight, "ternary")
+    run = interpreted if "interpret" in implementation else lambda f, *args: jax.jit(f)(*args)
+    ours = run(
+        lambda *a: fused_linear(*a, **around, implementation=implementation), x, packed, bias
+    )
+    parts = jax.jit(lambda *a: in_parts(*a, **around))(x, packed, bias)
+    for y, part in zip(jax.tree.leaves(ours), parts, strict=True):
+        assert (y.shape, y.dtype) == (part.shape, dtype)
+        np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol)
+
+
+def test_what_only_ternary_weights_have():
+    x, weight, _, around = case("swiglu", jnp.bfloat16)
+    around = {"norm": around["norm"], "epilogue": "relu2_glu"}
+    with absent("NVIDIA H200"):
+        reasons = ops.explain("fused_linear", x, quantize(weight, "int8"), **around)
+        assert reasons["pallas"] == "only ternary weights have 'relu2_glu'"
+        packed = quantize(weight, "ternary")
+        assert ops.explain("fused_linear", x, packed, **around)["pallas"] is None
+        around["norm"] = around["norm"]._replace(zero_centered=True)
+        assert "adds no 1" in str(ops.explain("fused_linear", x, packed, **around)["pallas"])
 
 
 def test_which_one_runs():
