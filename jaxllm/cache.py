@@ -28,6 +28,31 @@ _LINE = 64  # keys: the decode kernel reads scales by as many
 class Entry(Protocol):
     """One layer's part of the cache."""
 
+    @property
+    def k(self) -> Array:
+        """Keys, or codes of them."""
+        ...
+
+    @property
+    def v(self) -> Array:
+        """Values, likewise."""
+        ...
+
+    @property
+    def k_scale(self) -> Array | None:
+        """The scales of codes."""
+        ...
+
+    def slots(self, lengths: Int[Array, " B"], counts: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Where one token a row goes; S where there is none."""
+        ...
+
+    def holding(
+        self, held: dict[str, Array], lengths: Int[Array, " B"]
+    ) -> tuple[Entry, dict[str, Any]]:
+        """What `append` returns once one token a row is in its slot of the arrays."""
+        ...
+
     def append(
         self,
         k: Float[Array, "B T K H"],
@@ -53,8 +78,16 @@ class FullKV:
         """Writes at lengths[b]; tokens past counts[b] are not written, so they need no room."""
         slots = lengths[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
         held = _write(_arrays(self), _stored(k, v, self.k.dtype), slots, counts)
+        return self.holding(held, lengths, k.shape[1])
+
+    def slots(self, lengths, counts):
+        """Where one token a row goes."""
+        return jnp.where(counts > 0, lengths, self.k.shape[1])
+
+    def holding(self, held, lengths, chunk=1):
+        """What `append` returns once T = `chunk` tokens a row are in the arrays."""
         # Aligned to the end: query t sits at key lengths + t, padded on the right or not.
-        return FullKV(**held), {**held, "kv_lengths": lengths + k.shape[1]}
+        return FullKV(**held), {**held, "kv_lengths": lengths + chunk}
 
 
 @jax.tree_util.register_dataclass
@@ -75,8 +108,7 @@ class RingKV:
         mine, new = _arrays(self), _stored(k, v, self.k.dtype)
         if chunk == 1:
             held = _write(mine, new, (lengths % window)[:, None], counts)
-            seen = jnp.minimum(lengths + 1, window)
-            return RingKV(**held, window=self.window), {**held, "kv_lengths": seen}
+            return self.holding(held, lengths)
 
         ends = (lengths + counts)[:, None]
         slot = jnp.arange(size, dtype=jnp.int32)[None, :]
@@ -92,6 +124,16 @@ class RingKV:
         entry = RingKV(**{name: _rows(x, source) for name, x in both.items()}, window=self.window)
         seen = {name: _rows(x, in_time) for name, x in both.items()}
         return entry, {**seen, "kv_lengths": held[:, 0] + chunk}
+
+    def slots(self, lengths, counts):
+        """Where one token a row goes."""
+        size = self.k.shape[1]
+        return jnp.where(counts > 0, lengths % (self.window or size), size)
+
+    def holding(self, held, lengths):
+        """What `append` returns once one token a row is in the arrays."""
+        seen = jnp.minimum(lengths + 1, self.window or self.k.shape[1])
+        return RingKV(**held, window=self.window), {**held, "kv_lengths": seen}
 
 
 def _arrays(entry: FullKV | RingKV) -> dict[str, Array]:
@@ -167,6 +209,18 @@ class LayerCache(NamedTuple):
     def append(self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]):
         """The entry with the tokens added, and the key side of the attention call."""
         return self.entry.append(k, v, self.lengths, self.counts)
+
+    def place(self, dtype: Any) -> tuple[Array, Array, Int[Array, " B"]] | None:
+        """Keys, values and the slot of each row's one new token, for what writes there itself, in
+        the numbers that it has; None if they are held otherwise.
+        """
+        if self.entry.k.dtype != dtype or self.entry.k_scale is not None:
+            return None
+        return self.entry.k, self.entry.v, self.entry.slots(self.lengths, self.counts)
+
+    def written(self, k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]):
+        """As `append`, where k and v are those of `place` with the tokens in them."""
+        return self.entry.holding({"k": k, "v": v}, self.lengths)
 
 
 @jax.tree_util.register_dataclass

@@ -254,26 +254,18 @@ class Attention(nnx.Module):
             start = jnp.zeros((b,), jnp.int32) if cache is None else cache.lengths
             rotary = self.rotary(start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :])
         q, k = ops.rope(q, k, *rotary, sliced=sliced, implementation=self.implementation)
-        out, entry = self.attend(q, k, v, segment_ids=segment_ids, cache=cache)
-        if self.attn_sub_norm is not None:
-            out = self.attn_sub_norm(out)
-        return self.o_proj(out), entry
-
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cache: LayerCache | None = None,
-    ) -> tuple[Float[Array, "B T NH"], Entry | None]:
-        """What the heads see, side by side, and the cache entry with these tokens."""
         if cache is None:
             entry = None
             keys = {"k": k, "v": v, "q_segment_ids": segment_ids, "kv_segment_ids": segment_ids}
         else:
             entry, keys = cache.append(k, v)
+        out = self.attend(q, keys)
+        if self.attn_sub_norm is not None:
+            out = self.attn_sub_norm(out)
+        return self.o_proj(out), entry
+
+    def attend(self, q: Float[Array, "B T N H"], keys: dict[str, Any]) -> Float[Array, "B T NH"]:
+        """What the heads see, side by side; `keys` is the key side of the attention call."""
         out = ops.attention(
             q,
             **keys,
@@ -283,7 +275,7 @@ class Attention(nnx.Module):
             softcap=self.softcap,
             implementation=self.implementation,
         )
-        return out.reshape(*q.shape[:2], self.heads * self.width), entry
+        return out.reshape(*q.shape[:2], self.heads * self.width)
 
 
 class MLP(nnx.Module):
@@ -404,10 +396,18 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             turn = ops.Rotary(*rotary, attention.heads, attention.kv_heads)
             norm = self.input_layernorm.as_argument()
-            heads = _fused(attention.qkv_proj, x, norm=norm, epilogue="rope", rotary=turn)
-            out, entry = attention.attend(*heads, cache=cache)
+            place = cache.place(x.dtype) if x.shape[1] == 1 else None
+            q, k, v = _fused(
+                attention.qkv_proj,
+                x,
+                norm=norm,
+                epilogue="rope",
+                rotary=turn,
+                cache=None if place is None else ops.Cache(*place),
+            )
+            entry, keys = cache.append(k, v) if place is None else cache.written(k, v)
             norm = _as_argument(attention.attn_sub_norm)
-            x = _fused(attention.o_proj, out, norm=norm, residual=x)
+            x = _fused(attention.o_proj, attention.attend(q, keys), norm=norm, residual=x)
         with jax.named_scope("mlp"):
             norm = self.post_attention_layernorm.as_argument()
             gate = "swiglu" if mlp.activation == "silu" else "relu2_glu"

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat, tuned
 from pallas_kernels import device as device_lib
@@ -53,6 +53,14 @@ class Rotary(NamedTuple):
     kv_heads: int
 
 
+class Cache(NamedTuple):
+    """Keys and values [B, S, K, H], and the slot of each row, int32 [B], that its token goes to."""
+
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K H"]
+    slots: Int[Array, " B"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Outputs of each half that a block owns, and inputs that it asks for at once."""
@@ -81,6 +89,7 @@ def gemv(
     epilogue: str | None = None,
     residual: Float[Array, "*B F"] | None = None,
     rotary: Rotary | None = None,
+    cache: Cache | None = None,
     out_dtype: Any = None,
     config: Config | None = None,
     interpret: bool = False,
@@ -89,7 +98,9 @@ def gemv(
 
     epilogue "swiglu": the O = 2F outputs are gate, then up, and the result is silu(gate) * up.
     "rope": heads of q and k are turned by `rotary` as rope.py does, and the result is
-    (q [*B, N H], k and v side by side [*B, 2 K H]); it has no residual. Otherwise F is O.
+    (q [*B, N H], k and v side by side [*B, 2 K H]); it has no residual. With a `cache`, whose rows
+    are x's, it is (q, cache.k, cache.v) with the tokens in their slots: in the cache's own memory
+    if nothing else needs that, and nowhere if a slot is past S. Otherwise F is O.
     Dtypes: x and W both bfloat16 or float16; other arrays any float; norm(x) is rounded to x's
     dtype and "rope" to it before turning, all else once, to `out_dtype`: bfloat16, float16 or
     float32, x's if None.
@@ -102,6 +113,7 @@ def gemv(
         "epilogue": epilogue,
         "residual": residual,
         "rotary": rotary,
+        "cache": cache,
         "out_dtype": out_dtype,
     }
     check(x, weight, **rest)
@@ -121,9 +133,10 @@ def gemv(
         static = dataclasses.replace(static, heads=(rotary.q_heads, rotary.kv_heads))
         angles = tuple(a.reshape(-1, a.shape[-1]) for a in (rotary.cos, rotary.sin))
     rows, residual = (None if a is None else a.reshape(-1, a.shape[-1]) for a in (x, residual))
-    y: Any = _gemv(
-        static, rows, weight, None if norm is None else norm.weight, bias, residual, angles
-    )
+    scale = None if norm is None else norm.weight
+    y: Any = _gemv(static, rows, weight, scale, bias, residual, angles, cache)
+    if cache is not None:
+        return y[0].reshape(*x.shape[:-1], -1), *y[1:]
     return jax.tree.map(lambda part: part.reshape(*x.shape[:-1], part.shape[-1]), y)
 
 
@@ -136,8 +149,9 @@ def gemv_reference(
     epilogue=None,
     residual=None,
     rotary=None,
+    cache=None,
     out_dtype=None,
-):
+) -> Any:
     """The mathematics in plain JAX."""
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if norm is not None:
@@ -159,8 +173,20 @@ def gemv_reference(
     q, k, v = jnp.split(heads, places, axis=2)
     angles = (a.reshape(1, -1, width // 2) for a in rotary[:2])
     q, k = rope_reference(q, k, *angles)
+    if cache is not None:
+        return q.reshape(*x.shape[:-1], -1).astype(out_dtype), *write(cache, k[0], v[0])
     kv = jnp.concatenate([k, v], axis=2)
     return tuple(part.reshape(*x.shape[:-1], -1).astype(out_dtype) for part in (q, kv))
+
+
+def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> tuple[Array, Array]:
+    """The cache's keys and values with one token more a row."""
+    # XLA makes one kernel of many updates, and two of one: a head is an update of its own
+    rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in k.shape[:2])
+    at = (rows[:, None], cache.slots[:, None], heads[None, :])
+    held = ((cache.k, k), (cache.v, v))
+    k, v = (a.at[at].set(new.astype(a.dtype), mode="drop", unique_indices=True) for a, new in held)
+    return k, v
 
 
 def why_not(
@@ -172,6 +198,7 @@ def why_not(
     epilogue=None,
     residual=None,
     rotary=None,
+    cache=None,
     out_dtype=None,
     device: Device | None = None,
 ) -> str | None:
@@ -179,6 +206,8 @@ def why_not(
     del norm, bias, residual, out_dtype
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
+    if cache is not None and not _compat.WRITES_REFERENCES:
+        return "jax 0.10 has no kernels that write into what they are given"
     if x.dtype not in DTYPES or weight.dtype != x.dtype:
         return f"takes bfloat16 or float16, got x {x.dtype} and a weight {weight.dtype}"
     m, (o, i) = math.prod(x.shape[:-1]), weight.shape
@@ -247,7 +276,7 @@ def bucket(x, weight, *, norm=None, epilogue=None, **rest: Any) -> str:
     return f"{x.dtype.name}-m{math.prod(x.shape[:-1])}-n{o}-k{i}-{kind}"
 
 
-def check(x, weight, *, norm, bias, epilogue, residual, rotary, out_dtype) -> None:
+def check(x, weight, *, norm, bias, epilogue, residual, rotary, cache, out_dtype) -> None:
     """Refuses what no implementation of the op can take."""
     arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     arrays |= {"norm's weight": norm and norm.weight}
@@ -283,11 +312,22 @@ def check(x, weight, *, norm, bias, epilogue, residual, rotary, out_dtype) -> No
             raise ValueError(
                 f"gemv: 'rope' takes no residual, and {o} outputs are not {heads} heads of {width}"
             )
+    if cache is not None:
+        if rotary is None:
+            raise ValueError("gemv: a cache takes what 'rope' makes, and the epilogue is another")
+        own = math.prod(lead), cache.k.shape[1], rotary.kv_heads, 2 * rotary.cos.shape[-1]
+        kinds = {(a.shape, a.dtype) for a in cache[:2]}
+        if kinds != {(own, jnp.dtype(out_dtype or x.dtype))} or cache.slots.shape != own[:1]:
+            raise ValueError(
+                f"gemv: the cache's keys, values and slots must be {list(own)} twice, of the "
+                f"result's dtype, and {[own[0]]}, got {cache.k.dtype}{list(cache.k.shape)}, "
+                f"{cache.v.dtype}{list(cache.v.shape)} and {list(cache.slots.shape)}"
+            )
     if jnp.dtype(out_dtype or x.dtype) not in OUT_DTYPES + (x.dtype,):
         raise ValueError(f"gemv: out_dtype {out_dtype} is not bfloat16, float16 or float32")
 
 
-def _products(static: _Static, x, weight, norm, bias, residual, angles):
+def _products(static: _Static, x, weight, norm, bias, residual, angles, cache):
     config, interpret = static.config, static.interpret
     dtype, out_dtype = x.dtype, jnp.dtype(static.out_dtype)
     (m, i), o = x.shape, weight.shape[0]
@@ -323,7 +363,7 @@ def _products(static: _Static, x, weight, norm, bias, residual, angles):
         weights = weights.astype(dtype).astype(jnp.float32)
         return ((row * scale).astype(dtype).astype(jnp.float32) * weights).astype(dtype)
 
-    def body(x_ref, weight_ref, norm_ref, bias_ref, residual_ref, angle_refs, *rest):
+    def body(x_ref, weight_ref, norm_ref, bias_ref, residual_ref, angle_refs, held, *rest):
         *out_refs, x_s = rest
         block = lax.axis_index("block")
         starts, out_at = starts_of(block)
@@ -375,14 +415,15 @@ def _products(static: _Static, x, weight, norm, bias, residual, angles):
                 ys = [jax.nn.silu(ys[0]) * ys[1]]
             if static.epilogue == "rope":
                 ys = turned(ys, angle_refs, one, block, column)
-            for y, (ref, wanted, start) in zip(ys * len(out_refs), out_at(out_refs), strict=True):
-                place = pl.ds(start, config.outputs)
-                if residual_ref is not None:
-                    y = y + wide(residual_ref.at[one, place], column)
+            if residual_ref is not None:
+                place = pl.ds(starts[0], config.outputs)
+                ys = [ys[0] + wide(residual_ref.at[one, place], column)]
+            for wanted, *targets in out_at(out_refs, held, one):
 
                 @pl.when(wanted)
-                def _(y=y, ref=ref, place=place, one=one):
-                    ref.at[one, place][...] = y.astype(out_dtype)
+                def _(ys=ys, targets=targets):
+                    for y, target in zip(ys, targets, strict=True):
+                        target[...] = y.astype(out_dtype)
 
     def turned(ys, angle_refs, one, block, column):
         first = lax.rem(block, half // config.outputs) * config.outputs
@@ -400,6 +441,10 @@ def _products(static: _Static, x, weight, norm, bias, residual, angles):
     widths = [o // 2 if static.epilogue == "swiglu" else o]
     if angles:
         widths = [2 * half * static.heads[0], 4 * half * static.heads[1]]
+    held = None
+    if cache is not None:
+        widths.pop()
+        held = jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots
     results = _compat.kernel(
         body,
         name="gemv_" + "norm_" * (norm is not None) + (static.epilogue or "plain"),
@@ -409,35 +454,51 @@ def _products(static: _Static, x, weight, norm, bias, residual, angles):
         grid_names=("block",),
         interpret=interpret,
         approx_math=True,
-    )(x, weight, norm, bias, residual, angles)
+    )(x, weight, norm, bias, residual, angles, held)
+    if held is not None:
+        return results[0], jax.freeze(held[0]), jax.freeze(held[1])
     return tuple(results) if angles else results[0]
 
 
 def _starts(static: _Static, half: int):
-    """Of a block: where its outputs begin, and (reference, whether, where) of each result."""
-    size, (q_heads, _) = static.config.outputs, static.heads
+    """Of a block: where its outputs begin; and of a row, what they are written to: (whether, for
+    each of them a reference), of which one holds.
+    """
+    size, (q_heads, kv_heads) = static.config.outputs, static.heads
 
     def plain(block):
         start = block * size
         starts = [start] if static.epilogue is None else [start, start + half]
-        return starts, lambda refs: [(refs[0], block >= 0, start)]
+        place = pl.ds(start, size)
+        return starts, lambda refs, held, one: [(block >= 0, refs[0].at[one, place])]
 
     def of_heads(block):
         head = lax.div(block, half // size)
         start = 2 * half * head + lax.rem(block, half // size) * size
         starts = [start, start + half]
 
-        def out_at(refs):
-            before = 2 * half * q_heads
-            own = [(refs[0], head < q_heads, place) for place in starts]
-            return own + [(refs[1], head >= q_heads, place - before) for place in starts]
+        def out_at(refs, held, one):
+            own = (head < q_heads, *(refs[0].at[one, pl.ds(place, size)] for place in starts))
+            if held is None:
+                before = 2 * half * q_heads
+                places = (pl.ds(place - before, size) for place in starts)
+                return [own, (head >= q_heads, *(refs[1].at[one, place] for place in places))]
+            slot = held[2][one]
+            fits = (slot >= 0) & (slot < held[0].shape[1])
+            found = [own]
+            for which, ref in enumerate(held[:2]):
+                mine = head - q_heads - which * kv_heads
+                places = (pl.ds(place - 2 * half * head, size) for place in starts)
+                whether = (mine >= 0) & (mine < kv_heads) & fits
+                found.append((whether, *(ref.at[one, slot, mine, place] for place in places)))
+            return found
 
         return starts, out_at
 
     return of_heads if static.epilogue == "rope" else plain
 
 
-def _plain(static: _Static, x, weight, norm, bias, residual, angles):
+def _plain(static: _Static, x, weight, norm, bias, residual, angles, cache):
     return gemv_reference(
         x,
         weight,
@@ -446,6 +507,7 @@ def _plain(static: _Static, x, weight, norm, bias, residual, angles):
         epilogue=static.epilogue,
         residual=residual,
         rotary=None if angles is None else Rotary(angles[0], angles[1], *static.heads),
+        cache=cache,
         out_dtype=static.out_dtype,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxllm.ops._select import Table, choose
 from jaxllm.ops.attention import ATTENTION, HOLDS_SCORES, attention
-from jaxllm.ops.fused_linear import FUSED_LINEAR, Norm, Rotary, fused_linear, takes_rows
+from jaxllm.ops.fused_linear import FUSED_LINEAR, Cache, Norm, Rotary, fused_linear, takes_rows
 from jaxllm.ops.glu import GLU, glu
 from jaxllm.ops.linear import EMBEDDING, LINEAR, embedding, linear
 from jaxllm.ops.log_probs import linear_log_probs
@@ -74,6 +74,7 @@ def _call(name: str, op: str, args: Any, kwargs: Any) -> tuple[Table, Any, dict[
 __all__ = [
     "HOLDS_SCORES",
     "OPS",
+    "Cache",
     "Norm",
     "Rotary",
     "attention",

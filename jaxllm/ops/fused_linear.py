@@ -14,7 +14,7 @@ from jaxllm.ops.glu import glu
 from jaxllm.ops.linear import linear
 from jaxllm.ops.norm import rms_norm
 from jaxllm.ops.rope import rope
-from pallas_kernels.gemv import MAX_ROWS, Norm, Rotary, check, gemv
+from pallas_kernels.gemv import MAX_ROWS, Cache, Norm, Rotary, check, gemv, write
 from pallas_kernels.gemv import why_not as why_not_gemv
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantized_matmul import MAX_ROWS as PACKED_ROWS
@@ -42,19 +42,27 @@ def fused_linear(
     epilogue: str | None = None,
     residual: Float[Array, "*B F"] | None = None,
     rotary: Rotary | None = None,
+    cache: Cache | None = None,
     implementation: str | Mapping[str, str] = "auto",
 ) -> Any:
     """epilogue(norm(x) @ weight.T + bias) + residual: [*B, F] in x's dtype.
 
     epilogue "swiglu", of a ternary weight "relu2_glu" too: the outputs are gate, then up, and F is
     half of them. "rope": they are the heads of q, k and v; those of q and k are turned, and the
-    result is (q, k, v), each [*B, heads, H].
+    result is (q, k, v), each [*B, heads, H]; with a `cache`, k and v are its own, [B, S, K, H],
+    with these in their slots.
     "xla" computes it by the ops of its parts, which round between them, by the same
     `implementation`.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
     cannot run the call.
     """
-    around = {"norm": norm, "epilogue": epilogue, "residual": residual, "rotary": rotary}
+    around = {
+        "norm": norm,
+        "epilogue": epilogue,
+        "residual": residual,
+        "rotary": rotary,
+        "cache": cache,
+    }
     if not isinstance(weight, Packed):
         weight = weight.astype(x.dtype)
         check(x, weight, bias=bias, out_dtype=None, **around)
@@ -62,12 +70,14 @@ def fused_linear(
     y = FUSED_LINEAR[name].run(x, weight, bias, **around, implementation=implementation)
     if rotary is None:
         return y
-    width = 2 * rotary.cos.shape[-1]
-    q, kv = (part.reshape(*x.shape[:-1], -1, width) for part in y)
-    return q, *jnp.split(kv, 2, axis=-2)
+    q, *kv = y
+    shape = (*x.shape[:-1], -1, 2 * rotary.cos.shape[-1])
+    if cache is None:
+        kv = jnp.split(kv[0].reshape(shape), 2, axis=-2)
+    return q.reshape(shape), *kv
 
 
-def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, implementation):
+def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, cache, implementation):
     same = {"implementation": implementation}
     if norm is not None:
         x = rms_norm(x, norm.weight, eps=norm.eps, zero_centered=norm.zero_centered, **same)
@@ -76,16 +86,18 @@ def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, implementati
         y = glu(y, activation=GATES[epilogue], **same)
     if rotary is None:
         return y if residual is None else y + residual
-    return _turn(y, rotary, implementation)
+    return _turn(y, rotary, cache, implementation)
 
 
-def _turn(y, rotary: Rotary, implementation):
-    """q, and k and v side by side, of which q and k are turned."""
+def _turn(y, rotary: Rotary, cache: Cache | None, implementation):
+    """What `gemv` returns of a product with the weights of q, k and v."""
     width, rows = 2 * rotary.cos.shape[-1], math.prod(y.shape[:-1])
     places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
     q, k, v = jnp.split(y.reshape(1, rows, -1, width), places, axis=2)
     angles = (a.reshape(1, -1, width // 2) for a in rotary[:2])
     q, k = rope(q, k, *angles, sliced=True, implementation=implementation)
+    if cache is not None:
+        return q.reshape(*y.shape[:-1], -1), *write(cache, k[0], v[0])
     kv = jnp.concatenate([k, v], axis=2)
     return tuple(part.reshape(*y.shape[:-1], -1) for part in (q, kv))
 
@@ -97,7 +109,7 @@ def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
     return gemv(x, weight, bias=bias, interpret=interpret, **around)
 
 
-def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, interpret):
+def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpret):
     """A kernel for the norm, one for the product and what follows it; XLA turns the heads.
 
     The kernel of a ternary weight has norms in it.
@@ -107,17 +119,17 @@ def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, interpret):
     if weight.scheme == "ternary":
         before = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
         y = ternary_linear(x, weight, **before, **after, interpret=interpret)
-        return y if rotary is None else _turn(y, rotary, "xla")
+        return y if rotary is None else _turn(y, rotary, cache, "xla")
     if norm is not None:
         norms = {"eps": norm.eps, "zero_centered": norm.zero_centered}
         x = rms_norm_kernel(x, norm.weight, **norms, interpret=interpret)
     y = quantized_matmul(x, weight, **after, interpret=interpret)
-    return y if rotary is None else _turn(y, rotary, "xla")
+    return y if rotary is None else _turn(y, rotary, cache, "xla")
 
 
-def _why_not_pallas(x, weight, bias, *, device, norm, epilogue, residual, rotary) -> str | None:
+def _why_not_pallas(x, weight, bias, *, device, norm, epilogue, rotary, **rest) -> str | None:
     if not isinstance(weight, Packed):
-        around = {"norm": norm, "epilogue": epilogue, "residual": residual, "rotary": rotary}
+        around = {"norm": norm, "epilogue": epilogue, "rotary": rotary, **rest}
         return why_not_gemv(x, weight, bias=bias, **around, device=device)
     epilogue = None if rotary is not None else epilogue
     if weight.scheme == "ternary":

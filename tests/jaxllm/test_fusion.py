@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
-from tiny_models import ALL, TINY, build
+from tiny_models import ALL, SLIDING, TINY, build
 
 import jaxllm
 from jaxllm import fusion, lora, train
@@ -17,6 +17,7 @@ from jaxllm.layers import Linear
 CONFIGS = {
     "plain": TINY,
     "biases": dataclasses.replace(TINY, qkv_bias=True, mlp_bias=True),
+    "sliding": SLIDING,
     "all": ALL,
 }
 

@@ -12,6 +12,7 @@ from numerics import assert_as_accurate
 
 from pallas_kernels import device as device_lib
 from pallas_kernels.gemv import (
+    Cache,
     Config,
     Norm,
     Rotary,
@@ -117,6 +118,48 @@ def test_results_of_another_dtype_and_leading_dimensions():
     assert_as_accurate(
         y.reshape(4, -1), gemv_reference(x, weight, out_dtype=jnp.float32), *truth(x, weight)
     )
+
+
+def with_cache(slots: list[int]) -> tuple[Any, ...]:
+    x, weight, around = CASES["rope"]
+    rng = np.random.default_rng(1)
+    held = (rng.standard_normal((2, 5, HEADS[1], WIDTH)) for _ in range(2))
+    k, v = (jnp.asarray(a, x.dtype) for a in held)
+    return x, weight, {**around, "cache": Cache(k, v, jnp.asarray(slots, jnp.int32))}
+
+
+@pytest.mark.parametrize("slots", [[0, 4], [3, 5]])
+def test_tokens_are_written_into_a_cache(slots):
+    x, weight, around = with_cache(slots)
+    cache = around.pop("cache")
+    q, *held = interpreted(
+        lambda x, w, cache: gemv(x, w, **around, cache=cache, interpret=True), x, weight, cache
+    )
+    plain_q, kv = gemv_reference(x, weight, **around)
+    wanted = [np.array(a, np.float32) for a in cache[:2]]
+    for row, slot in enumerate(slots):
+        if slot < 5:  # past the end is nowhere
+            heads = np.float32(kv[row]).reshape(2, HEADS[1], WIDTH)
+            wanted[0][row, slot], wanted[1][row, slot] = heads
+    np.testing.assert_array_equal(np.float32(q), np.float32(plain_q))
+    _, *plain = gemv_reference(x, weight, **around, cache=cache)
+    for a, b, c in zip(held, wanted, plain, strict=True):
+        np.testing.assert_array_equal(np.float32(a), b)
+        np.testing.assert_array_equal(np.float32(c), b)
+
+
+def test_a_cache_that_does_not_fit_is_refused():
+    x, weight, around = with_cache([0, 1])
+    cache = around.pop("cache")
+    with pytest.raises(ValueError, match="^gemv: a cache takes what 'rope' makes"):
+        gemv(x, weight, cache=cache)
+    for wrong in (
+        cache._replace(k=cache.k[:, :4]),
+        cache._replace(v=cache.v.astype(jnp.float32)),
+        cache._replace(slots=cache.slots[:1]),
+    ):
+        with pytest.raises(ValueError, match=r"^gemv: the cache's keys, values and slots must be"):
+            gemv(x, weight, **around, cache=wrong)
 
 
 @pytest.mark.parametrize("name", ["swiglu", "rope"])
