@@ -33,6 +33,7 @@ from jaxllm import aot
 # what stands between its parts
 BAD_NOTES = ("C7504", "C7511", "C7512")
 TENSOR_CORES = ("HGMMA", "QGMMA", "IGMMA")
+WARP_PRODUCTS = ("HMMA", "IMMA")  # theirs too, of a warp alone: enough where reading is the time
 # 16 bytes a thread, or the copy engine, which moves whole tiles
 # (LD and ST are those of a pointer that does not say which memory it points into)
 WIDE_READS = (("LDG", "128"), ("LD", "128"), ("LDGSTS", "128"), ("UTMALDG",), ("UBLKCP",))
@@ -63,6 +64,7 @@ def faults(kind: str, kernels: Sequence[aot.Kernel], spilled_bytes: int = 0) -> 
     tensor_cores = any(k.count(name) for k in kernels for name in TENSOR_CORES)
     if kind == "matmul" and not tensor_cores:
         found.append("no tensor cores: none of HGMMA, QGMMA, IGMMA")
+    tensor_cores |= any(k.count(name) for k in kernels for name in WARP_PRODUCTS)
     if kind == "memory-read" and not (tensor_cores or any(_count(k, SHUFFLES) for k in kernels)):
         found.append("sums are made without shuffles or tensor cores")
     return found
@@ -146,7 +148,7 @@ def case_table(rows: Iterable[Row]) -> Table:
                 str(k.registers),
                 str(k.spill_store_bytes + k.spill_load_bytes),
                 f"{(k.static_shared_bytes + (k.dynamic_shared_bytes or 0)) / 1024:.1f}",
-                str(sum(k.count(op) for op in TENSOR_CORES)),
+                str(sum(k.count(op) for op in TENSOR_CORES + WARP_PRODUCTS)),
                 f"{k.count('UTMALDG')}/{k.count('UTMASTG') + k.count('UTMAREDG')}",
                 f"{wide[0] + k.count('LDGSTS', '128')}/{wide[1]}",
                 f"{k.count('LDG') - wide[0]}/{k.count('STG') - wide[1]}",

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from benchmarks.case import Case
+from pallas_kernels.matmul import matmul_reference
 
 # The distribution, and the module that must be importable.
 LIBRARIES = {
@@ -66,6 +67,10 @@ def of(case: Case) -> dict[str, Rival]:
     rivals |= {name: Rival(run) for name, run in case.rivals.items()}
     rivals |= attention_rivals.of(case)
     backward = is_backward(case)
+    if case.op == "quantized_matmul":
+        rest = {name: case.keywords[name] for name in ("epilogue", "out_dtype")}
+        product = functools.partial(matmul_reference, transpose_b=True, **rest)
+        rivals["dense"] = Rival(product, case.keywords["dense"])
     if case.op in ("rms_norm", "layer_norm"):
         rivals["xla cudnn norm"] = Rival(
             case.plain,

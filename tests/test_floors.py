@@ -58,9 +58,15 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.packed "
         "pallas_kernels.quantized_unpack"
     ),
+    "pallas_kernels.quantized_matmul_split": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.matmul_few_rows "
+        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.quantized_matmul_kernel "
+        "pallas_kernels.quantized_unpack pallas_kernels.wgmma_tiles"
+    ),
     "pallas_kernels.quantized_matmul": (
         "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantize "
-        "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_unpack "
+        "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_matmul_split "
+        "pallas_kernels.quantized_unpack pallas_kernels.wgmma_tiles "
         "pallas_kernels.ternary_matmul "
         "pallas_kernels.tuned"
     ),

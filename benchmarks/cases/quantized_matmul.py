@@ -1,0 +1,163 @@
+"""Quantized matmul: the projections of Llama-3.1-8B and Qwen2.5-0.5B when decoding.
+
+A label is M x N x K and the format; "silu" has a weight of 2N rows, gate and up. "dense"
+is a rival: the product by XLA with the weight in 16 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.case import Case
+from pallas_kernels.measure import size_bytes
+from pallas_kernels.quantize import dequantize, quantize
+from pallas_kernels.quantized_matmul import (
+    Config,
+    Device,
+    candidates,
+    quantized_matmul,
+    quantized_matmul_reference,
+)
+
+H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
+# [out, in]; query, key and value are one weight, and so are gate and up, of twice the width here
+LLAMA = {"qkv": (6144, 4096), "out": (4096, 4096), "gate, up": (14336, 4096)}
+LLAMA |= {"down": (4096, 14336)}
+QWEN = {"qkv": (1152, 896), "out": (896, 896), "gate, up": (4864, 896), "down": (896, 4864)}
+HEADS = ((151936, 896), (128256, 4096))
+FORMATS = ("int4", "int8", "fp8", "nvfp4", "mxfp4", "mxfp8")
+
+
+def cases() -> list[Case]:
+    """Further formats, rows and tiles are compiled only."""
+    found = [
+        _case(m, *LLAMA[name], form, silu="gate" in name)
+        for m in (1, 16, 64)
+        for form in ("int4", "int8")
+        for name in LLAMA
+    ]
+    found += [_case(m, *QWEN[name], silu="gate" in name) for m in (1, 16) for name in QWEN]
+    found += [_case(1, *LLAMA["out"], form) for form in FORMATS[2:]]
+    found += [_case(1, *LLAMA["out"], group=group, zeros=True) for group in (32, 128)]
+    found += [_case(1, *HEADS[1], "int8", out="float32"), _case(1, *HEADS[0], out="float32")]
+    named = {case.label for case in found}
+    return found + [case for case in _compiled() if case.label not in named]
+
+
+def _compiled() -> list[Case]:
+    only: dict[str, Any] = {"compile_only": True}
+    found = [
+        _case(m, *model[name], form, silu="gate" in name, **only)
+        for m in (1, 7, 16, 64)
+        for model in (LLAMA, QWEN)
+        for name in model
+        for form in ("int4", "int8")
+    ]
+    for m in (1, 7, 64):
+        for dtype in ("bfloat16", "float16"):
+            for form in FORMATS:
+                if not (form.startswith("mx") and dtype == "float16"):
+                    found.append(_case(m, 1152, 896, form, dtype, words="bias", **only))
+            found.append(_case(m, 896, 4864, "int4", dtype, 128, True, words="residual", **only))
+            found.append(_case(m, 896, 4864, "int4", dtype, 32, True, **only))
+    for m in (1, 16, 64):
+        x, weight = _shapes(m, *LLAMA["out"], "int4", "bfloat16", None, False)
+        for config in candidates(x, weight, device=H200):
+            found.append(_case(m, *LLAMA["out"], config=config, **only))
+    return found
+
+
+def _shapes(m: int, n: int, k: int, form: str, dtype: str, group: int | None, zeros: bool):
+    make = functools.partial(quantize, scheme=form, group_size=group, zero_points=zeros)
+    return jax.ShapeDtypeStruct((m, k), dtype), jax.eval_shape(
+        make, jax.ShapeDtypeStruct((n, k), dtype)
+    )
+
+
+def _case(
+    m: int,
+    n: int,
+    k: int,
+    form: str = "int4",
+    dtype: str = "bfloat16",
+    group: int | None = None,
+    zeros: bool = False,
+    *,
+    silu: bool = False,
+    words: str = "",
+    out: str | None = None,
+    config: Config | None = None,
+    compile_only: bool = False,
+) -> Case:
+    rows = 2 * n if silu else n
+    x, weight = _shapes(m, rows, k, form, dtype, group, zeros)
+    codes, tree = jax.tree.flatten(weight)
+    rest = {"bias": (rows,), "residual": (m, n)}
+    rest = {name: jax.ShapeDtypeStruct(s, dtype) for name, s in rest.items() if name in words}
+    keywords = {"epilogue": "swiglu" if silu else None, "out_dtype": out}
+    call = functools.partial(_call, tree, tuple(rest), keywords)
+    label = [f"{m} x {n} x {k} {form}"]
+    label += [f"groups of {group}"] * bool(group) + ["zero points"] * zeros + ["silu"] * silu
+    label += [words] * bool(words) + [dtype] * (dtype != "bfloat16")
+    label += [f"{out} result"] * bool(out)
+    label += [] if config is None else [str(config).removeprefix("Config")]
+    result = jax.ShapeDtypeStruct((m, n), out or dtype)
+    return Case(
+        op="quantized_matmul",
+        label=", ".join(label),
+        arguments=(x, *codes, *rest.values()),
+        run=functools.partial(call, functools.partial(quantized_matmul, config=config)),
+        plain=functools.partial(call, quantized_matmul_reference),
+        kind="memory-read",
+        bytes=size_bytes(x, codes, tuple(rest.values()), result),
+        operations=2 * m * rows * k,
+        ceiling="read",
+        keywords={**keywords, "dense": functools.partial(_dense, tree)},
+        make=functools.partial(_make, x, (rows, k), (form, group, zeros), tuple(rest.values())),
+        truth=functools.partial(_truth, tree, tuple(rest), silu),
+        compile_only=compile_only,
+    )
+
+
+def _call(tree: Any, names: tuple[str, ...], keywords: Any, f: Any, x, *rest: Any) -> Any:
+    weight = jax.tree.unflatten(tree, rest[: tree.num_leaves])
+    more = dict(zip(names, rest[tree.num_leaves :], strict=True))
+    return f(x, weight, **more, **keywords)
+
+
+def _make(x: Any, shape: Any, how: Any, rest: Any, key: jax.Array) -> tuple[jax.Array, ...]:
+    form, group, zeros = how
+
+    def made(key: jax.Array) -> tuple[Any, ...]:
+        one, two, *more = jax.random.split(key, 2 + len(rest))
+        weight = jax.random.normal(two, shape, jnp.float32) * jnp.float32(shape[1] ** -0.5)
+        weight = quantize(weight.astype(x.dtype), form, group, zero_points=zeros)
+        normal = [
+            jax.random.normal(key, spec.shape, jnp.float32).astype(spec.dtype)
+            for key, spec in zip((one, *more), (x, *rest), strict=True)
+        ]
+        return (normal[0], *jax.tree.leaves(weight), *normal[1:])
+
+    return jax.jit(made)(key)
+
+
+def _dense(tree: Any, x, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x, and the weight that the codes stand for in x's dtype."""
+    return x, dequantize(jax.tree.unflatten(tree, rest[: tree.num_leaves]), x.dtype)
+
+
+def _truth(tree: Any, names: tuple[str, ...], silu: bool, x, *rest: np.ndarray) -> np.ndarray:
+    import oracles  # type: ignore
+
+    weight = oracles.packed_numbers(jax.tree.unflatten(tree, rest[: tree.num_leaves]))
+    more = dict(zip(names, rest[tree.num_leaves :], strict=True))
+    y = x.astype(np.float64) @ weight.T + more.get("bias", np.zeros(1)).astype(np.float64)
+    if silu:
+        gate, up = np.split(y, 2, axis=-1)
+        y = gate * (1 + np.tanh(gate / 2)) / 2 * up
+    return y + more.get("residual", np.zeros(1)).astype(np.float64)
