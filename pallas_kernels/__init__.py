@@ -15,6 +15,7 @@ from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope
+from pallas_kernels.rope_into_cache import rope_into_cache
 from pallas_kernels.sampling_threshold import sampling_threshold
 from pallas_kernels.softmax import scale_softmax
 from pallas_kernels.swiglu import geglu, relu2_glu, swiglu
@@ -34,6 +35,7 @@ __all__ = [
     "relu2_glu",
     "rms_norm",
     "rope",
+    "rope_into_cache",
     "sampling_threshold",
     "scale_softmax",
     "swiglu",

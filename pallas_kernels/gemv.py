@@ -167,16 +167,24 @@ def gemv_reference(
         y = jax.nn.silu(gate) * up
     if rotary is None:
         return (y if residual is None else y + wide(residual)).astype(out_dtype)
+    heads = y.astype(x.dtype).reshape(-1, y.shape[-1])
+    q, *rest = turn_and_write(heads, rotary, cache)
+    if cache is None:
+        rest = [jnp.concatenate([part.reshape(len(heads), -1) for part in rest], axis=-1)]
+        rest = [part.reshape(*x.shape[:-1], -1).astype(out_dtype) for part in rest]
+    return q.reshape(*x.shape[:-1], -1).astype(out_dtype), *rest
+
+
+def turn_and_write(heads, rotary, cache=None):
+    """q [B, N H] of heads of q, k and v side by side, turned, and k and v: [B, K, H], or those of
+    the cache with these in their slots.
+    """
     width = 2 * rotary.cos.shape[-1]
-    heads = y.astype(x.dtype).reshape(1, math.prod(x.shape[:-1]), -1, width)
     places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
-    q, k, v = jnp.split(heads, places, axis=2)
-    angles = (a.reshape(1, -1, width // 2) for a in rotary[:2])
-    q, k = rope_reference(q, k, *angles)
-    if cache is not None:
-        return q.reshape(*x.shape[:-1], -1).astype(out_dtype), *write(cache, k[0], v[0])
-    kv = jnp.concatenate([k, v], axis=2)
-    return tuple(part.reshape(*x.shape[:-1], -1).astype(out_dtype) for part in (q, kv))
+    q, k, v = jnp.split(heads.reshape(1, len(heads), -1, width), places, axis=2)
+    q, k = rope_reference(q, k, *(a.reshape(1, -1, width // 2) for a in rotary[:2]))
+    k, v = (k[0], v[0]) if cache is None else write(cache, k[0], v[0])
+    return q.reshape(len(heads), -1), k, v
 
 
 def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> tuple[Array, Array]:

@@ -135,6 +135,9 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rms_norm pallas_kernels.rope "
         "pallas_kernels.tuned"
     ),
+    "pallas_kernels.rope_into_cache": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.gemv"
+    ),
     "pallas_kernels.sampling_threshold": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.softmax_tiles": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows"

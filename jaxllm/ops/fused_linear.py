@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -22,6 +23,8 @@ from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.rms_norm import rms_norm as rms_norm_kernel
 from pallas_kernels.rms_norm import why_not as why_not_rms_norm
+from pallas_kernels.rope_into_cache import rope_into_cache
+from pallas_kernels.rope_into_cache import why_not as why_not_rope_into_cache
 from pallas_kernels.ternary_matmul import ternary_linear
 from pallas_kernels.ternary_matmul import why_not as why_not_ternary
 
@@ -110,7 +113,7 @@ def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
 
 
 def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpret):
-    """A kernel for the norm, one for the product and what follows it; XLA turns the heads.
+    """A kernel for the norm, one for the product and what follows it, one that turns the heads.
 
     The kernel of a ternary weight has norms in it.
     """
@@ -119,18 +122,34 @@ def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpr
     if weight.scheme == "ternary":
         before = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
         y = ternary_linear(x, weight, **before, **after, interpret=interpret)
-        return y if rotary is None else _turn(y, rotary, cache, "xla")
+        return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
     if norm is not None:
         norms = {"eps": norm.eps, "zero_centered": norm.zero_centered}
         x = rms_norm_kernel(x, norm.weight, **norms, interpret=interpret)
     y = quantized_matmul(x, weight, **after, interpret=interpret)
-    return y if rotary is None else _turn(y, rotary, cache, "xla")
+    return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
 
 
-def _why_not_pallas(x, weight, bias, *, device, norm, epilogue, rotary, **rest) -> str | None:
+def _turn_packed(y, rotary: Rotary, cache: Cache | None, interpret):
+    """As `_turn`, in one launch where there is a cache to write to."""
+    if cache is None:
+        return _turn(y, rotary, cache, "xla")
+    heads, cos, sin = (a.reshape(-1, a.shape[-1]) for a in (y, *rotary[:2]))
+    rotary = rotary._replace(cos=cos, sin=sin)
+    q, *held = rope_into_cache(heads, rotary, cache, interpret=interpret)
+    return q.reshape(*y.shape[:-1], -1), *held
+
+
+def _why_not_pallas(
+    x, weight, bias, *, device, norm, epilogue, rotary, cache, **rest
+) -> str | None:
     if not isinstance(weight, Packed):
-        around = {"norm": norm, "epilogue": epilogue, "rotary": rotary, **rest}
+        around = {"norm": norm, "epilogue": epilogue, "rotary": rotary, "cache": cache, **rest}
         return why_not_gemv(x, weight, bias=bias, **around, device=device)
+    if cache is not None:
+        heads = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), weight.shape[0]), x.dtype)
+        if (reason := why_not_rope_into_cache(heads, rotary, cache, device=device)) is not None:
+            return f"its rotation: {reason}"
     epilogue = None if rotary is not None else epilogue
     if weight.scheme == "ternary":
         if norm is not None and norm.zero_centered:

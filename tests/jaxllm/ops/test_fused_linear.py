@@ -10,11 +10,12 @@ from absent_device import absent
 from kernels import interpreted
 
 from jaxllm import ops
-from jaxllm.ops import Norm, Rotary, fused_linear
+from jaxllm.ops import Cache, Norm, Rotary, fused_linear
+from pallas_kernels import _compat
 from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_matmul import MAX_ROWS
 
-HEADS, WIDTH = (2, 1), 16
+HEADS, WIDTH = (2, 1), 32
 
 
 def case(epilogue: str | None, dtype: Any) -> tuple[Any, ...]:
@@ -109,6 +110,31 @@ def test_what_only_ternary_weights_have():
         assert "adds no 1" in str(ops.explain("fused_linear", x, packed, **around)["pallas"])
 
 
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize(("implementation", "atol"), [("xla", 0), ("pallas-interpret", 0.06)])
+def test_tokens_go_into_a_cache(packs, implementation, atol):
+    if not _compat.WRITES_REFERENCES and "interpret" in implementation:
+        pytest.skip("jax 0.10 has no kernels that write into what they are given")
+    x, weight, bias, around = case("rope", jnp.bfloat16)
+    held = jnp.zeros((2, 3, HEADS[1], WIDTH), jnp.bfloat16)
+    cache = Cache(held, held + 1, jnp.asarray([2, 0], jnp.int32))
+    arrays = x, quantize(weight, "int8") if packs else weight, bias, cache
+    run = interpreted if "interpret" in implementation else lambda f, *args: jax.jit(f)(*args)
+    q, k, v = run(
+        lambda x, weight, bias, cache: fused_linear(
+            x, weight, bias, **around, cache=cache, implementation=implementation
+        ),
+        *arrays,
+    )
+    parts = in_parts(*arrays[:3], **around)
+    np.testing.assert_allclose(np.float32(q), np.float32(parts[0]), atol=atol)
+    for row, slot in enumerate((2, 0)):
+        for ours, part, before in ((k, parts[1], 0), (v, parts[2], 1)):
+            here = np.asarray(ours[row], np.float32)
+            np.testing.assert_allclose(here[slot], np.float32(part[row, 0]), atol=atol)
+            assert (np.delete(here, slot, axis=0) == before).all()
+
+
 def test_which_one_runs():
     x, weight, _, around = case("swiglu", jnp.bfloat16)
     packed = quantize(weight, "int8")
@@ -136,5 +162,5 @@ def test_how_many_rows_it_is_for():
 
 def test_a_wrong_call_is_refused():
     x, weight, bias, around = case("swiglu", jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"^gemv: residual must be \[2, 1, 32\], got"):
+    with pytest.raises(ValueError, match=r"^gemv: residual must be \[2, 1, 64\], got"):
         fused_linear(x, weight, bias, **{**around, "residual": x})

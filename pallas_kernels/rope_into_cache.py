@@ -1,0 +1,159 @@
+"""RoPE of one token a row, whose key and value go straight into the cache: one launch.
+
+heads [B, (N + 2 K) H] are those of q, k and v in turn, as one product gives them. A block owns a
+head of a row: it turns it, if it is of q or k, and writes it where it belongs; keys and values into
+their slots of the cache, in the cache's own memory. What is turned how is in rope.py.
+Source: Su et al. 2021, arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from pallas_kernels import _compat
+from pallas_kernels import device as device_lib
+from pallas_kernels.device import ACCESS_BYTES, Device
+from pallas_kernels.gemv import DTYPES, ITEMSIZE, Cache, Rotary, turn_and_write
+
+ACROSS, WARPS, DOWN = 8, 4, 4  # lanes that hold the same number; how a column lies in a block
+GRAIN = WARPS * DOWN
+
+
+def rope_into_cache(
+    heads: Float[Array, "B NKH"], rotary: Rotary, cache: Cache, *, interpret: bool = False
+) -> tuple[Float[Array, "B NH"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """(q, cache.k, cache.v): q turned, and each row's key, turned, and value in its slot.
+
+    A slot past S is nowhere. `rotary` has B rows of half a head.
+    Dtypes: bfloat16 or float16, of heads and cache alike; cos and sin are rounded to it, products
+    and sums are float32, rounded once. Gradients are those of the plain path.
+    Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
+    (unless `interpret`), or for what `why_not` says.
+    """
+    _check(heads, rotary, cache)
+    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    if (reason := why_not(heads, rotary, cache, device=device)) is not None:
+        raise NotImplementedError(f"rope_into_cache: cannot run this call: {reason}")
+    static = _Static(rotary.q_heads, rotary.kv_heads, interpret)
+    return _write(static, heads, rotary.cos, rotary.sin, cache)
+
+
+def rope_into_cache_reference(heads, rotary, cache):
+    """The mathematics in plain JAX."""
+    return turn_and_write(heads, rotary, cache)
+
+
+def why_not(heads, rotary, cache, *, device: Device | None = None) -> str | None:
+    """What keeps the kernel from this call; shapes suffice."""
+    del cache
+    if reason := device_lib.why_not_hopper(device or device_lib.current()):
+        return reason
+    if not _compat.WRITES_REFERENCES:
+        return "jax 0.10 has no kernels that write into what they are given"
+    if heads.dtype not in DTYPES:
+        return f"takes bfloat16 or float16, got {heads.dtype}"
+    if 0 in heads.shape:
+        return f"nothing to turn: heads are {list(heads.shape)}"
+    if (half := rotary.cos.shape[-1]) % GRAIN:
+        return f"takes halves of heads in multiples of {GRAIN}, got {half}"
+    return None
+
+
+def _check(heads, rotary, cache) -> None:
+    width, count = 2 * rotary.cos.shape[-1], rotary.q_heads + 2 * rotary.kv_heads
+    own = len(heads), cache.k.shape[1], rotary.kv_heads, width
+    wanted = {
+        "heads": (heads, (len(heads), count * width)),
+        "cos": (rotary.cos, (len(heads), width // 2)),
+        "sin": (rotary.sin, (len(heads), width // 2)),
+        "the cache's keys": (cache.k, own),
+        "the cache's values": (cache.v, own),
+        "the cache's slots": (cache.slots, own[:1]),
+    }
+    for name, (array, shape) in wanted.items():
+        if array.shape != shape:
+            raise ValueError(
+                f"rope_into_cache: {name} must be {list(shape)}, got {list(array.shape)}"
+            )
+    if not heads.dtype == cache.k.dtype == cache.v.dtype:
+        raise ValueError(
+            f"rope_into_cache: heads are {heads.dtype}, but the cache holds {cache.k.dtype} and "
+            f"{cache.v.dtype}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    q_heads: int
+    kv_heads: int
+    interpret: bool
+
+
+def _turned(static: _Static, heads, cos, sin, cache):
+    (rows, _), half, dtype = heads.shape, cos.shape[-1], heads.dtype
+    n, k = static.q_heads, static.kv_heads
+    vector = ACCESS_BYTES // ITEMSIZE
+    line = ACROSS * vector
+    layout = _compat.tiled_layout(
+        ((GRAIN, line), (DOWN, line), (vector,)), warp_dims=(-5, -4), lane_dims=(-3, -2)
+    )
+    column = layout.reduce(1)
+
+    def load(ref):
+        value = ref[...] if static.interpret else _compat.load(ref, column, optimized=False)
+        return value.astype(dtype).astype(jnp.float32)
+
+    def body(heads_ref, cos_ref, sin_ref, held, out_ref):
+        head, row = lax.axis_index("head"), lax.axis_index("row")
+        parts = [pl.ds(2 * half * head + start, half) for start in (0, half)]
+        left, right = (load(heads_ref.at[row, part]) for part in parts)
+        here = (head < n + k).astype(jnp.float32)  # v's heads stay
+        cos, sin = load(cos_ref.at[row]) * here + (1 - here), load(sin_ref.at[row]) * here
+        turned = [left * cos - right * sin, right * cos + left * sin]
+        slot = held[2][row]
+        fits = (slot >= 0) & (slot < held[0].shape[1])
+        targets = [(head < n, [out_ref.at[row, part] for part in parts])]
+        for which, ref in enumerate(held[:2]):
+            mine = head - n - which * k
+            places = [ref.at[row, slot, mine, pl.ds(start, half)] for start in (0, half)]
+            targets.append(((mine >= 0) & (mine < k) & fits, places))
+        for whether, places in targets:
+
+            @pl.when(whether)
+            def _(places=places):
+                for y, place in zip(turned, places, strict=True):
+                    place[...] = y.astype(dtype)
+
+    held = jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots
+    q = _compat.kernel(
+        body,
+        name="rope_into_cache",
+        out_type=jax.ShapeDtypeStruct((rows, 2 * half * n), dtype),
+        grid=(n + 2 * k, rows),
+        grid_names=("head", "row"),
+        interpret=static.interpret,
+    )(heads, cos, sin, held)
+    return q, jax.freeze(held[0]), jax.freeze(held[1])
+
+
+def _forward(static: _Static, *arrays: Any):
+    return _write(static, *arrays), arrays
+
+
+def _backward(static: _Static, arrays: Any, cotangents: Any):
+    def plain(heads, cos, sin, cache):
+        return turn_and_write(heads, Rotary(cos, sin, static.q_heads, static.kv_heads), cache)
+
+    return jax.vjp(plain, *arrays)[1](cotangents)
+
+
+_write = jax.custom_vjp(_turned, nondiff_argnums=(0,))
+_write.defvjp(_forward, _backward)
+_write = jax.jit(_write, static_argnums=0)  # calls alike share one compiled kernel

@@ -1,0 +1,117 @@
+"""A turned token and its place in the cache, in the interpreter; what is refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from kernels import interpreted
+from numerics import assert_as_accurate
+
+from pallas_kernels import device as device_lib
+from pallas_kernels.gemv import Cache, Rotary
+from pallas_kernels.rope_into_cache import (
+    rope_into_cache,
+    rope_into_cache_reference,
+    why_not,
+)
+
+pytestmark = pytest.mark.usefixtures("strict_jax")
+
+H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
+S = 5
+
+
+def case(B: int, N: int, K: int, H: int, slots: list[int], dtype: Any = jnp.bfloat16) -> Any:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
+    angles = rng.uniform(-4, 4, (B, H // 2))
+    cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    cache = Cache(draw(B, S, K, H), draw(B, S, K, H), jnp.asarray(slots, jnp.int32))
+    return draw(B, (N + 2 * K) * H), Rotary(cos, sin, N, K), cache
+
+
+def assert_right(ours: Any, heads, rotary, cache) -> None:
+    f64 = lambda a: np.asarray(a, np.float64)  # noqa: E731
+    cos, sin = (f64(a.astype(heads.dtype))[None] for a in rotary[:2])
+    width, n, k = 2 * rotary.cos.shape[-1], rotary.q_heads, rotary.kv_heads
+    q, keys, values = np.split(f64(heads).reshape(1, len(heads), -1, width), (n, n + k), axis=2)
+    q, keys = (oracles.turn(part, cos, sin) for part in (q, keys))
+    held = [f64(cache.k), f64(cache.v)]
+    for row, slot in enumerate(np.asarray(cache.slots)):
+        if slot < S:  # past the end is nowhere
+            held[0][row, slot], held[1][row, slot] = keys[0, row], values[0, row]
+    plain = rope_into_cache_reference(heads, rotary, cache)
+    for a, b, wanted in zip(ours, plain, (q.reshape(len(heads), -1), *held), strict=True):
+        assert a.dtype == heads.dtype
+        assert_as_accurate(a, b, wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slots", "dtype"),
+    [
+        ((1, 3, 1, 64), [0], jnp.bfloat16),
+        ((2, 4, 2, 96), [4, 5], jnp.float16),  # one row whose slot is past the end
+        ((3, 1, 1, 32), [2, 0, 1], jnp.bfloat16),
+    ],
+)
+def test_rope_into_cache(sizes, slots, dtype):
+    heads, rotary, cache = case(*sizes, slots=slots, dtype=dtype)
+
+    def run(heads, cos, sin, cache):
+        turn = rotary._replace(cos=cos, sin=sin)
+        return rope_into_cache(heads, turn, cache, interpret=True)
+
+    ours = interpreted(run, heads, rotary.cos, rotary.sin, cache)
+    assert_right(ours, heads, rotary, cache)
+
+
+def test_the_check_can_fail():
+    heads, rotary, cache = case(2, 2, 1, 32, [1, 5])
+    q, k, v = rope_into_cache_reference(heads, rotary, cache)
+    assert_right((q, k, v), heads, rotary, cache)
+    for wrong in ((q.at[0, 3].multiply(1.1), k, v), (q, v, k), (q, k, cache.v)):
+        with pytest.raises(AssertionError, match="error is"):
+            assert_right(wrong, heads, rotary, cache)
+
+
+def test_its_gradient_is_that_of_the_plain_path():
+    heads, rotary, cache = case(1, 2, 1, 32, [3])
+
+    def loss(f, heads, held, **more):
+        parts = f(heads, rotary, cache._replace(k=held), **more)
+        return sum(jnp.sum(part.astype(jnp.float32) ** 2) for part in parts)
+
+    ours = interpreted(
+        jax.grad(lambda *a: loss(rope_into_cache, *a, interpret=True), (0, 1)), heads, cache.k
+    )
+    plain = jax.grad(lambda *a: loss(rope_into_cache_reference, *a), (0, 1))(heads, cache.k)
+    for a, b in zip(ours, plain, strict=True):
+        np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+def test_why_not():
+    heads, rotary, cache = case(1, 2, 1, 48, [0])
+    assert why_not(heads, rotary, cache, device=H200) in (
+        "takes halves of heads in multiples of 16, got 24",
+        "jax 0.10 has no kernels that write into what they are given",
+    )
+    assert why_not(heads, rotary, cache, device=device_lib.Device("cpu")) == (
+        "needs an NVIDIA GPU, found cpu"
+    )
+    with pytest.raises(NotImplementedError, match="^rope_into_cache: cannot run this call: needs"):
+        rope_into_cache(heads, rotary, cache)
+
+
+def test_what_does_not_fit_is_refused():
+    heads, rotary, cache = case(2, 2, 1, 32, [0, 1])
+    for wrong, said in (
+        ((heads[:, :-1], rotary, cache), r"heads must be \[2, 128\], got \[2, 127\]"),
+        ((heads, rotary._replace(sin=rotary.cos[:1]), cache), r"sin must be \[2, 16\]"),
+        ((heads, rotary, cache._replace(slots=cache.slots[:1])), r"slots must be \[2\], got \[1\]"),
+        ((heads.astype(jnp.float16), rotary, cache), "heads are float16, but the cache holds"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            rope_into_cache(*wrong)
