@@ -28,6 +28,8 @@ def _why_not(marker: str) -> str | None:
         missing = [m for m in ("torch", "transformers") if importlib.util.find_spec(m) is None]
         if missing:
             return f"{' and '.join(missing)} not installed: make test-reference"
+    if marker == "aot" and (reason := importlib.import_module("jaxllm.aot").why_not()) is not None:
+        return f"{reason} (make gpu-compile)"
     if marker == "triton":
         missing = [m for m in ("jax_triton", "triton") if importlib.util.find_spec(m) is None]
         if missing:
@@ -42,7 +44,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for marker in ("gpu", "reference", "triton"):
+    for marker in ("gpu", "reference", "aot", "triton"):
         reason = _why_not(marker)
         for item in items:
             if reason is not None and item.get_closest_marker(marker):

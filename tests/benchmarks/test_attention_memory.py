@@ -12,13 +12,7 @@ from pallas_kernels.flash_attention import flash_attention
 
 LENGTHS = (4096, 16384, 65536)
 HEADS = 4, 2, 128  # N, K, H: memory for each is alike
-REASON = aot.why_not()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        REASON is not None, reason=f"tests that compile for a GPU: {REASON} (make gpu-compile)"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.aot]
 
 
 def both(attend, q, k, v, d_out, *rest):

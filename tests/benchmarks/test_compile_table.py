@@ -13,10 +13,6 @@ from benchmarks import compile_table, programs
 from benchmarks.case import Case
 from jaxllm import aot
 
-REASON = aot.why_not()
-needs_plugin = pytest.mark.skipif(
-    REASON is not None, reason=f"tests that compile for a GPU: {REASON} (make gpu-compile)"
-)
 EIGHT = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16)  # one access of 16 bytes a thread
 GOOD = aot.Kernel(
     name="k",
@@ -96,7 +92,7 @@ def test_no_kernel_at_all_is_a_fault():
     assert compile_table.faults("memory", []) == ["no kernel of ours runs"]
 
 
-@needs_plugin
+@pytest.mark.aot
 @pytest.mark.parametrize(
     ("kind", "function", "arguments", "said"),
     [
@@ -124,7 +120,7 @@ def test_planted_kernels(monkeypatch, kind, function, arguments, said):
         assert any(said in fault for fault in row.faults), row.faults
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_the_command_prints_a_table_and_fails_on_a_fault(monkeypatch, capsys):
     class Threads(concurrent.futures.ThreadPoolExecutor):
         def __init__(self, jobs, mp_context):
@@ -234,7 +230,7 @@ def test_attention_is_launched_once_a_layer(program, launched, said):
     assert programs.missing_kernels(launched, ["attention"], program) == said
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_a_copy_of_a_weight_is_seen():
     weight = jax.ShapeDtypeStruct((512, 256), jnp.float32)
     copies = aot.compile_for(lambda w: (w.T + 0, w * 2), weight)
@@ -256,7 +252,7 @@ def test_a_program_is_held_to_its_limits(monkeypatch):
     assert compile_table.hold_to_limits(key, failed) == failed
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_a_decode_step_within_its_limits():
     key = ("Qwen2.5-0.5B bfloat16", "decode", "auto")
     row = compile_table.hold_to_limits(key, compile_table.compile_program(*key))

@@ -11,10 +11,6 @@ from planted_kernels import ROWS, SQUARE, WIDE_ROWS, double, product, row_sum
 
 from jaxllm import aot
 
-REASON = aot.why_not()
-needs_plugin = pytest.mark.skipif(
-    REASON is not None, reason=f"tests that compile for a GPU: {REASON} (make gpu-compile)"
-)
 F32 = jax.ShapeDtypeStruct((128, 256), jnp.float32)
 
 
@@ -63,14 +59,14 @@ def test_what_is_missing_is_said_in_one_sentence(monkeypatch):
         aot.compile_for(jnp.sin, F32)
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_a_missing_tool_is_named(monkeypatch):
     found = aot._tool
     monkeypatch.setattr(aot, "_tool", lambda name: None if name == "nvdisasm" else found(name))
     assert aot.why_not() == "NVIDIA's nvdisasm is not installed: pip install nvidia-cuda-nvdisasm"
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_a_kernel_on_the_tensor_cores():
     program = aot.compile_for(product, SQUARE, SQUARE)
     k = program.kernel("product")
@@ -91,7 +87,7 @@ def test_a_kernel_on_the_tensor_cores():
         program.kernel("matmul")
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_too_few_registers_show_as_spills_and_notes():
     k = aot.compile_for(functools.partial(product, columns=256), SQUARE, SQUARE).kernels[0]
     assert k.spill_store_bytes > 0
@@ -99,7 +95,7 @@ def test_too_few_registers_show_as_spills_and_notes():
     assert any(note.startswith("C7511 ") for note in k.notes)
 
 
-@needs_plugin
+@pytest.mark.aot
 @pytest.mark.parametrize(("vector", "width"), [(2, None), (1, "U16")])
 def test_the_width_of_an_access_shows(vector, width):
     k = aot.compile_for(functools.partial(row_sum, vector=vector), ROWS).kernels[0]
@@ -109,7 +105,7 @@ def test_the_width_of_an_access_shows(vector, width):
     assert k.count("SHFL", "BFLY") > 0
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_sixteen_bytes_at_once_show():
     eight = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16)
     k = aot.compile_for(functools.partial(row_sum, vector=8), eight).kernels[0]
@@ -119,7 +115,7 @@ def test_sixteen_bytes_at_once_show():
     assert spills.spill_load_bytes > 0
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_launches_have_their_names_in_their_order():
     def f(x):
         return double(row_sum(jnp.sin(double(x))))
@@ -137,7 +133,7 @@ def test_launches_have_their_names_in_their_order():
     assert len(program.hlo) < 20_000  # the kernels' own code is not in it
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_a_program_can_be_compiled_again():
     jitted = jax.jit(double)
     first, second, third = (aot.compile_for(f, ROWS) for f in (jitted, jitted, double))
@@ -145,7 +141,7 @@ def test_a_program_can_be_compiled_again():
     assert first.launches == second.launches == third.launches
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_the_body_of_a_loop_is_there_once():
     def f(x, n):
         return jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, double(c[1])), (0, x))
@@ -155,7 +151,7 @@ def test_the_body_of_a_loop_is_there_once():
     assert inside.in_loop
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_donated_bytes_and_static_arguments():
     @functools.partial(jax.jit, donate_argnames="x", static_argnames="n")
     def f(x, *, n):
@@ -165,7 +161,7 @@ def test_donated_bytes_and_static_arguments():
     assert aot.compile_for(lambda x: x + 2, F32).alias_bytes == 0
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_ops_see_the_target_and_arrays_stand_for_their_shapes():
     from pallas_kernels import device
 
@@ -180,7 +176,7 @@ def test_ops_see_the_target_and_arrays_stand_for_their_shapes():
     assert device.current().platform == jax.default_backend()
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_nothing_is_left_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -192,7 +188,7 @@ def test_nothing_is_left_behind(monkeypatch, tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-@needs_plugin
+@pytest.mark.aot
 def test_a_kernel_that_leaves_no_code_is_an_error(monkeypatch):
     monkeypatch.setattr(aot, "_DUMP_VARIABLE", "NOT_THE_ONE_THAT_MOSAIC_READS")
     said = (

@@ -11,8 +11,6 @@ from jaxllm import aot, fp8, train
 from jaxllm.config import Runtime
 from jaxllm.layers import Linear
 
-REASON = aot.why_not()
-
 
 def draw(*shape: int, scale: float = 1.0, dtype=np.float32, seed: int = 0) -> jax.Array:
     numbers = scale * np.random.default_rng(seed).standard_normal(shape)
@@ -128,7 +126,7 @@ def test_it_trains_as_bfloat16_does():
     assert ends[1][-1] < 1.1 * ends[0][-1] + 0.05
 
 
-@pytest.mark.skipif(REASON is not None, reason=f"tests that compile for a GPU: {REASON}")
+@pytest.mark.aot
 def test_an_h200_calls_cublaslt_in_8_bits_for_all_three():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (192, 128))]
 

@@ -18,7 +18,6 @@ from flax import nnx
 from numerics import assert_as_accurate
 from tiny_models import ALL, LONGROPE, SLIDING, TINY
 
-from jaxllm import aot
 from jaxllm.cache import KVCache
 from jaxllm.config import REMAT, Rope, Runtime
 from jaxllm.model import Transformer
@@ -318,9 +317,7 @@ def is_jaxpr(x: Any) -> bool:
     return hasattr(x, "eqns")
 
 
-@pytest.mark.skipif(
-    aot.why_not() is not None, reason=f"tests of programs for a GPU: {aot.why_not()}"
-)
+@pytest.mark.aot
 @pytest.mark.parametrize("implementation", ["pallas", "cudnn"])
 @pytest.mark.parametrize(("remat", "times"), [("none", 1), ("save_attention", 1), ("full", 2)])
 def test_save_attention_runs_attention_once(remat, times, implementation):

@@ -7,7 +7,6 @@ import pytest
 from jaxllm import aot, optimizers
 from jaxllm.optimizers import Quantized
 
-REASON = aot.why_not()
 KEY = jax.random.key(0)
 
 
@@ -176,7 +175,7 @@ def test_another_dtype_is_refused():
         optimizers.apply_updates_stochastically(params, params, KEY)
 
 
-@pytest.mark.skipif(REASON is not None, reason=f"tests that compile for a GPU: {REASON}")
+@pytest.mark.aot
 def test_a_step_never_holds_the_moments_of_all_parameters_in_float32():
     shape = (512, 2048)
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in "abcdef"}

@@ -9,14 +9,10 @@ from flax import nnx
 from tiny_models import TINY
 
 from benchmarks.models import LLAMA_8B
-from jaxllm import aot, lora, train
+from jaxllm import lora, train
 from jaxllm import plan as plan_module
 from jaxllm.plan import Plan, card_size, plan
 
-REASON = aot.why_not()
-needs_plugin = pytest.mark.skipif(
-    REASON is not None, reason=f"tests that compile for a GPU: {REASON} (make gpu-compile)"
-)
 WIDE = dataclasses.replace(
     TINY, vocab_size=512, hidden_size=64, intermediate_size=128, num_attention_heads=2, head_dim=32
 )
@@ -184,7 +180,7 @@ def test_nothing_is_allocated():
 # ------------------------------------------------------------------------ for a card that is absent
 
 
-@needs_plugin
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keywords", "gigabytes"),
@@ -197,7 +193,7 @@ def test_8b_with_adapters_at_8192_tokens_fits(keywords, gigabytes):
     assert ours.peak > ours.weights + ours.activations
 
 
-@needs_plugin
+@pytest.mark.aot
 @pytest.mark.slow
 def test_offload_moves_the_inputs_of_blocks_to_the_host():
     short = dataclasses.replace(LLAMA_8B, num_hidden_layers=2, layer_types=())

@@ -25,7 +25,6 @@ from pallas_kernels.quantize import dequantize
 from pallas_kernels.quantize import quantize as pack
 from pallas_kernels.ternary_matmul import quantize_rows
 
-REASON = aot.why_not()
 MODULE = importlib.import_module("jaxllm.quantize")  # its function has the same name
 G = 8  # divides the widths of TINY
 # Widths that every scheme divides
@@ -129,7 +128,7 @@ def test_no_dequantised_weight_is_saved():
     assert (12, 32) in residuals(packed, x)
 
 
-@pytest.mark.skipif(REASON is not None, reason=f"tests that compile for a GPU: {REASON}")
+@pytest.mark.aot
 def test_the_backward_pass_of_a_program_makes_its_weights_again():
     """XLA would otherwise share the forward pass's, and keep them all (its CPU compiler of jax
     0.10.2 drops the barriers, and does).
@@ -158,7 +157,7 @@ def test_the_backward_pass_of_a_program_makes_its_weights_again():
     assert shared > 5 * weight, shared / weight
 
 
-@pytest.mark.skipif(REASON is not None, reason=f"tests that compile for a GPU: {REASON}")
+@pytest.mark.aot
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_packing_takes(scheme):
     weight = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)

@@ -334,15 +334,12 @@ def test_bucket():
     assert tuned.power_of_two(5) == 8
 
 
-compiled = pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
-
-
 def program(t: int, v: int, d: int, head: Any = BF16) -> aot.Program:
     f = jax.value_and_grad(linear_cross_entropy, (0, 1))
     return aot.compile_for(f, shape(t, d), shape(v, d, dtype=head), shape(t, dtype=jnp.int32))
 
 
-@compiled
+@pytest.mark.aot
 @pytest.mark.slow
 def test_memory_beyond_inputs_and_gradients_is_a_slab():
     """4096 x 128256 x 4096: all exponentials are 1002 MiB, and so is the gradient they lie in."""
@@ -353,7 +350,7 @@ def test_memory_beyond_inputs_and_gradients_is_a_slab():
     assert not [launch for launch in found.launches if launch.kind == "kCopy"]
 
 
-@compiled
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize("head", [BF16, F32])
 def test_it_compiles_to_what_it_should(head: Any):

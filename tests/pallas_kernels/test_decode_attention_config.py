@@ -204,7 +204,7 @@ def test_what_a_call_gets_wrong(changes, message):
     assert str(caught.value).startswith("decode_attention: ")
 
 
-@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.aot
 @pytest.mark.parametrize("cache", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
 def test_no_block_of_a_cluster_goes_while_another_reads_what_it_has(cache, monkeypatch):
     """One thread tells the cluster that a block is done, so its warps have to meet before."""
@@ -231,7 +231,7 @@ def test_no_block_of_a_cluster_goes_while_another_reads_what_it_has(cache, monke
     assert re.search(r"\bbar(rier)?\.sync|barrier\.cta\.sync", text[loads[-1] : arrival])
 
 
-@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.aot
 @pytest.mark.parametrize("group", [33, 56, 64])
 def test_many_heads_share_a_key_head(group):
     """wgmma of int8 has no 40 or 56 columns; nor have 32 parts of 64 heads room in registers."""

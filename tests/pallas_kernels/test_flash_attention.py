@@ -277,7 +277,7 @@ def test_candidates_fit():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.aot
 @pytest.mark.parametrize("width", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("masks", ["", "all keys", "documents", "everything"])
 def test_compiled(width: int, masks: str):
@@ -300,7 +300,7 @@ def test_compiled(width: int, masks: str):
     assert kernel.count("HGMMA")
 
 
-@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.aot
 def test_memory_is_linear():
     temporary = []
     for tokens in (4096, 16384, 65536):

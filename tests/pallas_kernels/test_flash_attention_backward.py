@@ -228,7 +228,7 @@ def structs(shape: tuple[int, ...], masks: str) -> tuple[Any, dict[str, Any], di
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.aot
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 @pytest.mark.parametrize("masks", ["", "all keys", "documents", "everything"])
 def test_compiled(width: int, masks: str):
@@ -241,7 +241,7 @@ def test_compiled(width: int, masks: str):
     assert kernel.count("HGMMA")
 
 
-@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.aot
 def test_memory_is_linear():
     for tokens in (4096, 16384, 65536):
         inputs, _, keywords = structs((1, tokens, tokens, 4, 1, 128), "")

@@ -225,7 +225,7 @@ def test_each_argument_is_taken_or_refused_on_a_gpu(implementation, name):
     with_argument(implementation, name, gradient=name in PULLED)
 
 
-@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.aot
 @pytest.mark.parametrize("name", ["kv_lengths", "a token, kv_lengths", "a token, segment ids"])
 @pytest.mark.parametrize("implementation", ["pallas", "unfused"])
 def test_what_is_taken_compiles_for_a_gpu(implementation, name):
@@ -244,7 +244,7 @@ def test_what_is_taken_compiles_for_a_gpu(implementation, name):
     assert list(launched) == [kernel if implementation == "pallas" else "scale_softmax"]
 
 
-@pytest.mark.skipif(aot.why_not() is not None, reason="nothing here compiles for a GPU")
+@pytest.mark.aot
 @pytest.mark.parametrize("kind", KV_DTYPES)
 @pytest.mark.parametrize("name", ["a chunk", "a token"])
 def test_codes_compile_for_a_gpu(name, kind):
