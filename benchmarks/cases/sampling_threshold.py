@@ -1,4 +1,4 @@
-"""The threshold of top-k and top-p: what it compiles to; ops/sampling_threshold.py has its times."""
+"""The threshold of top-k and top-p: what it compiles to; its times are in ops/."""
 
 from __future__ import annotations
 
