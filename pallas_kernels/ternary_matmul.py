@@ -136,7 +136,7 @@ def _static(x, packed: Packed, epilogue, out: jnp.dtype, config, interpret: bool
         if config is not None and kernel.problem(config, m, n, k, **form):
             config = None  # measured for a call without halves or floats
     config = config or default_config(x, None, packed, epilogue=epilogue, device=device)
-    return kernel.Static(config, interpret, out.name, epilogue)
+    return kernel.Static(config, interpret, out.name, device.num_sms, epilogue)
 
 
 def ternary_matmul_reference(

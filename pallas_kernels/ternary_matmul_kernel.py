@@ -34,13 +34,12 @@ from pallas_kernels.lane_code import (
     further,
     less,
     load,
-    load_float,
     load_shared,
-    store_float,
     times,
     word,
 )
 from pallas_kernels.packed import Packed
+from pallas_kernels.ternary_finish import Finish
 from pallas_kernels.ternary_rows import quantise_rows
 
 MMA_ROWS, MMA_COLUMNS = 16, 8  # of the weight and of x, in one instruction
@@ -49,20 +48,23 @@ PER_WORD = 16
 LANE = PER_WORD * 4  # columns of a lane, at a time
 TURN = LANE * ACROSS  # columns of a warp
 PLACES = 4  # where a code may lie in a byte
-MOST_EARLY = 2  # results of a thread whose operands it holds from the start
+MOST_BLOCKS = 16
+MOST_ROUNDS = 16  # turns whose code stands one behind the other
 PAD = 4  # words behind a tile's sums, the first of which is the sum of x: no two lanes' banks meet
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A block has tile_n rows of the weight and `warps` that divide K.
+    """A tile has tile_n rows of the weight; `warps` divide K.
 
-    ahead: turns that a warp asks for before it needs them.
+    ahead: turns that a warp asks for before it needs them. blocks: of a multiprocessor, which go
+    from tile to tile and ask for the next one's first turns early; 0: a tile is a block.
     """
 
     tile_n: int = 32
     warps: int = 4
     ahead: int = 2
+    blocks: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Static:
     config: Config
     interpret: bool
     out_dtype: str
+    num_sms: int
     epilogue: str | None = None
     eps: float = 0.0
 
@@ -98,7 +101,7 @@ def apart(m: int) -> bool:
 
 def shared_bytes(config: Config, m: int, k: int, *, floats: bool) -> int:
     """On chip: the sums of the warps, and x where it comes as floats."""
-    rows = m * k + 8 * m * config.warps if floats else 0
+    rows = m * k + 12 * m * config.warps if floats else 0
     return config.warps * columns(m) * (config.tile_n + PAD) * 4 + rows + 1024
 
 
@@ -119,6 +122,8 @@ def problem(
             not 0 < c.warps <= 16 or c.warps % WARPS
         ),
         f"ahead must be 1 to {rounds}, the turns of a warp": not 1 <= c.ahead <= rounds,
+        f"blocks must be 0 to {MOST_BLOCKS}": not 0 <= c.blocks <= MOST_BLOCKS,
+        f"with blocks, a warp takes {MOST_ROUNDS} turns at most": c.blocks and rounds > MOST_ROUNDS,
         f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
     }
     return next((sentence for sentence, found in problems.items() if found), None)
@@ -148,6 +153,9 @@ def warp_products(
     given = {"x_scale": x_scale, "norm": norm, "residual": residual}
     given = {name: array for name, array in given.items() if array is not None}
 
+    tiles = n // rows
+    grid = min(tiles, static.num_sms * c.blocks) if c.blocks and not interpret else tiles
+
     def body(x_ref, *refs, **scratch):
         *refs, out_ref = refs
         row = lax.axis_index("block") * rows
@@ -159,7 +167,7 @@ def warp_products(
         whole = dict(zip(given, refs[len(cut) :], strict=True))
         if "residual" in whole:
             whole["residual"] = whole["residual"].at[:, place]
-        out = out_ref.at[:, place]
+        out = out_ref.at[:, place]  # of the first of a block's tiles
         if interpret:
             found = {name: jnp.concatenate([r[...] for r in refs]) for name, refs in parts.items()}
             keywords = {name: ref[...] for name, ref in whole.items()}
@@ -173,8 +181,8 @@ def warp_products(
 
         @plgpu.inline_mgpu(arg_types=(jax.tree.map(lambda _: plgpu.RefType(), every),))
         def multiply(_: Any, every: Any) -> Any:
-            dtypes = {"x": x.dtype.name, "bias": None if bias is None else bias.dtype.name}
-            _Block(static, m, n, k, dtypes, jax.tree.map(address_of, every)).run()
+            dtypes = {"x": x.dtype.name, "bias": "" if bias is None else bias.dtype.name}
+            _Block(static, (m, n, k), dtypes, jax.tree.map(address_of, every), grid).run()
 
         multiply(every)  # pyright: ignore[reportCallIssue]
 
@@ -184,13 +192,13 @@ def warp_products(
     scratch = {"parts": plgpu.SMEM((c.warps, columns(m), c.tile_n + PAD), jnp.int32)}
     if x_scale is None:
         scratch["rows"] = plgpu.SMEM((m, k), jnp.int8)
-        scratch["marks"] = plgpu.SMEM((2, m, c.warps), jnp.float32)
+        scratch["marks"] = plgpu.SMEM((3, m, c.warps), jnp.float32)
     return _compat.kernel(
         body,
         name="ternary_matmul" if static.epilogue is None else f"ternary_matmul_{static.epilogue}",
         out_type=jax.ShapeDtypeStruct((m, n), static.out_dtype),
         scratch_types={} if interpret else scratch,
-        grid=(n // rows,),
+        grid=(grid,),
         grid_names=("block",),
         interpret=interpret,
         approx_math=True,
@@ -201,10 +209,21 @@ def warp_products(
 class _Block:
     """What a thread does: loads, products, sums."""
 
-    def __init__(self, static: Static, m: int, n: int, k: int, dtypes: Mapping[str, Any], at: Any):
-        self.static, self.config = static, static.config
-        self.m, self.n, self.k, self.at, self.dtypes = m, n, k, at, dtypes
-        self.tiles = self.config.tile_n // MMA_ROWS
+    def __init__(
+        self,
+        static: Static,
+        sizes: tuple[int, int, int],
+        dtypes: Mapping[str, Any],
+        at: Any,
+        grid: int,
+    ):
+        self.static, self.config, self.grid = static, static.config, grid
+        self.m, self.n, self.k = sizes
+        m, _, k = sizes
+        self.at, self.dtypes = at, dtypes
+        self.floats = dtypes["x"] != "int8"
+        self.rounds = -(-turns(k) // self.config.warps)
+        self.tiles = self.config.tile_n // MMA_ROWS  # as mma counts
         self.rows = self.config.tile_n // static.halves
         self.places = PLACES if apart(m) else 1
         self.thread = mgpu_utils.thread_idx()
@@ -212,17 +231,31 @@ class _Block:
         self.warp = arith.divui(self.thread, word(LANES))
         self.row, self.across = (f(lane, word(ACROSS)) for f in (arith.divui, arith.remui))
         self.codes_at = [further(p, times(self.row, k // 4)) for p in at["codes"]]
-        self.floats = dtypes["x"] != "int8"
         self.x_at = []
         for start in range(0, columns(m), MMA_COLUMNS):
             one = arith.minui(arith.addi(self.row, word(start)), word(m - 1))
             self.x_at.append(further(at["rows" if self.floats else "x"], times(one, k)))
+        self.finish = Finish(
+            at=at,
+            m=m,
+            n=self.n,
+            rows=self.rows,
+            halves=static.halves,
+            warps=self.config.warps,
+            line=self.config.tile_n + PAD,
+            lines=columns(m),
+            epilogue=static.epilogue,
+            out_dtype=static.out_dtype,
+            bias_dtype=dtypes["bias"],
+        )
 
-    def place(self, round_: Any, last: bool) -> tuple[Any, Any]:
+    def place(self, round_: int | Any) -> tuple[Any, Any]:
         """Which part of a row is a lane's, and whether there is one (None: there is).
 
-        last: whether the turn may pass the end.
+        Only the last turn may pass the end; round_ is a number there.
         """
+        last = round_ == self.rounds - 1 if isinstance(round_, int) else False
+        round_ = word(round_) if isinstance(round_, int) else round_
         turn = arith.addi(times(round_, self.config.warps), self.warp)
         place = arith.addi(times(turn, ACROSS), self.across)
         if not last or (self.k % TURN == 0 and turns(self.k) % self.config.warps == 0):
@@ -230,38 +263,50 @@ class _Block:
         parts = self.k // LANE
         return arith.minui(place, word(parts - 1)), less(place, parts)
 
-    def fetch(self, round_: Any, last: bool) -> list[Any]:
-        """The words that a turn needs first: codes, and x where it is one column."""
-        place, inside = self.place(round_, last)
+    def fetch(self, round_: int | Any, shift: Any = None, where: Any = None) -> list[Any]:
+        """The words that a turn needs first: codes, and x where it is one column.
+
+        round_: a number where it may be the last. shift: rows between the block's first tile and
+        this one; where: whether there is such a tile.
+        """
+        place, inside = self.place(round_)
         found = []
         for address in self.codes_at:
             address = further(address, times(place, ACCESS_BYTES))
+            if shift is not None:
+                address = further(address, times(shift, self.k // 4))
             for start in range(0, self.rows, MMA_ROWS // 2):
-                found += load(address, start * self.k // 4, 4, once=True)
+                found += load(address, start * self.k // 4, 4, once=True, where=where)
         if len(self.x_at) == 1 and not self.floats:
             found += self.x(0, range(4), place, inside)
         return found
 
     def x(self, column: int, which: Iterable[int], place: Any, inside: Any) -> list[Any]:
-        """16 numbers of x for each word of codes, as words; zeros where no part is inside."""
+        """16 numbers of x for each word of codes, as words; zeros where no part is inside.
+
+        On chip, where `quantise_rows` has put them, they lie as codes come; else in their order.
+        """
         address = further(self.x_at[column], times(place, LANE))
         read = load_shared if self.floats else load
         words = [x for i in which for x in read(address, i * PER_WORD, 4)]
         return words if inside is None else [arith.select(inside, x, word(0)) for x in words]
 
-    def multiply(self, loaded, sums, x_sums, round_: Any, last: bool) -> tuple[list, list]:
+    def multiply(self, loaded, sums, x_sums, round_: int | Any) -> tuple[list, list]:
         """The sums, four for 16 rows of the weight, 8 of x and a place; and what a turn adds."""
         count = 2 * self.tiles
         codes = [loaded[4 * i : 4 * i + 4] for i in range(count)]
         early, columns_ = loaded[4 * count :], range(len(self.x_at))
-        place, inside = (None, None) if early else self.place(round_, last)
+        place, inside = (None, None) if early else self.place(round_)
         sums, x_sums = list(sums), list(x_sums)
         for at in range(0, 4, 2):
             left = [self._left(codes[2 * i : 2 * i + 2], at) for i in range(self.tiles)]
             for column in columns_:
                 words = early[4 * at : 4 * at + 8] or self.x(column, (at, at + 1), place, inside)
-                x_sums[column] = _add_bytes(words, x_sums[column])
-                right = list(zip(_transposed(words[:4]), _transposed(words[4:]), strict=True))
+                halves = words[:4], words[4:]
+                if not self.floats:
+                    x_sums[column] = _add_bytes(words, x_sums[column])
+                    halves = tuple(map(_transposed, halves))
+                right = list(zip(*halves, strict=True))
                 for tile in range(self.tiles):
                     first = (tile * len(columns_) + column) * self.places * 4
                     for i in range(PLACES):
@@ -278,16 +323,10 @@ class _Block:
         ]
 
     def run(self) -> None:
-        ahead, rounds = self.config.ahead, -(-turns(self.k) // self.config.warps)
-        number = 4 * self.places * self.tiles * len(self.x_at)
-        sums, x_sums = [word(0)] * number, [word(0)] * len(self.x_at)
-        ring = [self.fetch(word(i), last=i == rounds - 1) for i in range(ahead)]
-        # They are asked for now if they are few: at the end nothing else would be on its way
-        results = self._results()
-        few = len(results) <= MOST_EARLY
-        early = [self._operands(one, row) for one, row, _ in results] if few else []
+        ring = [self.fetch(i) for i in range(self.config.ahead)]
+        early = self.finish.early()
         if self.floats:
-            self.x_scales = quantise_rows(
+            self.finish.rows_of_x = quantise_rows(
                 self.at,
                 self.m,
                 self.k,
@@ -295,7 +334,23 @@ class _Block:
                 warps=self.config.warps,
                 eps=self.static.eps,
             )
-        width = len(ring[0])
+        if self.config.blocks:
+            self._many_tiles(ring)
+            return
+        self._show(*self._one_tile(ring))
+        gpu.barrier()
+        self.finish.run(early)
+
+    def _zeros(self) -> tuple[list[Any], list[Any]]:
+        """Sums, and sums of x, to begin with."""
+        number = 4 * self.places * self.tiles * len(self.x_at)
+        return [word(0)] * number, [word(0)] * len(self.x_at)
+
+    def _one_tile(self, ring: list[list[Any]]) -> tuple[list[Any], list[Any]]:
+        """The sums of a tile whose first turns are asked for."""
+        ahead, rounds = self.config.ahead, self.rounds
+        (sums, x_sums), width = self._zeros(), len(ring[0])
+        number = len(sums)
         repeats = max(0, (rounds - 1 - ahead) // ahead)  # of which no load is the last turn's
 
         def state(carry):
@@ -313,19 +368,50 @@ class _Block:
                 first = times(i, ahead)
                 for s in range(ahead):
                     here = arith.addi(first, word(s))
-                    sums, x_sums = self.multiply(ring[s], sums, x_sums, here, last=False)
-                    ring[s] = self.fetch(arith.addi(here, word(ahead)), last=False)
+                    sums, x_sums = self.multiply(ring[s], sums, x_sums, here)
+                    ring[s] = self.fetch(arith.addi(here, word(ahead)))
                 return flat(ring, sums, x_sums)
 
             ring, sums, x_sums = state(list(loop.results))
         for turn in range(repeats * ahead, rounds):
-            here, end = ring[turn % ahead], rounds - 1
-            sums, x_sums = self.multiply(here, sums, x_sums, word(turn), last=turn == end)
+            sums, x_sums = self.multiply(ring[turn % ahead], sums, x_sums, turn)
             if turn + ahead < rounds:
-                ring[turn % ahead] = self.fetch(word(turn + ahead), last=turn + ahead == end)
-        self._show(sums, x_sums)
-        gpu.barrier()
-        self._finish(early)
+                ring[turn % ahead] = self.fetch(turn + ahead)
+        return sums, x_sums
+
+    def _many_tiles(self, ring: list[list[Any]]) -> None:
+        """Each tile that is a grid behind the last; the turns in flight pass over from one to the
+        next.
+        """
+        ahead, rounds, width = self.config.ahead, self.rounds, len(ring[0])
+        every = self.n // self.rows
+        block = arith.index_cast(word(0).type, gpu.block_id(gpu.Dimension.x))
+        more = arith.subi(word(every - 1), block)
+        count = arith.addi(arith.divui(more, word(self.grid)), word(1))
+
+        @mgpu_utils.fori(count, [x for each in ring for x in each])
+        def loop(i, carry):
+            shift = times(i, self.grid * self.rows)
+            following = arith.addi(shift, word(self.grid * self.rows))
+            there = arith.cmpi(arith.CmpIPredicate.ult, arith.addi(i, word(1)), count)
+            waiting = [list(carry)[s * width : (s + 1) * width] for s in range(ahead)]
+            early = self.finish.early(shift)
+            sums, x_sums = self._zeros()
+            for turn in range(rounds):
+                sums, x_sums = self.multiply(waiting.pop(0), sums, x_sums, turn)
+                later = turn + ahead
+                waiting.append(
+                    self.fetch(later, shift)
+                    if later < rounds
+                    else self.fetch(later - rounds, following, there)
+                )
+            self._show(sums, x_sums)
+            gpu.barrier()
+            self.finish.run(early, shift)
+            gpu.barrier()  # before the next sums are written
+            return [x for each in waiting for x in each]
+
+        del loop
 
     def _show(self, sums: list[Any], x_sums: list[Any]) -> None:
         """Writes a warp's sums, for each row of x those of the tile and that of x itself."""
@@ -345,6 +431,8 @@ class _Block:
                         total = arith.addi(total, moved)
                     offset = 4 * ((MMA_COLUMNS * j + e % 2) * line + 16 * i + 8 * (e // 2))
                     asm(f"st.shared.u32 [$0 + {offset}], $1;", "", address, total)
+        if self.floats:
+            return
         address = further(self.at["parts"], times(arith.addi(first, times(self.row, line)), 4))
         for j, total in enumerate(x_sums):
             for mask in (1, 2):
@@ -353,87 +441,6 @@ class _Block:
             offset = 4 * (MMA_COLUMNS * j * line + self.config.tile_n)
             with mgpu_utils.when(less(self.across, 1)):
                 asm(f"st.shared.u32 [$0 + {offset}], $1;", "", address, total)
-
-    def _results(self) -> list[tuple[Any, Any, Any]]:
-        """Of each result of a thread: the row of x, that of the weight, whether there is one."""
-        found = []
-        count, threads = self.m * self.rows, self.config.warps * LANES
-        for start in range(0, count, threads):
-            place = arith.addi(self.thread, word(start))
-            inside = less(place, count) if start + threads > count else None
-            place = place if inside is None else arith.minui(place, word(count - 1))
-            found.append((*(f(place, word(self.rows)) for f in (arith.divui, arith.remui)), inside))
-        return found
-
-    def _operands(self, one: Any, row: Any) -> dict[str, Any]:
-        """What a result is made of beside its sums, by name; of gamma and bias one of each half."""
-        found: dict[str, Any] = {}
-        if not self.floats:
-            found["x_scale"] = load_float(further(self.at["x_scale"], times(one, 4)), "float32")
-        place = times(row, 4)
-        found["row_scale"] = [
-            load_float(further(p, place), "float32") for p in self.at["row_scale"]
-        ]
-        if "bias" in self.at:
-            dtype = self.dtypes["bias"]
-            place = times(row, jnp.dtype(dtype).itemsize)
-            found["bias"] = [load_float(further(p, place), dtype) for p in self.at["bias"]]
-        if "residual" in self.at:
-            place = self._out_place(one, row)
-            found["residual"] = load_float(
-                further(self.at["residual"], place), self.static.out_dtype
-            )
-        return found
-
-    def _out_place(self, one: Any, row: Any) -> Any:
-        size = jnp.dtype(self.static.out_dtype).itemsize
-        return times(arith.addi(times(one, self.n), row), size)
-
-    def _finish(self, early: list[dict[str, Any]]) -> None:
-        """Adds the warps' sums, and what follows; early: operands that are there, or none."""
-        for i, (one, row, inside) in enumerate(self._results()):
-            operands = early[i] if early else self._operands(one, row)
-            if inside is None:
-                self._finish_one(one, row, operands)
-                continue
-            with mgpu_utils.when(inside):
-                self._finish_one(one, row, operands)
-
-    def _finish_one(self, one: Any, row: Any, operands: Mapping[str, Any]) -> None:
-        ys = [self._sum(half, one, row, operands) for half in range(self.static.halves)]
-        y = ys[0]
-        if self.static.epilogue == "swiglu":
-            text = """{ .reg .f32 x; mul.f32 x, $1, 0fBFB8AA3B; ex2.approx.f32 x, x;
-                add.f32 x, x, 0f3F800000; div.approx.f32 x, $1, x; mul.f32 $0, x, $2; }"""
-            y = asm(text, "f", *ys)
-        elif self.static.epilogue == "relu2_glu":
-            text = "{ .reg .f32 x; max.f32 x, $1, 0f00000000; mul.f32 x, x, x; mul.f32 $0, x, $2; }"
-            y = asm(text, "f", *ys)
-        if "residual" in operands:
-            y = arith.addf(y, operands["residual"])
-        place = further(self.at["out"], self._out_place(one, row))
-        store_float(place, y, self.static.out_dtype)
-
-    def _sum(self, half: int, one: Any, row: Any, operands: Mapping[str, Any]) -> Any:
-        """Of a row of x and one of the weight, all but what joins gate and up."""
-        line = self.config.tile_n + PAD
-        start = further(self.at["parts"], times(times(one, line), 4))
-        address = further(start, times(row, 4))
-        total = None
-        for warp in range(self.config.warps):
-            offset = 4 * warp * columns(self.m) * line
-            part = load_shared(address, offset + 4 * half * self.rows)
-            part = arith.subi(part, load_shared(start, offset + 4 * self.config.tile_n))
-            total = part if total is None else arith.addi(total, part)
-        y = asm("cvt.rn.f32.s32 $0, $1;", "f", total)
-        if self.floats:
-            scale = self.x_scales[0]
-            for i, other in enumerate(self.x_scales[1:]):
-                scale = arith.select(less(one, i + 1), scale, other)
-        else:
-            scale = operands["x_scale"]
-        y = arith.mulf(arith.mulf(y, scale), operands["row_scale"][half])
-        return arith.addf(y, operands["bias"][half]) if "bias" in operands else y
 
 
 def _of_place(codes: Any, place: int, *, moved: bool) -> Any:

@@ -1,7 +1,8 @@
 """Rows of x made int8 by the threads of a block, in its shared memory, after an RMSNorm if asked.
 
 As in plain JAX, what is normed is rounded to x's dtype, and so is its product with the norm's
-weight. A thread has 8 numbers side by side of every `threads` times 8. Imported only by
+weight. A thread has 16 numbers side by side of every `threads` times 16, and leaves their bytes in
+the order in which codes come out of a word: four times those that lie 4 apart. Imported only by
 ternary_matmul_kernel.py.
 """
 
@@ -24,7 +25,7 @@ from pallas_kernels.lane_code import (
     word,
 )
 
-EACH = 8  # numbers of an access
+EACH = 16  # numbers that a thread has at a time
 MOST_WORDS = 64  # of x, that a thread has at once
 SMALLEST = "0f3727C5AC"  # 1e-5
 MAGIC = "0f4B400000"  # 1.5 * 2^23, to which a number is added to be rounded; its bits are then last
@@ -38,11 +39,12 @@ def quantise_rows(
     dtype: str,
     warps: int,
     eps: float,
-) -> list[Any]:
-    """What 1 of each row stands for, float32; the rows are in `at["rows"]`, behind a barrier.
+) -> tuple[list[Any], list[Any]]:
+    """What 1 of each row stands for, float32, and the sums of the rows' bytes, int32; the rows are
+    in `at["rows"]`, behind a barrier.
 
     at: addresses of x [m, k], norm [k] of x's dtype (if there is one) and, on chip, of rows, int8
-    [m, k], and marks, float32 [2, m, warps].
+    [m, k], and marks, words [3, m, warps].
     """
     threads = warps * LANES
     thread = mgpu_utils.thread_idx()
@@ -58,21 +60,22 @@ def quantise_rows(
     def read(address: Any) -> list[Any]:
         found = []
         for place, there in zip(places, inside, strict=True):
-            words = load(further(address, times(place, 2 * EACH)), 0, 4)
+            address_of = further(address, times(place, 2 * EACH))
+            words = load(address_of, 0, 4) + load(address_of, 2 * EACH // 2, 4)
             if there is not None:
                 words = [arith.select(there, x, word(0)) for x in words]
             found += words
         return found
 
     weight = read(at["norm"]) if "norm" in at else None
-    step = max(1, MOST_WORDS // (4 * turns))
-    scales = []
+    step = max(1, MOST_WORDS // (EACH // 2 * turns))
+    scales, sums = [], []
     for first in range(0, m, step):
         some = range(first, min(first + step, m))
         rows = [read(further(at["x"], word(2 * k * row))) for row in some]
         if weight is not None:
             squares = [_sum_of_squares(words, kind) for words in rows]
-            totals = _over_block(squares, "add", at["marks"], warps, first)
+            totals = _over_block(squares, "add.f32", at["marks"], warps, first)
             # The root is that of the hardware, as in rms_norm
             text = f"{{ .reg .f32 x; fma.rn.f32 x, $1, {_hex(1 / k)}, {_hex(eps)}; "
             text += "rsqrt.approx.f32 $0, x; }"
@@ -84,23 +87,25 @@ def quantise_rows(
         marks = further(at["marks"], word(4 * m * warps))
         largest = [_largest(words, kind) for words in rows]
         for row, a, words in zip(
-            some, _over_block(largest, "max", marks, warps, first), rows, strict=True
+            some, _over_block(largest, "max.f32", marks, warps, first), rows, strict=True
         ):
             a = asm(f"max.f32 $0, $1, {SMALLEST};", "f", a)
             inverse = asm("div.rn.f32 $0, 0f42FE0000, $1;", "f", a)
             scales.append(asm("div.rn.f32 $0, $1, 0f42FE0000;", "f", a))
-            target = further(at["rows"], word(row * k))
+            target, total = further(at["rows"], word(row * k)), word(0)
             for i, (place, there) in enumerate(zip(places, inside, strict=True)):
-                low, high = (
-                    _bytes(words[4 * i + j : 4 * i + j + 2], inverse, kind) for j in (0, 2)
-                )
-                _when(there, _write, further(target, times(place, EACH)), low, high)
-    gpu.barrier()
-    return scales
+                eight = words[8 * i : 8 * i + 8]
+                four = [*_bytes(eight[0::2], inverse, kind), *_bytes(eight[1::2], inverse, kind)]
+                for each in four:  # zeros where nothing is there
+                    total = asm("dp4a.s32.s32 $0, $1, 0x01010101, $2;", "r", each, total)
+                _when(there, _write, further(target, times(place, EACH)), *four)
+            sums.append(total)
+    marks = further(at["marks"], word(8 * m * warps))
+    return scales, _over_block(sums, "add.s32", marks, warps, 0)
 
 
-def _write(address: Any, low: Any, high: Any) -> None:
-    asm("st.shared.v2.u32 [$0], {$1, $2};", "", address, low, high)
+def _write(address: Any, *four: Any) -> None:
+    asm("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", "", address, *four)
 
 
 def _when(there: Any, do: Callable[..., None], *arguments: Any) -> None:
@@ -147,43 +152,48 @@ def _largest(words: list[Any], kind: str) -> Any:
     return asm(f"{{ .reg .f32 a, b; {_halves('$1', kind)} max.f32 $0, a, b; }}", "f", found)
 
 
-def _bytes(words: list[Any], inverse: Any, kind: str) -> Any:
-    """Four numbers in two words times `inverse`, rounded, as the bytes of one word.
+def _bytes(words: list[Any], inverse: Any, kind: str) -> list[Any]:
+    """Eight numbers in four words times `inverse`, rounded, as bytes: those in the words' lower
+    halves as one word, those in the upper as another.
 
     No number is above the row's largest, so that none leaves -127 to 127.
     """
-    text = "{ .reg .f32 a, b; .reg .b32 p, q, r, s; "
-    for x, (low, high) in (("$1", "pq"), ("$2", "rs")):
-        text += _halves(x, kind)
-        for number, target in (("a", low), ("b", high)):
-            text += f"mul.rn.f32 {number}, {number}, $3; add.rn.f32 {number}, {number}, {MAGIC}; "
+    text = "{ .reg .f32 a, b; .reg .b32 p<4>, q<4>; "
+    for i in range(4):
+        text += _halves(f"${2 + i}", kind)
+        for number, target in (("a", f"p{i}"), ("b", f"q{i}")):
+            text += f"mul.rn.f32 {number}, {number}, $6; add.rn.f32 {number}, {number}, {MAGIC}; "
             text += f"mov.b32 {target}, {number}; "
-    text += "prmt.b32 p, p, q, 0x0040; prmt.b32 r, r, s, 0x0040; prmt.b32 $0, p, r, 0x5410; }"
-    return asm(text, "r", *words, inverse)
+    for i, name in enumerate("pq"):
+        text += f"prmt.b32 {name}0, {name}0, {name}1, 0x0040; "
+        text += f"prmt.b32 {name}2, {name}2, {name}3, 0x0040; "
+        text += f"prmt.b32 ${i}, {name}0, {name}2, 0x5410; "
+    return asm(text + "}", "rr", *words, inverse)
 
 
 def _over_block(values: list[Any], operation: str, marks: Any, warps: int, first: int) -> list[Any]:
     """Sums, or maxima, of what the threads of a block have; the same in each of them."""
+    kind = "f" if operation.endswith("f32") else "r"
     thread = mgpu_utils.thread_idx()
     warp, lane = (f(thread, word(LANES)) for f in (arith.divui, arith.remui))
     done = []
     for value in values:
         for mask in (16, 8, 4, 2, 1):
-            text = "{ .reg .b32 x; .reg .f32 y; mov.b32 x, $1; "
+            text = f"{{ .reg .b32 x; .reg .{operation[4:]} y; mov.b32 x, $1; "
             text += f"shfl.sync.bfly.b32 x, x, {mask}, 31, 0xffffffff; mov.b32 y, x; "
-            value = asm(text + f"{operation}.f32 $0, $1, y; }}", "f", value, effects=True)
+            value = asm(text + f"{operation} $0, $1, y; }}", kind, value, effects=True)
         done.append(value)
     with mgpu_utils.when(less(lane, 1)):
         for i, value in enumerate(done):
             place = further(marks, times(arith.addi(warp, word((first + i) * warps)), 4))
-            asm("st.shared.f32 [$0], $1;", "", place, value)
+            asm("st.shared.b32 [$0], $1;", "", place, value)
     gpu.barrier()
     found = []
     for i in range(len(done)):
         total = None
         for each in range(warps):
             offset = 4 * ((first + i) * warps + each)
-            part = asm(f"ld.shared.f32 $0, [$1 + {offset}];", "f", marks, effects=True)
-            total = part if total is None else asm(f"{operation}.f32 $0, $1, $2;", "f", total, part)
+            part = asm(f"ld.shared.b32 $0, [$1 + {offset}];", kind, marks, effects=True)
+            total = part if total is None else asm(f"{operation} $0, $1, $2;", kind, total, part)
         found.append(total)
     return found

@@ -72,9 +72,10 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.lane_code": "",
     "pallas_kernels.ternary_rows": "pallas_kernels.device pallas_kernels.lane_code",
+    "pallas_kernels.ternary_finish": "pallas_kernels.device pallas_kernels.lane_code",
     "pallas_kernels.ternary_matmul_kernel": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
-        "pallas_kernels.packed pallas_kernels.ternary_rows"
+        "pallas_kernels.packed pallas_kernels.ternary_finish pallas_kernels.ternary_rows"
     ),
     "pallas_kernels.ternary_matmul": (
         "pallas_kernels.device pallas_kernels.packed pallas_kernels.rms_norm "

@@ -76,10 +76,10 @@ def test_sums_are_exact(k):
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (2, 3), (64,)])
-@pytest.mark.parametrize("tile_n", [16, 48])
-def test_a_block_has_its_rows(lead, tile_n):
+@pytest.mark.parametrize(("tile_n", "blocks"), [(16, 0), (48, 1)])
+def test_a_block_has_its_rows(lead, tile_n, blocks):
     arguments = case(*lead)
-    config = Config(tile_n=tile_n, ahead=1)
+    config = Config(tile_n=tile_n, ahead=1, blocks=blocks)
     run = functools.partial(ternary_matmul, interpret=True, out_dtype=F32, config=config)
     y = interpreted(run, *arguments)
     np.testing.assert_array_equal(y, ternary_matmul_reference(*arguments, out_dtype=F32))
@@ -193,6 +193,7 @@ def test_without_a_gpu():
         (Config(tile_n=32), "tile_n must divide the weight's rows and be a multiple of 16"),
         (Config(tile_n=16, warps=6), "warps must be a multiple of 4, 16 at most"),
         (Config(tile_n=16, ahead=2), "ahead must be 1 to 1, the turns of a warp"),
+        (Config(tile_n=16, ahead=1, blocks=17), "blocks must be 0 to 16"),
     ],
 )
 def test_a_config_that_does_not_fit(config, sentence):
@@ -209,6 +210,10 @@ def test_a_config_that_is_too_large():
     problem = kernel.problem(few, 4, 1024, 65536, floats=True)
     assert problem is not None
     assert problem.endswith("bytes on chip")
+    many = dataclasses.replace(few, blocks=1)
+    assert kernel.problem(many, 4, 1024, 16384) is None
+    problem = kernel.problem(many, 4, 1024, 32768)
+    assert problem == "with blocks, a warp takes 16 turns at most"
     problem = kernel.problem(few, 4, 1024, 4096, halves=2)
     assert problem is not None
     assert problem.endswith("be a multiple of 32")
