@@ -41,13 +41,15 @@ class Config:
     operand once for all of them; snakes then count these. chunk: tokens whose exponentials are in
     memory at a time. slab: rows of the head whose exponentials have memory of their own where the
     others lie in the gradient's.
+    Measured on an H200 at its power limit, 4096 x 128256 x 4096 with both gradients: 19.2 to 19.5 ms
+    with a cluster of 1 or 2 and snakes of 4 to 16 (three plain products of cuBLAS: 18.8).
     """
 
     stages: int = 4
     snakes: tuple[int, int, int] = (8, 8, 8)
     cluster: int = 1
     chunk: int = 8192
-    slab: int = 16896
+    slab: int = 16896  # 2112 tiles of 4096 columns: 16 of each of 132 multiprocessors
 
 
 @dataclasses.dataclass(frozen=True)
