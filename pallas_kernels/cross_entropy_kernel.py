@@ -41,8 +41,8 @@ class Config:
     operand once for all of them; snakes then count these. chunk: tokens whose exponentials are in
     memory at a time. slab: rows of the head whose exponentials have memory of their own where the
     others lie in the gradient's.
-    Measured on an H200 at its power limit, 4096 x 128256 x 4096 with both gradients: 19.2 to 19.5 ms
-    with a cluster of 1 or 2 and snakes of 4 to 16 (three plain products of cuBLAS: 18.8).
+    H200, warm, 4096 x 128256 x 4096 with both gradients: 19.2 to 19.5 ms with a cluster of 1 or 2
+    and snakes of 4 to 16, where three plain products of cuBLAS take 18.8.
     """
 
     stages: int = 4
