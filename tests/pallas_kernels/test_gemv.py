@@ -148,6 +148,7 @@ def test_tokens_are_written_into_a_cache(slots):
         np.testing.assert_array_equal(np.float32(c), b)
 
 
+@pytest.mark.own_errors
 def test_a_cache_that_does_not_fit_is_refused():
     x, weight, around = with_cache([0, 1])
     cache = around.pop("cache")
@@ -215,6 +216,7 @@ def test_why_not_elsewhere():
         gemv(x, weight)
 
 
+@pytest.mark.own_errors
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -105,6 +105,7 @@ def test_why_not():
         rope_into_cache(heads, rotary, cache)
 
 
+@pytest.mark.own_errors
 def test_what_does_not_fit_is_refused():
     heads, rotary, cache = case(2, 2, 1, 32, [0, 1])
     for wrong, said in (

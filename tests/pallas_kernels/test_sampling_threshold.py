@@ -104,6 +104,7 @@ def test_why_not():
         sampling_threshold(*CASES["one"])
 
 
+@pytest.mark.own_errors
 @pytest.mark.parametrize(
     ("place", "array", "said"),
     [

@@ -160,6 +160,7 @@ def test_how_many_rows_it_is_for():
     assert not ops.takes_rows(MAX_ROWS + 1, packed)
 
 
+@pytest.mark.own_errors
 def test_a_wrong_call_is_refused():
     x, weight, bias, around = case("swiglu", jnp.bfloat16)
     with pytest.raises(ValueError, match=r"^gemv: residual must be \[2, 1, 64\], got"):
