@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
+from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_matmul_kernel as kernel
 from pallas_kernels import quantized_matmul_split as split
 from pallas_kernels import ternary_matmul as ternary
@@ -27,7 +28,7 @@ from pallas_kernels import tuned
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
-from pallas_kernels.quantized_matmul_kernel import MMA_ROWS, Config, Static
+from pallas_kernels.quantized_matmul_config import MMA_ROWS, Config, Static
 from pallas_kernels.quantized_unpack import MX
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
@@ -69,7 +70,7 @@ def quantized_matmul(
     if config is not None and (problem := _problem(config, m, packed, out, gated)):
         raise ValueError(f"quantized_matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
-    reason = why_not(x, packed, **rest, device=device)
+    reason = why_not(x, packed, **rest, config=config, device=device)
     if reason is not None:
         raise NotImplementedError(f"quantized_matmul: cannot run this call: {reason}")
     if packed.scheme == "ternary":
@@ -121,9 +122,13 @@ def why_not(
     epilogue=None,
     residual=None,
     out_dtype=None,
+    config: Config | None = None,
     device: Device | None = None,
 ) -> str | None:
-    """What keeps the kernel from this call; shapes suffice."""
+    """What keeps the kernel from this call; shapes suffice.
+
+    config: form "split" is tried only where it is asked for.
+    """
     del bias, residual
     if packed.scheme == "ternary":
         return ternary.why_not(x, packed, epilogue=epilogue, device=device)
@@ -140,9 +145,11 @@ def why_not(
         return f"nothing to multiply: x is {list(x.shape)}, the weight {[o, i]}"
     if m > MAX_ROWS:
         return f"takes {MAX_ROWS} rows of x at most, got {m}"
-    if i % (turn := kernel.turn(packed.scheme)):
-        return f"{packed.scheme} takes inputs in multiples of {turn}, got {i}"
+    if i % (part := sizes.part(packed.scheme)):
+        return f"{packed.scheme} takes inputs in multiples of {part}, got {i}"
     few = _is_few(m, packed)
+    if not few and (config is None or config.form != "split"):
+        return f"takes {FEW_ROWS} rows of x at most, which must lie on chip; got {m} of {i} numbers"
     grain = (MMA_ROWS if few else WGMMA_ROWS) * (2 if epilogue == "swiglu" else 1)
     if o % grain:
         return f"takes outputs in multiples of {grain} at {m} rows, got {o}"
@@ -155,7 +162,7 @@ def why_not(
 
 def _is_few(m: int, packed: Packed) -> bool:
     """Whether "warps" is the form: it holds x on chip."""
-    return m <= FEW_ROWS and kernel.shared_bytes(SMALLEST, m, packed) <= SHARED_BYTES
+    return m <= FEW_ROWS and sizes.shared_bytes(SMALLEST, m, packed) <= SHARED_BYTES
 
 
 def _problem(config: Config, m: int, packed: Packed, out: Any, gated: bool) -> str | None:
@@ -167,14 +174,15 @@ def _problem(config: Config, m: int, packed: Packed, out: Any, gated: bool) -> s
         return split.problem(config, m, packed, out, gated=gated)
     if m > FEW_ROWS:
         return f"'warps' takes {FEW_ROWS} rows of x at most"
-    return kernel.problem(config, m, packed, gated=gated)
+    return sizes.problem(config, m, packed, gated=gated)
 
 
 def _straddles(packed: Packed) -> bool:
-    """Whether a lane's part of a turn is neither within a group nor whole groups."""
-    turn, group = kernel.turn(packed.scheme), packed.group_size or 1
-    lane = turn // kernel.ACROSS
-    return not (group % lane == 0 or (lane % group == 0 and group >= 8))
+    """Whether groups are neither whole shares of a lane and of turns nor whole parts of a share."""
+    turn, group = sizes.turn(packed.scheme), packed.group_size or 1
+    lane = sizes.part(packed.scheme) // sizes.ACROSS
+    shares = group % lane == 0 and (group % turn == 0 or turn % group == 0)
+    return not (shares or (lane % group == 0 and group >= lane // 4))
 
 
 def default_config(
@@ -192,11 +200,17 @@ def default_config(
             config = Config(tile_n, form="split", stages=stages, cluster=cluster)
             if split.problem(config, m, packed, out, gated=gated) is None:
                 return config
-    tiles = [rows for rows in (32, 16) if o % rows == 0 and rows % (MMA_ROWS * (1 + gated)) == 0]
-    tile_n = next((rows for rows in tiles if o >= rows * device.num_sms), tiles[-1])
-    for warps, ahead, blocks in ((8, 4, 2), (8, 4, 1), (8, 2, 1), (4, 2, 1)):
-        config = Config(tile_n, warps, ahead, blocks)
-        if kernel.problem(config, m, packed, gated=gated) is None:
+    grain, wide = MMA_ROWS * (1 + gated), o >= 4 * 32 * device.num_sms
+    # Tiles of 32 rows where there are several a block; else 16, that each has one (H200)
+    tile_n = next(rows for rows in ((32, 16) if wide else (16, 32)) if rows >= grain)
+    tile_n = tile_n if o % tile_n == 0 else grain
+    rounds = -(-sizes.turns(packed) // 8)
+    found = [Config(tile_n, 8, 2, 1)] if wide and packed.scheme == "int4" else []
+    found += [Config(tile_n, 4, min(2, rounds), 4)] if packed.shape[1] <= 1024 else []
+    found += [Config(tile_n, 8, ahead, blocks) for blocks in (2, 1) for ahead in (2, 1)]
+    found += [Config(tile_n, 4, 2, 1), SMALLEST]
+    for config in found:
+        if sizes.problem(config, m, packed, gated=gated) is None:
             return config
     raise AssertionError(f"quantized_matmul: no tile fits {m} rows of {packed.shape}")
 
@@ -227,7 +241,7 @@ def tuning_calls() -> list[tuned.Call]:
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     shapes += [(1152, 896), (896, 896), (9728, 896), (896, 4864)]
     calls = []
-    for (o, i), scheme, m in itertools.product(shapes, ("int4", "int8"), (1, 8, 16, 64)):
+    for (o, i), scheme, m in itertools.product(shapes, ("int4", "int8"), (1, 8, 16)):
         make = functools.partial(_random_call, m, o, i, scheme)
         arguments: Any = jax.eval_shape(make, jax.random.key(0))
         calls.append(tuned.Call(arguments, quantized_matmul, make=jax.jit(make)))

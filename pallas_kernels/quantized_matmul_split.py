@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax._src.lib.mlir.dialects import arith, vector
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
@@ -29,11 +29,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import SHARED_BYTES
+from pallas_kernels.lane_code import address_of, asm
 from pallas_kernels.matmul_few_rows import GRAIN, LINE, MAX_CLUSTER
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
-from pallas_kernels.quantized_matmul_kernel import Config, Static
-from pallas_kernels.quantized_unpack import asm
+from pallas_kernels.quantized_matmul_config import Config, Static
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 
@@ -212,12 +212,10 @@ def split_products(
                     )
                 # those before this block's are done
                 accs = wait(chunks, accs)
-                if i == 0:
-
-                    @pl.when((at > begin) & (at - 1 + c.stages < end))
-                    def _():
-                        fetch(at - 1 + c.stages)
-
+            # no sum is under way where a step ends: its registers may be moved there
+            accs = wait(0, accs)
+            plgpu.commit_smem()  # every warp has read its codes: they may be overwritten
+            pl.when(at + c.stages < end)(lambda: fetch(at + c.stages))
             return tuple(accs)
 
         def wait(count, accs):
@@ -365,7 +363,7 @@ def _numbers(codes, of: dict[str, Any], packed: Packed, dtype, *, interpret: boo
         warp = arith.remui(arith.divui(thread, c32(32)), c32(4))
         down, across = arith.divui(lane_, c32(4)), arith.remui(lane_, c32(4))
         row = arith.addi(arith.muli(warp, c32(16)), down)
-        base = _address(ref)
+        base = address_of(ref)
         turn = arith.remui(row, c32(8))
         words = []
         for h in range(2):
@@ -393,7 +391,8 @@ def _numbers(codes, of: dict[str, Any], packed: Packed, dtype, *, interpret: boo
             strides, _offset = ir.MemRefType(r.type).get_strides_and_offset()
             wide = strides[0] * bytes_
             at = arith.addi(
-                _address(r), arith.addi(arith.muli(first, c32(wide)), arith.muli(row, c32(bytes_)))
+                address_of(r),
+                arith.addi(arith.muli(first, c32(wide)), arith.muli(row, c32(bytes_))),
             )
             loaded[name] = [
                 _load_shared(at, g * wide + 8 * d * bytes_, bytes_)
@@ -432,10 +431,6 @@ def _numbers(codes, of: dict[str, Any], packed: Packed, dtype, *, interpret: boo
         part = dataclasses.replace(packed, codes=codes[...], **whole, group_size=size)
         return jnp.split(dequantize(part, dtype), count, axis=1)
     return load(codes, *of.values())
-
-
-def _address(ref: Any) -> Any:
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
 
 
 def _load_shared(address: Any, offset: int, size_bytes: int) -> Any:

@@ -22,31 +22,12 @@ import jax.numpy as jnp
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import llvm
 
+from pallas_kernels.lane_code import asm
+
 NIBBLES = ("int4", "nvfp4", "mxfp4")
 E2M1 = ("nvfp4", "mxfp4")
 MX = ("mxfp4", "mxfp8")
 _MX_SHIFT = 20  # MX scales up to 2^21 stay numbers of bfloat16, and what they multiply is 2^-20
-
-_LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
-
-
-def asm(text: str, results: str, *operands: Any, effects: bool = False) -> Any:
-    """PTX: `$0` and so on are the results, by letter (r: 32 bits, f: float32), then the operands.
-
-    One result comes alone, several as a list.
-    """
-    types = {"r": ir.IntegerType.get_signless(32), "f": ir.F32Type.get()}
-    outs = [types[letter] for letter in results]
-    kind = outs[0] if len(outs) == 1 else llvm.StructType.get_literal(outs) if outs else None
-    kind = ir.Type.parse("!llvm.void") if kind is None else kind
-    constraints = [f"={letter}" for letter in results]
-    constraints += [_LETTERS[str(x.type)] for x in operands]
-    done: Any = llvm.inline_asm(
-        kind, list(operands), text, ",".join(constraints), has_side_effects=effects or not outs
-    )
-    if len(outs) < 2:
-        return done
-    return [llvm.extractvalue(each, done, [i]) for i, each in enumerate(outs)]
 
 
 def per_word(scheme: str) -> int:

@@ -53,22 +53,30 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.matmul_few_rows pallas_kernels.matmul_kernel "
         "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
-    "pallas_kernels.quantized_unpack": "",
+    "pallas_kernels.quantized_unpack": "pallas_kernels.lane_code",
+    "pallas_kernels.quantized_matmul_config": (
+        "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_unpack"
+    ),
+    "pallas_kernels.quantized_matmul_lanes": (
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.packed "
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
+    ),
     "pallas_kernels.quantized_matmul_kernel": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.packed "
-        "pallas_kernels.quantized_unpack"
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
+        "pallas_kernels.packed pallas_kernels.quantized_matmul_config "
+        "pallas_kernels.quantized_matmul_lanes"
     ),
     "pallas_kernels.quantized_matmul_split": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.matmul_few_rows "
-        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.quantized_matmul_kernel "
-        "pallas_kernels.quantized_unpack pallas_kernels.wgmma_tiles"
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
+        "pallas_kernels.matmul_few_rows pallas_kernels.packed pallas_kernels.quantize "
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack "
+        "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_matmul": (
         "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantize "
-        "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_matmul_split "
-        "pallas_kernels.quantized_unpack pallas_kernels.wgmma_tiles "
-        "pallas_kernels.ternary_matmul "
-        "pallas_kernels.tuned"
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_matmul_kernel "
+        "pallas_kernels.quantized_matmul_split pallas_kernels.quantized_unpack "
+        "pallas_kernels.ternary_matmul pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.lane_code": "",
     "pallas_kernels.ternary_rows": "pallas_kernels.device pallas_kernels.lane_code",

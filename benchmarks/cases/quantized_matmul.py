@@ -20,8 +20,10 @@ from pallas_kernels.quantized_matmul import (
     Config,
     Device,
     candidates,
+    default_config,
     quantized_matmul,
     quantized_matmul_reference,
+    why_not,
 )
 
 H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
@@ -37,9 +39,10 @@ def cases() -> list[Case]:
     """Further formats, rows and tiles are compiled only."""
     found = [
         _case(m, *LLAMA[name], form, silu="gate" in name)
-        for m in (1, 16, 64)
+        for m in (1, 16)
         for form in ("int4", "int8")
         for name in LLAMA
+        if (m, name) != (16, "down")  # whose x does not fit the chip
     ]
     found += [_case(m, *QWEN[name], silu="gate" in name) for m in (1, 16) for name in QWEN]
     found += [_case(1, *LLAMA["out"], form) for form in FORMATS[2:]]
@@ -99,7 +102,9 @@ def _case(
     codes, tree = jax.tree.flatten(weight)
     rest = {"bias": (rows,), "residual": (m, n)}
     rest = {name: jax.ShapeDtypeStruct(s, dtype) for name, s in rest.items() if name in words}
-    keywords = {"epilogue": "swiglu" if silu else None, "out_dtype": out}
+    keywords: dict[str, Any] = {"epilogue": "swiglu" if silu else None, "out_dtype": out}
+    if config is None and compile_only and why_not(x, weight, **keywords, device=H200):
+        config = default_config(x, weight, **keywords, device=H200)  # asked for by name only
     call = functools.partial(_call, tree, tuple(rest), keywords)
     label = [f"{m} x {n} x {k} {form}"]
     label += [f"groups of {group}"] * bool(group) + ["zero points"] * zeros + ["silu"] * silu

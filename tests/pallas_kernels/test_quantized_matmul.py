@@ -274,10 +274,24 @@ def test_wrong_configs_for_the_call(rows: int, config: Config, keywords: Any, se
         (shape(3, 256, dtype=F16), shaped(64, 256, "mxfp4"), {}, H200, "has not the exponents"),
         (shape(65, 256), TERNARY, {}, H200, "takes 64 rows of x at most, got 65"),
         (shape(0, 256), W, {}, H200, "nothing to multiply"),
-        (shape(65, 256), W, {}, H200, "takes 64 rows of x at most, got 65"),
-        (shape(17, 256), W, {"out_dtype": F32}, H200, "gives no float32 at 17 rows of 256"),
-        (shape(17, 256), shaped(32, 256), {}, H200, "multiples of 64 at 17 rows, got 32"),
-        (shape(8, 14336), shaped(32, 14336), {}, H200, "multiples of 64 at 8 rows, got 32"),
+        (shape(17, 256), W, {}, H200, "takes 16 rows of x at most, which must lie on chip; got 17"),
+        (shape(8, 14336), shaped(64, 14336), {}, H200, "got 8 of 14336 numbers"),
+        (shape(65, 256), W, {"config": split()}, H200, "takes 64 rows of x at most, got 65"),
+        (shape(17, 256), W, {"config": split()}, H200, None),
+        (
+            shape(17, 256),
+            W,
+            {"config": split(), "out_dtype": F32},
+            H200,
+            "gives no float32 at 17 rows of 256",
+        ),
+        (
+            shape(17, 256),
+            shaped(32, 256),
+            {"config": split()},
+            H200,
+            "multiples of 64 at 17 rows, got 32",
+        ),
         (shape(3, 160), shaped(64, 160, "int4, groups of 32"), {}, H200, "multiples of 128"),
         (X, shaped(24, 256), {}, H200, "takes outputs in multiples of 16 at 3 rows, got 24"),
         (X, shaped(48, 256), {"epilogue": "swiglu"}, H200, "multiples of 32 at 3 rows, got 48"),
@@ -327,8 +341,8 @@ def test_bucket_says_what_matters():
 def test_the_default_config_is_legal(m: int, o: int, i: int, form: str):
     x, weight = shape(m, i), shaped(o, i, form)
     for epilogue in (None, "swiglu"):
-        assert why_not(x, weight, epilogue=epilogue, device=H200) is None
         config = default_config(x, weight, epilogue=epilogue, device=H200)
+        assert why_not(x, weight, epilogue=epilogue, config=config, device=H200) is None
         run = functools.partial(quantized_matmul, epilogue=epilogue, config=config, interpret=True)
         jax.eval_shape(run, x, weight)
 
@@ -375,7 +389,8 @@ def test_on_a_gpu(rows: int, form: str, dtype: str):
     for i in (1024, 3584) if form == "int4, groups of 512" else (896, 4864):
         for epilogue, extra in ((None, ""), ("swiglu", "bias residual")):
             arrays, keywords = call(rows, 256, i, form, DTYPES[dtype], extra, epilogue=epilogue)
-            y = quantized_matmul(**arrays, **keywords)
+            config = default_config(arrays["x"], arrays["packed"], **keywords, device=H200)
+            y = quantized_matmul(**arrays, **keywords, config=config)
             assert_right(arrays, keywords, y)
-            again = quantized_matmul(**arrays, **keywords)
+            again = quantized_matmul(**arrays, **keywords, config=config)
             np.testing.assert_array_equal(np.asarray(y), np.asarray(again))

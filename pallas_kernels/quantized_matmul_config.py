@@ -1,0 +1,122 @@
+"""How `quantized_matmul` goes over a weight, as plain data, and what that takes on chip."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels import quantized_unpack as unpack
+from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, WARPS
+from pallas_kernels.packed import Packed
+
+MMA_ROWS, MMA_COLUMNS = 16, 8  # of the weight and of x, in one instruction
+ACROSS = 4  # lanes that share a row in it
+PART_BYTES = ACROSS * ACCESS_BYTES  # of a row, which 4 lanes multiply at a time
+PARTS = 2
+TURN_BYTES = PARTS * PART_BYTES  # of a row, which a warp asks for at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a block goes over the weight.
+
+    form "warps": a block has tile_n rows of the weight at a time (gate and up together) and `warps`
+    that divide K, and asks for codes `ahead` turns before it needs them; `blocks` share a
+    multiprocessor. form "split" is that of `quantized_matmul_split`: a cluster of blocks has tile_n
+    rows of the weight and divides K, in a ring of `stages`.
+    """
+
+    tile_n: int = 32
+    warps: int = 4
+    ahead: int = 4
+    blocks: int = 2
+    form: str = "warps"
+    stages: int = 4
+    cluster: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a kernel is compiled for."""
+
+    name: str
+    config: Config
+    interpret: bool
+    out_dtype: str
+    num_sms: int
+    gated: bool = False
+
+
+def turn(scheme: str) -> int:
+    """Numbers of a row that a warp takes at a time."""
+    return TURN_BYTES // 4 * unpack.per_word(scheme)
+
+
+def part(scheme: str) -> int:
+    """Numbers of a row that are multiplied at a time, 16 bytes of them by a lane."""
+    return turn(scheme) // PARTS
+
+
+def turns(packed: Packed) -> int:
+    """Of a row, of all warps."""
+    return -(-packed.shape[1] // turn(packed.scheme))
+
+
+def rounds(config: Config, packed: Packed) -> int:
+    """Turns of a warp in a row."""
+    return -(-turns(packed) // config.warps)
+
+
+def group_bytes(config: Config, packed: Packed) -> dict[str, int]:
+    """On chip, of a warp's turn: scales and zeros."""
+    arrays = {"scale": packed.scale, "zero": packed.zero}
+    groups = max(1, turn(packed.scheme) // (packed.group_size or turn(packed.scheme)))
+    return {
+        name: groups * config.tile_n * array.dtype.itemsize
+        for name, array in arrays.items()
+        if array is not None
+    }
+
+
+def warp_bytes(config: Config, packed: Packed) -> int:
+    """On chip, of a warp's turn: codes, 16 bytes a lane and row, scales and zeros."""
+    codes = config.tile_n * TURN_BYTES
+    return codes + sum(group_bytes(config, packed).values())
+
+
+def x_bytes(config: Config, packed: Packed) -> int:
+    """On chip, of a row of x: whole rounds; rows side by side begin in other banks."""
+    return rounds(config, packed) * config.warps * turn(packed.scheme) * 2 + PART_BYTES
+
+
+def sums_bytes(config: Config, m: int, packed: Packed) -> int:
+    """On chip, of sums of x over the parts of a row; int4 wants them."""
+    count = rounds(config, packed) * config.warps * PARTS * columns(m)
+    return count * 4 if packed.scheme == "int4" else ACCESS_BYTES
+
+
+def shared_bytes(config: Config, m: int, packed: Packed) -> int:
+    """On chip: codes on their way, x, the sums of the warps."""
+    c = config
+    sums = 2 * c.warps * m * c.tile_n * 4 + sums_bytes(c, m, packed)
+    return c.ahead * c.warps * warp_bytes(c, packed) + m * x_bytes(c, packed) + sums + 1024
+
+
+def problem(config: Config, m: int, packed: Packed, *, gated: bool) -> str | None:
+    """What speaks against the config for m rows of x."""
+    c, grain = config, MMA_ROWS * (1 + gated)
+    whole = c.tile_n > 0 and c.tile_n % grain == 0 and packed.shape[0] % c.tile_n == 0
+    warps = 0 < c.warps <= 16 and c.warps % WARPS == 0
+    size_bytes = c.blocks * shared_bytes(c, m, packed) if whole and warps else 0
+    problems = {
+        f"tile_n must divide the weight's rows and be a multiple of {grain}": not whole,
+        f"warps must be a multiple of {WARPS}, 16 at most": not warps,
+        "ahead must be 1 at least": c.ahead < 1,
+        "blocks must be 1 at least": c.blocks < 1,
+        f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
+    }
+    return next((sentence for sentence, found in problems.items() if found), None)
+
+
+def columns(m: int) -> int:
+    """Rows of x that products are made for."""
+    return -(-m // MMA_COLUMNS) * MMA_COLUMNS

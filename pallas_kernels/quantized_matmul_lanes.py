@@ -1,0 +1,514 @@
+"""What a thread does in the kernel of `quantized_matmul` for few rows: copies, products, sums.
+
+Values are those of MLIR, as in lane_code.py. Imported only by quantized_matmul_kernel.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir.dialects import arith, gpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+
+from pallas_kernels import quantized_matmul_config as sizes
+from pallas_kernels import quantized_unpack as unpack
+from pallas_kernels.device import ACCESS_BYTES, LANES
+from pallas_kernels.lane_code import asm, further, less, load_float, store_float, times, word
+from pallas_kernels.packed import Packed
+from pallas_kernels.quantized_matmul_config import (
+    ACROSS,
+    MMA_COLUMNS,
+    MMA_ROWS,
+    PART_BYTES,
+    PARTS,
+    TURN_BYTES,
+    Static,
+)
+
+X_AT_ONCE = 8  # accesses of a thread to x on their way
+
+
+def _long(value: int) -> Any:
+    """A constant of 64 bits."""
+    return mgpu_utils.c(value, ir.IntegerType.get_signless(64))
+
+
+def _far(value: Any, by: int) -> Any:
+    """A product of 64 bits."""
+    return arith.muli(arith.extui(ir.IntegerType.get_signless(64), value), _long(by))
+
+
+def _load(address: Any, offset: int, size_bytes: int, *, shared: bool = False) -> Any:
+    """A word, or four; fewer bytes become a word."""
+    space = "shared" if shared else "global.nc"
+    if size_bytes == 16:
+        text = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+        return asm(text, "rrrr", address, effects=True)
+    if size_bytes == 4:
+        return asm(f"ld.{space}.u32 $0, [$1 + {offset}];", "r", address, effects=True)
+    kind = "u8" if size_bytes == 1 else "u16"
+    text = f"{{ .reg .b16 x; ld.{space}.{kind} x, [$1 + {offset}]; cvt.u32.u16 $0, x; }}"
+    return asm(text, "r", address, effects=True)
+
+
+def _size(wanted: Any) -> Any:
+    """Of an access: all of it or nothing."""
+    return arith.select(wanted, word(ACCESS_BYTES), word(0))
+
+
+def _copy(target: Any, source: Any, to: int, start: int, size: Any) -> None:
+    """Asks for 16 bytes in shared memory, of which `size`, all or none, come from global memory."""
+    text = f"cp.async.cg.shared.global [$0 + {to}], [$1 + {start}], 16, $2;"
+    asm(text, "", target, source, size, effects=True)
+
+
+def _mma(sums: list[Any] | None, a: list[Any], b: list[Any], dtype: Any) -> list[Any]:
+    """sums + a [16, 16] @ b [16, 8], four float32 a thread; zeros if sums is None."""
+    kind = "bf16" if dtype == jnp.bfloat16 else "f16"
+    start = sums or [arith.constant(ir.F32Type.get(), 0.0)] * 4
+    numbers = [f"${i}" for i in range(14)]
+    out, left, right, before = (
+        "{" + ", ".join(numbers[i:j]) + "}" for i, j in ((0, 4), (4, 8), (8, 10), (10, 14))
+    )
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {out}, {left}, {right}, {before};"
+    )
+    return asm(text, "ffff", *a, *b, *start)
+
+
+def _fma(x: Any, y: Any, z: Any) -> Any:
+    return asm("fma.rn.f32 $0, $1, $2, $3;", "f", x, y, z)
+
+
+class Block:
+    """What a thread does: copies, products, sums."""
+
+    def __init__(self, static: Static, x, packed: Packed, bias, pointers: Mapping[str, Any]):
+        self.static, self.packed, self.pointers = static, packed, pointers
+        c = self.config = static.config
+        self.m, self.k = x.shape
+        self.dtype, self.bias = jnp.dtype(x.dtype), bias
+        self.halves = 1 + static.gated
+        self.out_rows = c.tile_n // self.halves
+        self.n = packed.shape[0] // self.halves
+        self.num_tiles = self.n // self.out_rows
+        self.num_blocks = min(self.num_tiles, c.blocks * static.num_sms)
+        self.scheme = packed.scheme
+        self.turn, self.turns = sizes.turn(self.scheme), sizes.turns(packed)
+        self.rounds = sizes.rounds(c, packed)
+        thread = mgpu_utils.thread_idx()
+        self.lane = arith.remui(thread, word(LANES))
+        self.thread, self.warp = thread, arith.divui(thread, word(LANES))
+        self.row, self.across = (f(self.lane, word(ACROSS)) for f in (arith.divui, arith.remui))
+        group = packed.group_size or 0
+        grouped = packed.scale is not None
+        self.part = sizes.part(self.scheme)
+        self.sums_scaled = grouped and unpack.scales_sums(self.scheme) and group % self.part == 0
+        each = self.part // ACROSS  # numbers of a row that a lane has
+        # int4: what its numbers are too large by is taken from the sums
+        self.from_sums = self.sums_scaled and self.scheme == "int4"
+        # groups that a lane has numbers of, in a part
+        self.lane_groups = max(1, each // group) if grouped and not self.sums_scaled else 1
+        # numbers of K in the groups of scales that a turn brings, and how many groups
+        self.group = group or self.turn
+        self.turn_groups = max(1, self.turn // self.group)
+        self.row_bytes = packed.codes.shape[1] * packed.codes.dtype.itemsize
+        self.warp_bytes = sizes.warp_bytes(c, packed)
+        self.group_bytes = sizes.group_bytes(c, packed)
+        # 8 lanes bring 128 bytes of a row; every other row has its two parts the other way round
+        accesses = TURN_BYTES // ACCESS_BYTES
+        down, self.access = (f(self.lane, word(accesses)) for f in (arith.divui, arith.remui))
+        start = times(down, self.row_bytes)
+        self.codes_at = [
+            arith.addi(further(pointers["codes"], start), _long(half * self.n * self.row_bytes))
+            for half in range(self.halves)
+        ]
+        odd = lambda row: times(arith.andi(row, word(1)), PART_BYTES)  # noqa: E731
+        place = arith.xori(times(self.access, ACCESS_BYTES), odd(down))
+        self.bring_to = arith.addi(times(down, TURN_BYTES), place)
+        place = arith.addi(times(self.row, TURN_BYTES), times(self.across, ACCESS_BYTES))
+        self.take_from = [
+            arith.addi(place, arith.xori(odd(self.row), word(i * PART_BYTES))) for i in range(PARTS)
+        ]
+        self.ring_at = further(pointers["ring"], times(self.warp, self.warp_bytes))
+        self.x_bytes = sizes.x_bytes(c, packed)
+        self.x_at = []
+        for column in range(0, sizes.columns(self.m), MMA_COLUMNS):
+            one = arith.minui(arith.addi(self.row, word(column)), word(self.m - 1))
+            at = arith.addi(times(one, self.x_bytes), times(self.across, ACCESS_BYTES))
+            at = arith.addi(at, times(self.warp, self.turn * 2))
+            self.x_at.append(further(pointers["kept"], at))
+
+    def _tiles(self):
+        """Of 16 rows of the weight: which half they are in, and how far from its beginning."""
+        for half in range(self.halves):
+            for start in range(0, self.out_rows, MMA_ROWS):
+                yield half, start
+
+    def copy(self, tile: Any, round_: Any, slot: Any) -> None:
+        """Asks for what the warp's turn needs; past the end of a row or of the tiles for zeros."""
+        at = arith.addi(times(round_, self.config.warps), self.warp)
+        there = less(tile, self.num_tiles)
+        tile = arith.minui(tile, word(self.num_tiles - 1))
+        slot_at = further(self.ring_at, times(slot, self.config.warps * self.warp_bytes))
+        target = further(slot_at, self.bring_to)
+        place = arith.addi(times(at, TURN_BYTES), times(self.access, ACCESS_BYTES))
+        size = _size(arith.andi(there, less(place, self.row_bytes)))
+        place = arith.minui(place, word(self.row_bytes - ACCESS_BYTES))
+        offset = arith.addi(_far(tile, self.out_rows * self.row_bytes), _far(place, 1))
+        sources = [arith.addi(p, offset) for p in self.codes_at]
+        step = LANES * ACCESS_BYTES // TURN_BYTES  # rows
+        for row in range(0, self.config.tile_n, step):
+            half, start = divmod(row, self.out_rows)
+            _copy(target, sources[half], row * TURN_BYTES, start * self.row_bytes, size)
+        to = self.config.tile_n * TURN_BYTES
+        for name in self.group_bytes:
+            self._copy_groups(name, tile, at, further(slot_at, word(to)), there)
+            to += self.group_bytes[name]
+        asm("cp.async.commit_group;", "", effects=True)
+
+    def _copy_groups(self, name: str, tile: Any, at: Any, target: Any, there: Any) -> None:
+        """Scales or zeros, [half, group, row] on chip: a lane brings 16 bytes, while there are."""
+        item = getattr(self.packed, name).dtype.itemsize
+        wide = self.out_rows * item // ACCESS_BYTES  # accesses of a half's group
+        count = self.halves * self.turn_groups * wide
+        first = arith.divui(times(at, self.turn), word(self.group))
+        for start in range(0, count, LANES):
+            place = arith.addi(self.lane, word(start))
+            half, inner = (
+                f(place, word(self.turn_groups * wide)) for f in (arith.divui, arith.remui)
+            )
+            group, column = (f(inner, word(wide)) for f in (arith.divui, arith.remui))
+            group, last = arith.addi(first, group), self.k // self.group - 1
+            size = _size(arith.andi(there, less(group, last + 1)))
+            group = arith.minui(group, word(last))
+            row = arith.addi(times(tile, self.out_rows), times(half, self.n))
+            source = arith.addi(times(group, self.packed.shape[0]), row)
+            source = arith.addi(_far(source, item), _far(column, ACCESS_BYTES))
+            source = arith.addi(self.pointers[name], source)
+            to = further(target, times(place, ACCESS_BYTES))
+            if start + LANES <= count:
+                _copy(to, source, 0, 0, size)
+            else:
+                with mgpu_utils.when(less(place, count)):
+                    _copy(to, source, 0, 0, size)
+
+    def arrived(self, slot: Any) -> Any:
+        """Waits for a turn; where it lies."""
+        asm(f"cp.async.wait_group {self.config.ahead - 1};", "", effects=True)
+        asm("bar.warp.sync 0xffffffff;", "", effects=True)
+        return further(self.ring_at, times(slot, self.config.warps * self.warp_bytes))
+
+    def taken(self, slot_at: Any, which: int) -> list[Any]:
+        """A part's codes, 4 words for each of 2 rows of each tile; then scales and zeros, by row
+        and group of the lane.
+        """
+        source, words = further(slot_at, self.take_from[which]), []
+        for row in range(0, self.config.tile_n, 8):
+            words += _load(source, row * TURN_BYTES, ACCESS_BYTES, shared=True)
+        first = word(which * self.part // self.group)
+        if not self.sums_scaled:
+            first = arith.addi(times(self.across, self.part // ACROSS), word(which * self.part))
+            first = arith.divui(first, word(self.group))
+            first = first if self.group < self.turn else word(0)
+        to = self.config.tile_n * TURN_BYTES
+        for name, size_bytes in self.group_bytes.items():
+            item = getattr(self.packed, name).dtype.itemsize
+            wide = self.out_rows * item
+            at = further(slot_at, arith.addi(times(first, wide), times(self.row, item)))
+            words += [
+                _load(
+                    at,
+                    to + (half * self.turn_groups + i) * wide + (start + down) * item,
+                    item,
+                    shared=True,
+                )
+                for half, start in self._tiles()
+                for down in (0, 8)
+                for i in range(self.lane_groups)
+            ]
+            to += size_bytes
+        return words
+
+    def keep_x(self, first: Callable[[], None]) -> None:
+        """Brings x on chip, in the order in which `unpack.values` has its pairs; then zeros.
+
+        first: what is asked for between the first accesses and what is done with them.
+        """
+        units = (self.x_bytes - PART_BYTES) // ACCESS_BYTES  # of a row
+        last, threads = self.k * 2 // ACCESS_BYTES - 1, self.config.warps * LANES
+        places = [(one, at) for one in range(self.m) for at in range(0, units, threads)]
+        for begin in range(0, len(places), X_AT_ONCE):
+            some, loaded = places[begin : begin + X_AT_ONCE], []
+            for one, start in some:
+                at = arith.minui(arith.addi(self.thread, word(start)), word(last))
+                source = arith.addi(self.pointers["x"], _long(one * self.k * 2))
+                loaded.append(_load(further(source, times(at, ACCESS_BYTES)), 0, ACCESS_BYTES))
+            if begin == 0:
+                first()
+            for (one, start), words in zip(some, loaded, strict=True):
+                place = arith.addi(self.thread, word(start))
+                if start + threads <= units:
+                    self._keep(one, place, words, last)
+                else:
+                    with mgpu_utils.when(less(place, units)):
+                        self._keep(one, place, words, last)
+
+    def _keep(self, one: int, place: Any, words: list[Any], last: int) -> None:
+        words = [arith.select(less(place, last + 1), w, word(0)) for w in words]
+        half = unpack.per_word(self.scheme) // 2
+        pairs = []
+        for i in range(0, 4, half):
+            pairs += unpack.pairs_of_x(words[i : i + half], self.scheme)
+        # a lane's accesses lie one below the other, those of the four lanes side by side
+        count = self.part * 2 // ACCESS_BYTES
+        whole, inner = (f(place, word(count)) for f in (arith.divui, arith.remui))
+        lane, i = (f(inner, word(count // ACROSS)) for f in (arith.divui, arith.remui))
+        to = arith.addi(arith.addi(times(whole, count), times(i, ACROSS)), lane)
+        to = further(self.pointers["kept"], times(to, ACCESS_BYTES))
+        text = f"st.shared.v4.u32 [$0 + {one * self.x_bytes}], {{$1, $2, $3, $4}};"
+        asm(text, "", to, *pairs, effects=True)
+
+    def _x(self, round_: Any, which: int) -> list[Any]:
+        """Of each 8 rows of x a part as pairs, by the word of codes that they multiply."""
+        count, x = unpack.per_word(self.scheme) // 2, []
+        for pointer in self.x_at:
+            pointer = further(pointer, times(round_, self.config.warps * self.turn * 2))
+            found = []
+            for i in range(0, self.part // ACROSS * 2, ACCESS_BYTES):
+                offset = which * self.part * 2 + i * ACROSS
+                found += _load(pointer, offset, ACCESS_BYTES, shared=True)
+            x.append([found[i : i + count] for i in range(0, len(found), count)])
+        return x
+
+    def _sums_at(self, round_: Any) -> Any:
+        """Where the sums of x over a turn's parts begin, those of a lane's two columns."""
+        at = arith.addi(times(round_, self.config.warps), self.warp)
+        at = times(at, PARTS * len(self.x_at) * MMA_COLUMNS * 4)
+        return further(self.pointers["sums"], arith.addi(at, times(self.across, 8)))
+
+    def _sums_of_x(self, round_: Any, which: int) -> list[Any]:
+        """Of each 8 rows of x less the sum over a part, as `_mma` gives it for 16 rows of ones."""
+        found, at = [], self._sums_at(round_)
+        for j in range(len(self.x_at)):
+            offset = (which * len(self.x_at) + j) * MMA_COLUMNS * 4
+            text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
+            found.append(asm(text, "ff", at, effects=True) * 2)
+        return found
+
+    def keep_sums(self) -> None:
+        """Writes what `_sums_of_x` reads, each warp for itself."""
+        ones = [unpack.minus_one(self.dtype)] * 4
+
+        @mgpu_utils.fori(word(self.rounds), [])
+        def _(round_, _carry):
+            at = self._sums_at(round_)
+            for which in range(PARTS):
+                for j, column in enumerate(self._x(round_, which)):
+                    total: Any = None
+                    for pairs in column:
+                        for step in range(0, len(pairs), 2):
+                            total = _mma(total, ones, pairs[step : step + 2], self.dtype)
+                    offset = (which * len(self.x_at) + j) * MMA_COLUMNS * 4
+                    text = f"st.shared.v2.f32 [$0 + {offset}], {{$1, $2}};"
+                    with mgpu_utils.when(less(self.row, 1)):
+                        asm(text, "", at, *total[:2], effects=True)
+            return []
+
+        asm("bar.warp.sync 0xffffffff;", "", effects=True)
+
+    def multiply(self, slot_at: Any, round_: Any, which: int, sums: list[Any]) -> list[Any]:
+        """The sums, four a 16 rows of the weight and 8 of x, and what a part adds."""
+        loaded = self.taken(slot_at, which)
+        take = lambda count: [loaded.pop(0) for _ in range(count)]  # noqa: E731
+        tiles = list(self._tiles())
+        codes = [[take(4) for _ in range(2)] for _ in tiles]
+        per_word = unpack.per_word(self.scheme)
+        x = self._x(round_, which)
+        scaled, zeroed = self.packed.scale is not None, self.packed.zero is not None
+        shape = lambda flat: [flat[2 * i * g : 2 * (i + 1) * g] for i in range(len(tiles))]  # noqa: E731
+        g = self.lane_groups
+        scales = shape(take(2 * g * len(tiles))) if scaled else None
+        zeros = shape(take(2 * g * len(tiles))) if zeroed else None
+        assert not loaded
+        stored = self.packed.scale.dtype if self.packed.scale is not None else None
+        from_sums = self.from_sums
+        sums_of_x = self._sums_of_x(round_, which) if from_sums else []
+        done = []
+        for i, _ in enumerate(tiles):
+            before = [sums[4 * (i * len(x) + j) :][:4] for j in range(len(x))]
+            part: Any = [None] * len(x) if self.sums_scaled else before
+            pair_scales: Any = [None] * (2 * g)
+            if scales is not None and not self.sums_scaled:
+                pair_scales = [
+                    unpack.scale_pair(self.scheme, s, self.dtype, stored) for s in scales[i]
+                ]
+            pair_zeros: Any = [None] * (2 * g)
+            if self.scheme == "int4" and not from_sums:
+                pair_zeros = [
+                    unpack.zero_pair(self.dtype, z) for z in (zeros[i] if zeros else pair_zeros)
+                ]
+            for at in range(4):
+                here = at * g // 4
+                rows = [
+                    unpack.values(
+                        self.scheme,
+                        codes[i][down][at],
+                        self.dtype,
+                        zero=pair_zeros[down * g + here],
+                        scale=pair_scales[down * g + here],
+                    )
+                    for down in range(2)
+                ]
+                for step in range(0, per_word // 2, 2):
+                    left = [rows[0][step], rows[1][step], rows[0][step + 1], rows[1][step + 1]]
+                    part = [
+                        _mma(p, left, x[j][at][step : step + 2], self.dtype)
+                        for j, p in enumerate(part)
+                    ]
+            if self.sums_scaled and scales is not None:
+                wide = [unpack.as_float32(s, stored) for s in scales[i]]
+                if from_sums:
+                    more = [
+                        unpack.too_large(self.dtype, z) for z in (zeros[i] if zeros else pair_zeros)
+                    ]
+                    part = [
+                        [
+                            _fma(y, more[e // 2], z)
+                            for e, (y, z) in enumerate(zip(p, b, strict=True))
+                        ]
+                        for p, b in zip(sums_of_x, part, strict=True)
+                    ]
+                part = [
+                    [_fma(y, wide[e // 2], z) for e, (y, z) in enumerate(zip(p, b, strict=True))]
+                    for p, b in zip(part, before, strict=True)
+                ]
+            done += [y for p in part for y in p]
+        return done
+
+    def run(self) -> None:
+        c, rounds = self.config, self.rounds
+        block, zero = mgpu_utils.block_idx(), arith.constant(ir.F32Type.get(), 0.0)
+        # the turn that is asked for next: of which rows, and which
+        next_ = [(block, word(0))]
+
+        def ask() -> None:
+            for i in range(c.ahead):
+                self.copy(*next_[-1], word(i))
+                next_.append(self._next(*next_[-1]))
+
+        self.keep_x(ask)
+        tile, round_ = next_[-1]
+        gpu.barrier()
+        if self.from_sums:
+            self.keep_sums()
+        count = 4 * c.tile_n // MMA_ROWS * len(self.x_at)
+        # of the tiles, those that are this block's
+        more = arith.subi(word(self.num_tiles + self.num_blocks - 1), block)
+
+        @mgpu_utils.fori(arith.divui(more, word(self.num_blocks)), [word(0), tile, round_])
+        def each_tile(i, carry):
+            @mgpu_utils.fori(word(rounds), [*carry, *[zero] * count])
+            def each_round(at, carry):
+                slot, tile, round_, *sums = carry
+                slot_at = self.arrived(slot)
+                for which in range(PARTS):
+                    sums = self.multiply(slot_at, at, which, sums)
+                asm("bar.warp.sync 0xffffffff;", "", effects=True)
+                self.copy(tile, round_, slot)
+                tile, round_ = self._next(tile, round_)
+                slot = arith.addi(slot, word(1))
+                slot = arith.select(less(slot, c.ahead), slot, word(0))
+                return [slot, tile, round_, *sums]
+
+            carry, sums = list(each_round.results[:3]), list(each_round.results[3:])
+            size_bytes = c.warps * self.m * c.tile_n * 4
+            parts = arith.andi(i, word(1))
+            parts = further(self.pointers["parts"], times(parts, size_bytes))
+            self._show(sums, parts)
+            gpu.barrier()
+            first = arith.addi(block, times(i, self.num_blocks))
+            self._finish(parts, times(first, self.out_rows))
+            return carry
+
+    def _next(self, tile: Any, round_: Any) -> tuple[Any, Any]:
+        round_ = arith.addi(round_, word(1))
+        same = less(round_, self.rounds)
+        after = arith.addi(tile, word(self.num_blocks))
+        return arith.select(same, tile, after), arith.select(same, round_, word(0))
+
+    def _show(self, sums: list[Any], parts: Any) -> None:
+        """Writes a warp's sums, of a row of x one beside the other."""
+        c, columns = self.config, times(self.across, 2)
+        start = arith.addi(times(self.warp, self.m), columns)
+        start = arith.addi(times(start, c.tile_n), self.row)
+        address = further(parts, times(start, 4))
+        for j in range(len(self.x_at)):
+            for e in range(2):
+                column = MMA_COLUMNS * j + e
+
+                def write(column=column, j=j, e=e):
+                    for i in range(c.tile_n // MMA_ROWS):
+                        for down in range(2):
+                            value = sums[4 * (i * len(self.x_at) + j) + 2 * down + e]
+                            offset = 4 * (column * c.tile_n + 16 * i + 8 * down)
+                            text = f"st.shared.f32 [$0 + {offset}], $1;"
+                            asm(text, "", address, value, effects=True)
+
+                if column + MMA_COLUMNS - 2 < self.m:
+                    write()
+                elif column < self.m:
+                    with mgpu_utils.when(less(columns, self.m - column)):
+                        write()
+
+    def _finish(self, parts: Any, first: Any) -> None:
+        """Adds the warps' sums in order, and what follows; a result is a thread's. first: row."""
+        c = self.config
+        count, threads = self.m * self.out_rows, c.warps * LANES
+        for start in range(0, count, threads):
+            place = arith.addi(self.thread, word(start))
+            if start + threads <= count:
+                self._finish_one(place, parts, first)
+                continue
+            with mgpu_utils.when(less(place, count)):
+                self._finish_one(place, parts, first)
+
+    def _finish_one(self, place: Any, parts: Any, first: Any) -> None:
+        c = self.config
+        one, row = (f(place, word(self.out_rows)) for f in (arith.divui, arith.remui))
+        whole, ys = arith.addi(first, row), []
+        for half in range(self.halves):
+            at = arith.addi(times(one, c.tile_n), row)
+            address = further(parts, times(at, 4))
+            y: Any = None
+            for warp in range(c.warps):
+                offset = 4 * (warp * self.m * c.tile_n + half * self.out_rows)
+                part = asm(f"ld.shared.f32 $0, [$1 + {offset}];", "f", address, effects=True)
+                y = part if y is None else arith.addf(y, part)
+            rest = unpack.rest(self.scheme, self.dtype)
+            if rest != 1:
+                y = arith.mulf(y, arith.constant(ir.F32Type.get(), rest))
+            if self.packed.row_scale is not None:
+                y = arith.mulf(y, self._number("row_scale", half, whole, jnp.float32))
+            if self.bias is not None:
+                y = arith.addf(y, self._number("bias", half, whole, self.bias.dtype))
+            ys.append(y)
+        y = ys[0]
+        if self.static.gated:
+            text = """{ .reg .f32 x; mul.f32 x, $1, 0fBFB8AA3B; ex2.approx.f32 x, x;
+                add.f32 x, x, 0f3F800000; div.approx.f32 x, $1, x; mul.f32 $0, x, $2; }"""
+            y = asm(text, "f", *ys)
+        index = arith.addi(times(one, self.n), whole)
+        if "residual" in self.pointers:
+            y = arith.addf(y, self._number("residual", 0, index, jnp.dtype(self.static.out_dtype)))
+        out = jnp.dtype(self.static.out_dtype)
+        address = further(self.pointers["out"], times(index, out.itemsize))
+        store_float(address, y, out.name)
+
+    def _number(self, name: str, half: int, index: Any, dtype: Any) -> Any:
+        index = arith.addi(index, word(half * self.n))
+        address = further(self.pointers[name], times(index, jnp.dtype(dtype).itemsize))
+        return load_float(address, jnp.dtype(dtype).name)
