@@ -153,7 +153,7 @@ def _tokamax(case: Case) -> Callable[..., Any] | Rival | None:
 
 
 def _jla(case: Case) -> Callable[..., Any] | Rival | None:
-    """jax-linear-attention 0.1.0: norm and SwiGLU, which XLA compiles, and its fused gate-up."""
+    """jax-linear-attention 0.1.0: norm and SwiGLU, which XLA compiles; fused gate-up, and loss."""
     if case.op == "rms_norm" and "residual" not in case.label:
         from jla.layers.norm import rms_norm  # type: ignore
 
@@ -175,6 +175,14 @@ def _jla(case: Case) -> Callable[..., Any] | Rival | None:
             return x, fused_gemm.interleave(weight.reshape(d, 2, f))
 
         return Rival(lambda x, w: fused_gemm.swiglu_gate_up(x, w, save_gu=False), prepare)
+    if case.op == "linear_cross_entropy":
+        from jla.ops import cross_entropy  # type: ignore
+
+        def total(hidden, head, targets):
+            call = functools.partial(cross_entropy.linear_cross_entropy_objective, impl="auto")
+            return call(hidden, head, targets).objective_sum
+
+        return Rival(jax.value_and_grad(total, (0, 1)) if case.keywords["gradients"] else total)
     return None
 
 

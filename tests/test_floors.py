@@ -138,6 +138,11 @@ MAY_IMPORT = {
         "pallas_kernels.decode_attention_config pallas_kernels.decode_attention_kernel "
         "pallas_kernels.decode_attention_parts pallas_kernels.device pallas_kernels.tuned"
     ),
+    "pallas_kernels.cross_entropy_kernel": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
+    "pallas_kernels.cross_entropy": (
+        "pallas_kernels._compat pallas_kernels.cross_entropy_kernel pallas_kernels.device "
+        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.tuned"
+    ),
     "pallas_kernels.rope_kernel": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.rope": "pallas_kernels.device pallas_kernels.rope_kernel pallas_kernels.tuned",
     "pallas_kernels.gemv": (
@@ -204,7 +209,9 @@ MAY_IMPORT = {
     "jaxllm.fusion": (
         "jaxllm.checkpoint.tensor_names jaxllm.layers jaxllm.quantize pallas_kernels.quantize"
     ),
-    "jaxllm.train": ("jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision"),
+    "jaxllm.train": (
+        "jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision jaxllm.quantize"
+    ),
     "jaxllm.quantize": f"{KERNELS} jaxllm.layers jaxllm.ops",
     "jaxllm.fp8": "jaxllm.layers jaxllm.quantize",
     "jaxllm.checkpoint.shipped": "",
@@ -265,6 +272,7 @@ MAY_IMPORT = {
         "jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.records jaxllm.tokenizer "
         "jaxllm.train jaxllm.trainer"
     ),
+    "jaxllm.cli_quantize": f"{KERNELS} jaxllm.config jaxllm.model jaxllm.quantize",
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.config jaxllm.families jaxllm.finetune jaxllm.plan "
         "jaxllm.precision jaxllm.trainer"
