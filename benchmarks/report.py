@@ -79,7 +79,10 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
             "TFLOP/s."
         )
     yield ""
-    if spent := results.get("spent_s"):
+    if "seconds" not in results:
+        yield "The run was ended before its end."
+        yield ""
+    elif spent := results.get("spent_s"):
         phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in spent.items())
         yield f"Of {results['seconds']:.0f} s, those of each process and of JAX's phases: {phases}."
         yield ""

@@ -188,6 +188,13 @@ def test_what_one_run_had_no_time_for_is_in_the_tables_of_another():
     assert "spent |" not in text
 
 
+def test_a_run_that_was_ended_says_so():
+    ended = results(rows=[], spent_s={"jax": 9.0})
+    ended.pop("seconds", None)
+    assert "The run was ended before its end." in report.lines(ended)
+    assert "The run was ended before its end." not in report.lines({**ended, "seconds": 10.0})
+
+
 def test_an_int8_cache_stands_beside_the_bfloat16_one():
     label = "1 x 32768 keys, 32 / 8 heads of 128"
     rows = [
