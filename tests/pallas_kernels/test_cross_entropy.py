@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import rounded
 from kernels import interpreted
 from numerics import assert_as_accurate
 
@@ -86,34 +87,6 @@ def with_gradients(case: Case, arrays: Any, *, scale: float = 1.0, **keywords: A
     return total, *gradients
 
 
-def plain(hidden, head, targets, *, ignore_index=-100, softcap=None, z_loss=0.0) -> Any:
-    """The same with all logits, rounded where the kernel must.
-
-    That is the gradient by logits before and hidden states after a row's factor, and the results.
-    """
-    rows, matrix = hidden.astype(F32), head.astype(BF16).astype(F32)
-    counted = targets != ignore_index
-    ids = jnp.where(counted, targets, 0)[:, None]
-
-    def losses(logits):
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, ids, 1)[:, 0]
-        found = lse - chosen + z_loss * lse * lse
-        return jnp.sum(jnp.where(counted, found, jnp.float32(0))), (lse, chosen)
-
-    dot = functools.partial(jnp.dot, precision="highest")
-    (total, (lse, chosen)), d_logits = jax.value_and_grad(losses, has_aux=True)(dot(rows, matrix.T))
-    # The mantissa of the factor is all that matters, so that it may be clipped
-    factor = jnp.exp2(jnp.clip((chosen - lse) * np.float32(np.log2(np.e)), -60.0, 0.0))[:, None]
-    factor = factor * (1.0 + 2.0 * z_loss * lse[:, None])
-    d_logits = (d_logits / factor).astype(BF16).astype(F32)
-    scaled = (rows * factor).astype(BF16).astype(F32)
-    d_hidden, d_head = dot(d_logits, matrix) * factor, dot(d_logits.T, scaled)
-    return total, d_hidden.astype(hidden.dtype), d_head.astype(head.dtype)
-
-
 def as_float64(x: jax.Array) -> np.ndarray:
     return np.asarray(x.astype(F32)).astype(np.float64)
 
@@ -123,7 +96,7 @@ def assert_right(case: Case, arrays: Any, found: Any) -> None:
     assert [x.dtype for x in found] == [F32, BF16, case.head]
     exact = as_float64(hidden), as_float64(head.astype(BF16)), np.asarray(targets)
     truth = oracles.linear_cross_entropy(*exact, **case.keywords)
-    other = plain(*arrays, **case.keywords)
+    other = rounded.linear_cross_entropy(*arrays, **case.keywords)
     for ours, plainly, true in zip(found, other, truth, strict=True):
         assert ours.shape == np.shape(true)
         assert_as_accurate(as_float64(ours), as_float64(plainly), np.asarray(true))
@@ -169,7 +142,7 @@ def test_no_product_is_made_that_is_not_asked_for(which: tuple[int, ...]):
     found = interpreted(run, hidden, head)
     total, gradients = found if which else (found, ())
     assert float(total) == pytest.approx(truth[0], rel=1e-6)
-    other = plain(*arrays, **case.keywords)
+    other = rounded.linear_cross_entropy(*arrays, **case.keywords)
     for place, ours in zip(which, gradients, strict=True):
         exact = truth[1 + place], as_float64(other[1 + place])
         assert_as_accurate(as_float64(ours), exact[1], exact[0])
