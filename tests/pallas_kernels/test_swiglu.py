@@ -136,7 +136,7 @@ def test_the_activation_is_rounded_before_the_product():
     assert np.mean(out == late) < 0.9
 
 
-@pytest.mark.parametrize("activation", OPS)
+@pytest.mark.parametrize("activation", [name for name in OPS if name != "relu2"])
 def test_far_out_it_stays_finite(activation):
     far = jnp.asarray([-3e38, -1e4, -90.0, 0.0, 0.0, 90.0, 1e4, 3e38])
     out, d_gate, d_up = run(activation, (far, jnp.ones(8)), jnp.ones(8))
@@ -144,6 +144,15 @@ def test_far_out_it_stays_finite(activation):
     np.testing.assert_allclose(out, kept, rtol=1e-6, atol=1e-30)
     np.testing.assert_allclose(d_up, kept, rtol=1e-6, atol=1e-30)
     np.testing.assert_allclose(d_gate, [0, 0, 0, 0.5, 0.5, 1, 1, 1], atol=1e-6)
+
+
+def test_a_square_far_out():
+    far = jnp.asarray([-3e38, -1e4, -90.0, 0.0, 0.0, 90.0, 1e4, 1e19])
+    out, d_gate, d_up = run("relu2", (far, jnp.ones(8)), jnp.ones(8))
+    kept = np.maximum(far, 0)
+    np.testing.assert_allclose(out, kept**2, rtol=1e-6)
+    np.testing.assert_allclose(d_up, kept**2, rtol=1e-6)
+    np.testing.assert_allclose(d_gate, 2 * kept, rtol=1e-6)
 
 
 @pytest.mark.parametrize("fused", [False, True])
