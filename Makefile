@@ -7,6 +7,7 @@ DATA =
 OUT =
 ARGS =
 TORCH ?= torch==2.13.0
+VENV ?= .venv
 # Text for the shell, not for make: a "$" in a prompt stays a "$".
 override export MODEL := $(value MODEL)
 override export PROMPT := $(value PROMPT)
@@ -14,9 +15,10 @@ override export DATA := $(value DATA)
 override export OUT := $(value OUT)
 export PYTHON TORCH
 
-python := .venv/bin/python
-# Compiling takes most of the time; more processes than this take too much memory.
-pytest := -m pytest -n auto --maxprocesses 4
+python := $(VENV)/bin/python
+# Compiling takes most of the time; more processes than this take too much memory, and tests side
+# by side share what they compile.
+pytest := -m pytest -n auto --maxprocesses 4 --dist worksteal
 shapes := tests/jaxllm/ops tests/jaxllm/test_layers.py tests/jaxllm/test_cache.py tests/jaxllm/test_sampling.py tests/jaxllm/test_generate.py tests/jaxllm/test_programs.py tests/jaxllm/test_run.py
 shapes += --jaxtyping-packages=jaxllm,pallas_kernels,shape_check.check -m "not slow and not reference and not own_errors"
 

@@ -510,6 +510,28 @@ KERNELS = dataclasses.replace(
 )
 
 
+def logits_and_gradient(dtype, implementation):
+    """Of packed texts."""
+    runtime = Runtime(dtype=dtype, param_dtype="float32", implementation=implementation)
+    graph, state = nnx.split(tiny_models.build(KERNELS, runtime))
+    tokens = tiny_models.tokens(1, 16)
+    texts = jnp.asarray([[0] * 5 + [1] * 11], jnp.int32)
+
+    def loss(state):
+        logits = nnx.merge(graph, state)(tokens, segment_ids=texts)
+        return jnp.mean(jnp.square(logits)), logits
+
+    @jax.jit
+    def both(state):
+        (_, logits), gradient = jax.value_and_grad(loss, has_aux=True)(state)
+        return logits, gradient
+
+    return both(state)
+
+
+by_xla = functools.cache(functools.partial(logits_and_gradient, implementation="xla"))
+
+
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -525,28 +547,12 @@ def test_the_model_runs_with_each_kernel(chosen):
     """
     if not _compat.INTERPRETS_TRANSPOSED_WGMMA:
         pytest.skip("the interpreter of jax 0.10 can do too little")
-    tokens = tiny_models.tokens(1, 16)
-    texts = jnp.asarray([[0] * 5 + [1] * 11], jnp.int32)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def loss_and_logits(graph, state):
-        def loss(state):
-            logits = nnx.merge(graph, state)(tokens, segment_ids=texts)
-            return jnp.mean(jnp.square(logits)), logits
-
-        (_, logits), gradient = jax.value_and_grad(loss, has_aux=True)(state)
-        return logits, gradient
-
-    def run(dtype, implementation):
-        runtime = Runtime(dtype=dtype, param_dtype="float32", implementation=implementation)
-        return loss_and_logits(*nnx.split(tiny_models.build(KERNELS, runtime)))
-
     try:
-        ours = jax.block_until_ready(run("bfloat16", chosen))
+        ours = jax.block_until_ready(logits_and_gradient("bfloat16", chosen))
         assert not _compat.races_found()
     finally:
         _compat.reset_interpreter()
-    plain, truth = run("bfloat16", "xla"), run("float32", "xla")
+    plain, truth = by_xla("bfloat16"), by_xla("float32")
     for mine, near, exact in zip(*map(jax.tree.leaves, (ours, plain, truth)), strict=True):
         exact = np.asarray(exact, np.float64)
         scale = float(np.abs(exact).max())
