@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -87,19 +88,20 @@ class Checkpoints:
         best = BestN(
             get_metric_fn=_measure, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
-        with _quiet():
-            self._manager = ocp.CheckpointManager(
-                self.folder,
-                item_handlers={
-                    "state": ocp.StandardCheckpointHandler(),
-                    "notes": ocp.JsonCheckpointHandler(),
-                },
-                options=ocp.CheckpointManagerOptions(
-                    best_fn=_measure,
-                    best_mode="min",
-                    preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
-                ),
-            )
+        for logger in ("absl", "asyncio"):  # whose errors become sentences of ours
+            logging.getLogger(logger).addFilter(_is_not_orbax)
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "notes": ocp.JsonCheckpointHandler(),
+            },
+            options=ocp.CheckpointManagerOptions(
+                best_fn=_measure,
+                best_mode="min",
+                preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
+            ),
+        )
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -149,7 +151,7 @@ class Checkpoints:
         measure = math.inf if loss is None or math.isnan(loss) else float(loss)
         leaves = {**_leaves(state), "key": jax.random.key_data(key)}
         self._saving = step
-        with self._saying_what_fails(), _quiet():
+        with self._saying_what_fails():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -162,7 +164,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Returns when what was begun is on disk, or has failed and was said."""
         if self._saving is not None:
-            with self._saying_what_fails(), _quiet():
+            with self._saying_what_fails():
                 self._manager.wait_until_finished()
             self._saving = None
 
@@ -287,8 +289,7 @@ class Checkpoints:
     @contextlib.contextmanager
     def _torn(self, step: int) -> Iterator[None]:
         try:
-            with _quiet():
-                yield
+            yield
         except Exception as error:  # Orbax and the file layers below raise many kinds
             if not _is_torn(error):
                 raise
@@ -324,11 +325,24 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as error:  # what the layers below Orbax raise
             step, self._saving = self._saving, None
-            for left in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(left, ignore_errors=True)  # a full disk needs the room
+            self._free_the_room(step)
             last = self._manager.latest_step()
             rest = "there is none yet" if last is None else f"the last good one is step {last}"
             self._say(f"{self.folder}: step {step} was not saved: {_reason(error)}; {rest}")
+
+    def _free_the_room(self, step: int | None) -> None:
+        """Removes what a failed save left. Orbax waits for the first writer that fails alone: the
+        others may still be at work, and make their folders anew, so it looks until none does.
+        """
+        still = 0
+        for _ in range(100):
+            left = list(self.folder.glob(f"{step}.orbax-checkpoint-tmp*"))
+            still = 0 if left else still + 1
+            if still == 3:
+                return
+            for folder in left:
+                shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.05)
 
 
 _PARAMS = "params."
@@ -397,16 +411,6 @@ def _reason(error: Exception) -> str:
     return os.strerror(int(code[1])) if code else str(error).partition("\n")[0]
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What Orbax logs of an error is left out: the error itself becomes a sentence of ours."""
-
-    def is_not_orbax(record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(is_not_orbax)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_not_orbax)
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    """Its threads log what goes wrong whenever they get to it, some after the save has failed."""
+    return "orbax" not in record.pathname and "orbax" not in record.getMessage()

@@ -444,7 +444,10 @@ def test_the_smoke_test_of_a_machine_without_a_gpu(tmp_path):
     assert found["notes"]["gpu"].startswith("no GPU")
     for row in found["rows"]:
         assert row["correct"]["status"] == "right", row
-        assert row["times"]["xla"]["us"] > 0, row
+        if row["op"] == "linear_cross_entropy":  # its plain path rounds as the kernel does
+            assert "not_run" in row["times"]["xla"], row
+        else:
+            assert row["times"]["xla"]["us"] > 0, row
 
 
 TINY = sections.dataclasses.replace(
