@@ -42,8 +42,9 @@ def address_of(ref: Any) -> Any:
 
 
 def word(value: int) -> Any:
-    """A constant."""
-    return mgpu_utils.c(value, ir.IntegerType.get_signless(32))
+    """A constant; of the upper half of a word's numbers, the bits."""
+    signed = value - (1 << 32) if value >> 31 == 1 else value
+    return mgpu_utils.c(signed, ir.IntegerType.get_signless(32))
 
 
 def further(address: Any, offset: Any) -> Any:
@@ -67,7 +68,7 @@ def load(
     address: Any, offset: int, words: int = 1, *, once: bool = False, where: Any = None
 ) -> Any:
     """A word of global memory that no one writes, or four; once: no other thread reads it; where:
-    if not, nothing is read and the words are none.
+    if not, nothing is read and the words are undefined.
     """
     cached = ".L1::no_allocate" if once else ""
     if where is not None:
@@ -90,6 +91,13 @@ def load_shared(address: Any, offset: int, words: int = 1) -> Any:
     return asm(text, "rrrr", address, effects=True)
 
 
+def load_shared_part(address: Any, offset: int, size_bytes: int) -> Any:
+    """A byte, or two, of shared memory as a word."""
+    kind = {1: "u8", 2: "u16"}[size_bytes]
+    text = f"{{ .reg .b16 x; ld.shared.{kind} x, [$1 + {offset}]; cvt.u32.u16 $0, x; }}"
+    return asm(text, "r", address, effects=True)
+
+
 def load_float(address: Any, dtype: str) -> Any:
     """A number of global memory, as float32."""
     if dtype == "float32":
@@ -110,3 +118,23 @@ def store_float(address: Any, value: Any, dtype: str) -> None:
     kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     text = f"{{ .reg .b16 x; cvt.rn.{kind}.f32 x, $1; st.global.b16 [$0], x; }}"
     asm(text, "", address, value)
+
+
+def mma(shape_and_types: str, a: list[Any], b: list[Any], sums: list[Any]) -> list[Any]:
+    """sums + a @ b of a warp: four numbers of a thread, by `mma.sync`; a is four words, b two."""
+    numbers = [f"${i}" for i in range(14)]
+    operands = ["{" + ", ".join(numbers[i:j]) + "}" for i, j in ((0, 4), (4, 8), (8, 10), (10, 14))]
+    letter = _LETTERS[str(sums[0].type)]
+    text = f"mma.sync.aligned.{shape_and_types} {', '.join(operands)};"
+    return asm(text, letter * 4, *a, *b, *sums)
+
+
+def gated(epilogue: str, gate: Any, up: Any) -> Any:
+    """silu(gate) up of "swiglu", max(gate, 0)^2 up of "relu2_glu"; float32."""
+    text = {
+        "swiglu": """{ .reg .f32 x; mul.f32 x, $1, 0fBFB8AA3B; ex2.approx.f32 x, x;
+            add.f32 x, x, 0f3F800000; div.approx.f32 x, $1, x; mul.f32 $0, x, $2; }""",
+        "relu2_glu": """{ .reg .f32 x; max.f32 x, $1, 0f00000000; mul.f32 x, x, x;
+            mul.f32 $0, x, $2; }""",
+    }[epilogue]
+    return asm(text, "f", gate, up)

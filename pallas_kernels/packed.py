@@ -7,6 +7,7 @@ import dataclasses
 import jax
 
 SCHEMES = ("int8", "int4", "fp8", "nvfp4", "mxfp4", "mxfp8", "ternary")
+CODES_PER_BYTE = {"int4": 2, "nvfp4": 2, "mxfp4": 2, "ternary": 4}  # of others one
 
 
 @jax.tree_util.register_dataclass
@@ -44,5 +45,4 @@ class Packed:
     @property
     def shape(self) -> tuple[int, int]:
         """(O, I) of the weight."""
-        per_byte = {"int4": 2, "nvfp4": 2, "mxfp4": 2, "ternary": 4}.get(self.scheme, 1)
-        return self.codes.shape[0], self.codes.shape[1] * per_byte
+        return self.codes.shape[0], self.codes.shape[1] * CODES_PER_BYTE.get(self.scheme, 1)

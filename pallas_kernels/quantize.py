@@ -27,7 +27,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt8
 
-from pallas_kernels.packed import SCHEMES, Packed
+from pallas_kernels.packed import CODES_PER_BYTE, SCHEMES, Packed
 
 MxRule = Literal["floor", "even", "ceil"]
 
@@ -314,13 +314,13 @@ def _codes(q: Float[Array, "O J G"], scheme: str, zero: UInt8[Array, "O J"] | No
     if scheme == "int8":
         return jnp.clip(jnp.round(q), -127, 127).astype(jnp.int8)
     if scheme in ("nvfp4", "mxfp4"):
-        return _pack(_e2m1_codes(q), 2)
+        return _pack(_e2m1_codes(q), scheme)
     if scheme == "ternary":
-        return _pack((jnp.clip(jnp.round(q), -1, 1) + np.float32(1)).astype(jnp.uint8), 4)
+        return _pack((jnp.clip(jnp.round(q), -1, 1) + np.float32(1)).astype(jnp.uint8), scheme)
     if zero is not None:
         shifted = jnp.round(q) + zero.astype(jnp.float32)[..., None]
-        return _pack(jnp.clip(shifted, 0, 15).astype(jnp.uint8), 2)
-    return _pack((jnp.clip(jnp.round(q), -7, 7) + np.float32(_INT4_ZERO)).astype(jnp.uint8), 2)
+        return _pack(jnp.clip(shifted, 0, 15).astype(jnp.uint8), scheme)
+    return _pack((jnp.clip(jnp.round(q), -7, 7) + np.float32(_INT4_ZERO)).astype(jnp.uint8), scheme)
 
 
 def _e2m1_codes(x: Float[Array, "O J G"]) -> UInt8[Array, "O J G"]:
@@ -361,7 +361,7 @@ def _grouped_values(packed: Packed) -> Float[Array, "O J G"]:
     shape = (rows, -1, packed.group_size or packed.shape[1])
     if scheme in ("int8", "fp8", "mxfp8"):
         return packed.codes.astype(jnp.float32).reshape(shape)
-    codes = _unpack(packed.codes, 4 if scheme == "ternary" else 2).astype(jnp.int32)
+    codes = _unpack(packed.codes, CODES_PER_BYTE[scheme]).astype(jnp.int32)
     codes = codes.reshape(shape)
     if scheme == "ternary":
         return (codes - np.int32(1)).astype(jnp.float32)
@@ -377,8 +377,9 @@ def _grouped_values(packed: Packed) -> Float[Array, "O J G"]:
     return jnp.where(codes > 7, -halves, halves)
 
 
-def _pack(codes: UInt8[Array, "O J G"], per_byte: int) -> UInt8[Array, "O P"]:
-    """`per_byte` codes side by side in a byte, the first in its lowest bits."""
+def _pack(codes: UInt8[Array, "O J G"], scheme: str) -> UInt8[Array, "O P"]:
+    """Codes side by side in bytes, the first in a byte's lowest bits."""
+    per_byte = CODES_PER_BYTE[scheme]
     columns = codes.reshape(codes.shape[0], -1, per_byte)
     bits = 8 // per_byte
     out = columns[..., 0]

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
+from pallas_kernels import packed as packed_lib
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_matmul_kernel as kernel
 from pallas_kernels import quantized_matmul_split as split
@@ -34,7 +35,7 @@ from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-SCHEMES = ("int8", "int4", "fp8", "nvfp4", "mxfp4", "mxfp8")
+SCHEMES = tuple(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary")
 EPILOGUES = (None, "swiglu")
 FORMS = ("warps", "split")
 SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)  # that there is at every epilogue

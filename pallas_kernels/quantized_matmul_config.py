@@ -36,7 +36,10 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What a kernel is compiled for."""
+    """What a kernel is compiled for.
+
+    eps, zero_centered: of an RMSNorm of x, which there is none if eps is None.
+    """
 
     name: str
     config: Config
@@ -44,6 +47,8 @@ class Static:
     out_dtype: str
     num_sms: int
     gated: bool = False
+    eps: float | None = None
+    zero_centered: bool = False
 
 
 def turn(scheme: str) -> int:

@@ -5,7 +5,8 @@ Values are those of MLIR, as in lane_code.py. Imported only by quantized_matmul_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,8 +17,18 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import ACCESS_BYTES, LANES
-from pallas_kernels.lane_code import asm, further, less, load_float, store_float, times, word
+from pallas_kernels.lane_code import (
+    asm,
+    further,
+    less,
+    load_shared,
+    load_shared_part,
+    mma,
+    times,
+    word,
+)
 from pallas_kernels.packed import Packed
+from pallas_kernels.quantized_finish import Finish
 from pallas_kernels.quantized_matmul_config import (
     ACROSS,
     MMA_COLUMNS,
@@ -27,8 +38,9 @@ from pallas_kernels.quantized_matmul_config import (
     TURN_BYTES,
     Static,
 )
+from pallas_kernels.quantized_rows import Rows
 
-X_AT_ONCE = 8  # accesses of a thread to x on their way
+GROUPED = ("scale", "zero")  # what a `Packed` has a number of for each group
 
 
 def _long(value: int) -> Any:
@@ -39,19 +51,6 @@ def _long(value: int) -> Any:
 def _far(value: Any, by: int) -> Any:
     """A product of 64 bits."""
     return arith.muli(arith.extui(ir.IntegerType.get_signless(64), value), _long(by))
-
-
-def _load(address: Any, offset: int, size_bytes: int, *, shared: bool = False) -> Any:
-    """A word, or four; fewer bytes become a word."""
-    space = "shared" if shared else "global.nc"
-    if size_bytes == 16:
-        text = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-        return asm(text, "rrrr", address, effects=True)
-    if size_bytes == 4:
-        return asm(f"ld.{space}.u32 $0, [$1 + {offset}];", "r", address, effects=True)
-    kind = "u8" if size_bytes == 1 else "u16"
-    text = f"{{ .reg .b16 x; ld.{space}.{kind} x, [$1 + {offset}]; cvt.u32.u16 $0, x; }}"
-    return asm(text, "r", address, effects=True)
 
 
 def _size(wanted: Any) -> Any:
@@ -69,18 +68,15 @@ def _mma(sums: list[Any] | None, a: list[Any], b: list[Any], dtype: Any) -> list
     """sums + a [16, 16] @ b [16, 8], four float32 a thread; zeros if sums is None."""
     kind = "bf16" if dtype == jnp.bfloat16 else "f16"
     start = sums or [arith.constant(ir.F32Type.get(), 0.0)] * 4
-    numbers = [f"${i}" for i in range(14)]
-    out, left, right, before = (
-        "{" + ", ".join(numbers[i:j]) + "}" for i, j in ((0, 4), (4, 8), (8, 10), (10, 14))
-    )
-    text = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {out}, {left}, {right}, {before};"
-    )
-    return asm(text, "ffff", *a, *b, *start)
+    return mma(f"m16n8k16.row.col.f32.{kind}.{kind}.f32", a, b, start)
 
 
-def _fma(x: Any, y: Any, z: Any) -> Any:
-    return asm("fma.rn.f32 $0, $1, $2, $3;", "f", x, y, z)
+def _fused(sums: list[Any], by: list[Any], more: list[Any]) -> list[Any]:
+    """sums * by + more: of four, two belong to each of a tile's two rows, which `by` is of."""
+    text = "fma.rn.f32 $0, $1, $2, $3;"
+    return [
+        asm(text, "f", y, by[e // 2], z) for e, (y, z) in enumerate(zip(sums, more, strict=True))
+    ]
 
 
 class Block:
@@ -90,7 +86,7 @@ class Block:
         self.static, self.packed, self.pointers = static, packed, pointers
         c = self.config = static.config
         self.m, self.k = x.shape
-        self.dtype, self.bias = jnp.dtype(x.dtype), bias
+        self.dtype = jnp.dtype(x.dtype)
         self.halves = 1 + static.gated
         self.out_rows = c.tile_n // self.halves
         self.n = packed.shape[0] // self.halves
@@ -101,10 +97,11 @@ class Block:
         self.rounds = sizes.rounds(c, packed)
         thread = mgpu_utils.thread_idx()
         self.lane = arith.remui(thread, word(LANES))
-        self.thread, self.warp = thread, arith.divui(thread, word(LANES))
+        self.warp = arith.divui(thread, word(LANES))
         self.row, self.across = (f(self.lane, word(ACROSS)) for f in (arith.divui, arith.remui))
         group = packed.group_size or 0
         grouped = packed.scale is not None
+        self.scale_dtype = None if packed.scale is None else packed.scale.dtype
         self.part = sizes.part(self.scheme)
         self.sums_scaled = grouped and unpack.scales_sums(self.scheme) and group % self.part == 0
         each = self.part // ACROSS  # numbers of a row that a lane has
@@ -134,13 +131,37 @@ class Block:
             arith.addi(place, arith.xori(odd(self.row), word(i * PART_BYTES))) for i in range(PARTS)
         ]
         self.ring_at = further(pointers["ring"], times(self.warp, self.warp_bytes))
-        self.x_bytes = sizes.x_bytes(c, packed)
+        row_bytes = sizes.x_bytes(c, packed)
         self.x_at = []
         for column in range(0, sizes.columns(self.m), MMA_COLUMNS):
             one = arith.minui(arith.addi(self.row, word(column)), word(self.m - 1))
-            at = arith.addi(times(one, self.x_bytes), times(self.across, ACCESS_BYTES))
+            at = arith.addi(times(one, row_bytes), times(self.across, ACCESS_BYTES))
             at = arith.addi(at, times(self.warp, self.turn * 2))
             self.x_at.append(further(pointers["kept"], at))
+        self.rows = Rows(
+            at=pointers,
+            m=self.m,
+            k=self.k,
+            scheme=self.scheme,
+            warps=c.warps,
+            row_bytes=row_bytes,
+            zero_centered=static.zero_centered,
+        )
+        self.finish = Finish(
+            at=pointers,
+            m=self.m,
+            k=self.k,
+            n=self.n,
+            rows=self.out_rows,
+            halves=self.halves,
+            warps=c.warps,
+            scheme=self.scheme,
+            dtype=self.dtype,
+            bias_dtype=None if bias is None else bias.dtype,
+            out_dtype=static.out_dtype,
+            row_bytes=row_bytes,
+            eps=static.eps,
+        )
 
     def _tiles(self):
         """Of 16 rows of the weight: which half they are in, and how far from its beginning."""
@@ -202,75 +223,44 @@ class Block:
         asm("bar.warp.sync 0xffffffff;", "", effects=True)
         return further(self.ring_at, times(slot, self.config.warps * self.warp_bytes))
 
-    def taken(self, slot_at: Any, which: int) -> list[Any]:
-        """A part's codes, 4 words for each of 2 rows of each tile; then scales and zeros, by row
-        and group of the lane.
+    def _codes(self, slot_at: Any, which: int) -> list[list[list[Any]]]:
+        """Of each tile's two rows that the lane has, 4 words of a part."""
+        source = further(slot_at, self.take_from[which])
+        return [
+            [
+                load_shared(source, (half * self.out_rows + start + down) * TURN_BYTES, 4)
+                for down in (0, 8)
+            ]
+            for half, start in self._tiles()
+        ]
+
+    def _groups(self, slot_at: Any, which: int) -> dict[str, list[list[Any]]]:
+        """Scales and zeros, those that there are: of each tile, a word by row and group that the
+        lane has numbers of.
         """
-        source, words = further(slot_at, self.take_from[which]), []
-        for row in range(0, self.config.tile_n, 8):
-            words += _load(source, row * TURN_BYTES, ACCESS_BYTES, shared=True)
         first = word(which * self.part // self.group)
         if not self.sums_scaled:
             first = arith.addi(times(self.across, self.part // ACROSS), word(which * self.part))
             first = arith.divui(first, word(self.group))
             first = first if self.group < self.turn else word(0)
-        to = self.config.tile_n * TURN_BYTES
+        to, found = self.config.tile_n * TURN_BYTES, {}
         for name, size_bytes in self.group_bytes.items():
             item = getattr(self.packed, name).dtype.itemsize
             wide = self.out_rows * item
             at = further(slot_at, arith.addi(times(first, wide), times(self.row, item)))
-            words += [
-                _load(
-                    at,
-                    to + (half * self.turn_groups + i) * wide + (start + down) * item,
-                    item,
-                    shared=True,
-                )
+            read = (
+                load_shared if item == 4 else functools.partial(load_shared_part, size_bytes=item)
+            )
+            found[name] = [
+                [
+                    read(at, to + (half * self.turn_groups + i) * wide + (start + down) * item)
+                    for down in (0, 8)
+                    for i in range(self.lane_groups)
+                ]
                 for half, start in self._tiles()
-                for down in (0, 8)
-                for i in range(self.lane_groups)
             ]
             to += size_bytes
-        return words
-
-    def keep_x(self, first: Callable[[], None]) -> None:
-        """Brings x on chip, in the order in which `unpack.values` has its pairs; then zeros.
-
-        first: what is asked for between the first accesses and what is done with them.
-        """
-        units = (self.x_bytes - PART_BYTES) // ACCESS_BYTES  # of a row
-        last, threads = self.k * 2 // ACCESS_BYTES - 1, self.config.warps * LANES
-        places = [(one, at) for one in range(self.m) for at in range(0, units, threads)]
-        for begin in range(0, len(places), X_AT_ONCE):
-            some, loaded = places[begin : begin + X_AT_ONCE], []
-            for one, start in some:
-                at = arith.minui(arith.addi(self.thread, word(start)), word(last))
-                source = arith.addi(self.pointers["x"], _long(one * self.k * 2))
-                loaded.append(_load(further(source, times(at, ACCESS_BYTES)), 0, ACCESS_BYTES))
-            if begin == 0:
-                first()
-            for (one, start), words in zip(some, loaded, strict=True):
-                place = arith.addi(self.thread, word(start))
-                if start + threads <= units:
-                    self._keep(one, place, words, last)
-                else:
-                    with mgpu_utils.when(less(place, units)):
-                        self._keep(one, place, words, last)
-
-    def _keep(self, one: int, place: Any, words: list[Any], last: int) -> None:
-        words = [arith.select(less(place, last + 1), w, word(0)) for w in words]
-        half = unpack.per_word(self.scheme) // 2
-        pairs = []
-        for i in range(0, 4, half):
-            pairs += unpack.pairs_of_x(words[i : i + half], self.scheme)
-        # a lane's accesses lie one below the other, those of the four lanes side by side
-        count = self.part * 2 // ACCESS_BYTES
-        whole, inner = (f(place, word(count)) for f in (arith.divui, arith.remui))
-        lane, i = (f(inner, word(count // ACROSS)) for f in (arith.divui, arith.remui))
-        to = arith.addi(arith.addi(times(whole, count), times(i, ACROSS)), lane)
-        to = further(self.pointers["kept"], times(to, ACCESS_BYTES))
-        text = f"st.shared.v4.u32 [$0 + {one * self.x_bytes}], {{$1, $2, $3, $4}};"
-        asm(text, "", to, *pairs, effects=True)
+        return found
 
     def _x(self, round_: Any, which: int) -> list[Any]:
         """Of each 8 rows of x a part as pairs, by the word of codes that they multiply."""
@@ -280,7 +270,7 @@ class Block:
             found = []
             for i in range(0, self.part // ACROSS * 2, ACCESS_BYTES):
                 offset = which * self.part * 2 + i * ACROSS
-                found += _load(pointer, offset, ACCESS_BYTES, shared=True)
+                found += load_shared(pointer, offset, 4)
             x.append([found[i : i + count] for i in range(0, len(found), count)])
         return x
 
@@ -322,72 +312,59 @@ class Block:
 
     def multiply(self, slot_at: Any, round_: Any, which: int, sums: list[Any]) -> list[Any]:
         """The sums, four a 16 rows of the weight and 8 of x, and what a part adds."""
-        loaded = self.taken(slot_at, which)
-        take = lambda count: [loaded.pop(0) for _ in range(count)]  # noqa: E731
-        tiles = list(self._tiles())
-        codes = [[take(4) for _ in range(2)] for _ in tiles]
-        per_word = unpack.per_word(self.scheme)
+        codes, groups = self._codes(slot_at, which), self._groups(slot_at, which)
         x = self._x(round_, which)
-        scaled, zeroed = self.packed.scale is not None, self.packed.zero is not None
-        shape = lambda flat: [flat[2 * i * g : 2 * (i + 1) * g] for i in range(len(tiles))]  # noqa: E731
-        g = self.lane_groups
-        scales = shape(take(2 * g * len(tiles))) if scaled else None
-        zeros = shape(take(2 * g * len(tiles))) if zeroed else None
-        assert not loaded
-        stored = self.packed.scale.dtype if self.packed.scale is not None else None
-        from_sums = self.from_sums
-        sums_of_x = self._sums_of_x(round_, which) if from_sums else []
+        sums_of_x = self._sums_of_x(round_, which) if self.from_sums else []
         done = []
-        for i, _ in enumerate(tiles):
+        for i, tile in enumerate(codes):
+            scales, zeros = (groups[name][i] if name in groups else None for name in GROUPED)
             before = [sums[4 * (i * len(x) + j) :][:4] for j in range(len(x))]
             part: Any = [None] * len(x) if self.sums_scaled else before
-            pair_scales: Any = [None] * (2 * g)
-            if scales is not None and not self.sums_scaled:
-                pair_scales = [
-                    unpack.scale_pair(self.scheme, s, self.dtype, stored) for s in scales[i]
-                ]
-            pair_zeros: Any = [None] * (2 * g)
-            if self.scheme == "int4" and not from_sums:
-                pair_zeros = [
-                    unpack.zero_pair(self.dtype, z) for z in (zeros[i] if zeros else pair_zeros)
-                ]
-            for at in range(4):
-                here = at * g // 4
-                rows = [
-                    unpack.values(
-                        self.scheme,
-                        codes[i][down][at],
-                        self.dtype,
-                        zero=pair_zeros[down * g + here],
-                        scale=pair_scales[down * g + here],
-                    )
-                    for down in range(2)
-                ]
-                for step in range(0, per_word // 2, 2):
-                    left = [rows[0][step], rows[1][step], rows[0][step + 1], rows[1][step + 1]]
-                    part = [
-                        _mma(p, left, x[j][at][step : step + 2], self.dtype)
-                        for j, p in enumerate(part)
-                    ]
-            if self.sums_scaled and scales is not None:
-                wide = [unpack.as_float32(s, stored) for s in scales[i]]
-                if from_sums:
-                    more = [
-                        unpack.too_large(self.dtype, z) for z in (zeros[i] if zeros else pair_zeros)
-                    ]
-                    part = [
-                        [
-                            _fma(y, more[e // 2], z)
-                            for e, (y, z) in enumerate(zip(p, b, strict=True))
-                        ]
-                        for p, b in zip(sums_of_x, part, strict=True)
-                    ]
-                part = [
-                    [_fma(y, wide[e // 2], z) for e, (y, z) in enumerate(zip(p, b, strict=True))]
-                    for p, b in zip(part, before, strict=True)
-                ]
+            part = self._products(tile, scales, zeros, x, part)
+            if self.sums_scaled:
+                part = self._scaled(part, before, scales or [], zeros, sums_of_x)
             done += [y for p in part for y in p]
         return done
+
+    def _products(self, codes: Any, scales: Any, zeros: Any, x: Any, sums: list[Any]) -> list[Any]:
+        """The sums of a tile by 8 rows of x, and the products of its codes with x."""
+        g = self.lane_groups
+        pair_scales: list[Any] = [None] * (2 * g)
+        if scales is not None and not self.sums_scaled:
+            pair_scales = [
+                unpack.scale_pair(self.scheme, s, self.dtype, self.scale_dtype) for s in scales
+            ]
+        pair_zeros: list[Any] = [None] * (2 * g)
+        if self.scheme == "int4" and not self.from_sums:
+            pair_zeros = [unpack.zero_pair(self.dtype, z) for z in zeros or pair_zeros]
+        for at in range(4):
+            here = at * g // 4
+            rows = [
+                unpack.values(
+                    self.scheme,
+                    codes[down][at],
+                    self.dtype,
+                    zero=pair_zeros[down * g + here],
+                    scale=pair_scales[down * g + here],
+                )
+                for down in range(2)
+            ]
+            for step in range(0, unpack.per_word(self.scheme) // 2, 2):
+                left = [rows[0][step], rows[1][step], rows[0][step + 1], rows[1][step + 1]]
+                sums = [
+                    _mma(p, left, x[j][at][step : step + 2], self.dtype) for j, p in enumerate(sums)
+                ]
+        return sums
+
+    def _scaled(
+        self, part: Any, before: Any, scales: list[Any], zeros: Any, sums_of_x: Any
+    ) -> list[Any]:
+        """The sums before, and the part's times the scales of the tile's two rows."""
+        wide = [unpack.as_float32(s, self.scale_dtype) for s in scales]
+        if self.from_sums:
+            more = [unpack.too_large(self.dtype, z) for z in zeros or [None] * 2]
+            part = [_fused(p, more, q) for p, q in zip(sums_of_x, part, strict=True)]
+        return [_fused(p, wide, q) for p, q in zip(part, before, strict=True)]
 
     def run(self) -> None:
         c, rounds = self.config, self.rounds
@@ -400,7 +377,7 @@ class Block:
                 self.copy(*next_[-1], word(i))
                 next_.append(self._next(*next_[-1]))
 
-        self.keep_x(ask)
+        self.rows.keep(ask)
         tile, round_ = next_[-1]
         gpu.barrier()
         if self.from_sums:
@@ -428,10 +405,10 @@ class Block:
             size_bytes = c.warps * self.m * c.tile_n * 4
             parts = arith.andi(i, word(1))
             parts = further(self.pointers["parts"], times(parts, size_bytes))
-            self._show(sums, parts)
+            self.finish.show(sums, parts)
             gpu.barrier()
             first = arith.addi(block, times(i, self.num_blocks))
-            self._finish(parts, times(first, self.out_rows))
+            self.finish.run(parts, times(first, self.out_rows))
             return carry
 
     def _next(self, tile: Any, round_: Any) -> tuple[Any, Any]:
@@ -439,76 +416,3 @@ class Block:
         same = less(round_, self.rounds)
         after = arith.addi(tile, word(self.num_blocks))
         return arith.select(same, tile, after), arith.select(same, round_, word(0))
-
-    def _show(self, sums: list[Any], parts: Any) -> None:
-        """Writes a warp's sums, of a row of x one beside the other."""
-        c, columns = self.config, times(self.across, 2)
-        start = arith.addi(times(self.warp, self.m), columns)
-        start = arith.addi(times(start, c.tile_n), self.row)
-        address = further(parts, times(start, 4))
-        for j in range(len(self.x_at)):
-            for e in range(2):
-                column = MMA_COLUMNS * j + e
-
-                def write(column=column, j=j, e=e):
-                    for i in range(c.tile_n // MMA_ROWS):
-                        for down in range(2):
-                            value = sums[4 * (i * len(self.x_at) + j) + 2 * down + e]
-                            offset = 4 * (column * c.tile_n + 16 * i + 8 * down)
-                            text = f"st.shared.f32 [$0 + {offset}], $1;"
-                            asm(text, "", address, value, effects=True)
-
-                if column + MMA_COLUMNS - 2 < self.m:
-                    write()
-                elif column < self.m:
-                    with mgpu_utils.when(less(columns, self.m - column)):
-                        write()
-
-    def _finish(self, parts: Any, first: Any) -> None:
-        """Adds the warps' sums in order, and what follows; a result is a thread's. first: row."""
-        c = self.config
-        count, threads = self.m * self.out_rows, c.warps * LANES
-        for start in range(0, count, threads):
-            place = arith.addi(self.thread, word(start))
-            if start + threads <= count:
-                self._finish_one(place, parts, first)
-                continue
-            with mgpu_utils.when(less(place, count)):
-                self._finish_one(place, parts, first)
-
-    def _finish_one(self, place: Any, parts: Any, first: Any) -> None:
-        c = self.config
-        one, row = (f(place, word(self.out_rows)) for f in (arith.divui, arith.remui))
-        whole, ys = arith.addi(first, row), []
-        for half in range(self.halves):
-            at = arith.addi(times(one, c.tile_n), row)
-            address = further(parts, times(at, 4))
-            y: Any = None
-            for warp in range(c.warps):
-                offset = 4 * (warp * self.m * c.tile_n + half * self.out_rows)
-                part = asm(f"ld.shared.f32 $0, [$1 + {offset}];", "f", address, effects=True)
-                y = part if y is None else arith.addf(y, part)
-            rest = unpack.rest(self.scheme, self.dtype)
-            if rest != 1:
-                y = arith.mulf(y, arith.constant(ir.F32Type.get(), rest))
-            if self.packed.row_scale is not None:
-                y = arith.mulf(y, self._number("row_scale", half, whole, jnp.float32))
-            if self.bias is not None:
-                y = arith.addf(y, self._number("bias", half, whole, self.bias.dtype))
-            ys.append(y)
-        y = ys[0]
-        if self.static.gated:
-            text = """{ .reg .f32 x; mul.f32 x, $1, 0fBFB8AA3B; ex2.approx.f32 x, x;
-                add.f32 x, x, 0f3F800000; div.approx.f32 x, $1, x; mul.f32 $0, x, $2; }"""
-            y = asm(text, "f", *ys)
-        index = arith.addi(times(one, self.n), whole)
-        if "residual" in self.pointers:
-            y = arith.addf(y, self._number("residual", 0, index, jnp.dtype(self.static.out_dtype)))
-        out = jnp.dtype(self.static.out_dtype)
-        address = further(self.pointers["out"], times(index, out.itemsize))
-        store_float(address, y, out.name)
-
-    def _number(self, name: str, half: int, index: Any, dtype: Any) -> Any:
-        index = arith.addi(index, word(half * self.n))
-        address = further(self.pointers[name], times(index, jnp.dtype(dtype).itemsize))
-        return load_float(address, jnp.dtype(dtype).name)

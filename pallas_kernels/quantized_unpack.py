@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import llvm
 
-from pallas_kernels.lane_code import asm
+from pallas_kernels.lane_code import asm, word
+from pallas_kernels.packed import CODES_PER_BYTE
 
-NIBBLES = ("int4", "nvfp4", "mxfp4")
 E2M1 = ("nvfp4", "mxfp4")
 MX = ("mxfp4", "mxfp8")
 _MX_SHIFT = 20  # MX scales up to 2^21 stay numbers of bfloat16, and what they multiply is 2^-20
@@ -32,43 +32,36 @@ _MX_SHIFT = 20  # MX scales up to 2^21 stay numbers of bfloat16, and what they m
 
 def per_word(scheme: str) -> int:
     """Codes in 32 bits."""
-    return 8 if scheme in NIBBLES else 4
+    return 4 * CODES_PER_BYTE.get(scheme, 1)
 
 
-def values(packed_scheme: str, word: Any, dtype: Any, *, zero: Any, scale: Any) -> list[Any]:
-    """The pairs of a word, as words of two numbers of `dtype`.
+def values(scheme: str, codes: Any, dtype: Any, *, zero: Any, scale: Any) -> list[Any]:
+    """The pairs of a word of codes, as words of two numbers of `dtype`.
 
     zero: `zero_pair`'s, of int4; None: numbers are too large by `too_large`. scale: `scale_pair`'s,
     where numbers are scaled one by one, as E2M1 always are; else None.
     """
     bfloat16 = dtype == jnp.bfloat16
     kind = "bf16x2" if bfloat16 else "f16x2"
-    if packed_scheme == "int4":
-        pairs = _int4(word, zero, kind)
-    elif packed_scheme in E2M1:
-        pairs = _e2m1(word, bfloat16)
-    elif packed_scheme == "int8":
-        pairs = _int8(word, bfloat16)
+    if scheme == "int4":
+        pairs = _int4(codes, zero, kind)
+    elif scheme in E2M1:
+        pairs = _e2m1(codes, bfloat16)
+    elif scheme == "int8":
+        pairs = _int8(codes, bfloat16)
     else:
-        pairs = _e4m3(word, bfloat16)
-        if packed_scheme == "fp8":
-            whole = constant(0x7B807B80 if bfloat16 else 0x5C005C00)
+        pairs = _e4m3(codes, bfloat16)
+        if scheme == "fp8":
+            whole = word(0x7B807B80 if bfloat16 else 0x5C005C00)
             pairs = [_multiply(pair, whole, kind) for pair in pairs]
     return pairs if scale is None else [_multiply(pair, scale, kind) for pair in pairs]
-
-
-def constant(bits: int) -> Any:
-    """A word."""
-    i32 = ir.IntegerType.get_signless(32)
-    signed = bits - (1 << 32) if bits >> 31 else bits
-    return llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, signed)).result
 
 
 def _multiply(pair, scale, kind: str):
     return asm(f"mul.rn.{kind} $0, $1, $2;", "r", pair, scale)
 
 
-def _int4(word, zero, kind: str) -> list[Any]:
+def _int4(codes, zero, kind: str) -> list[Any]:
     magic = "0x43004300" if kind == "bf16x2" else "0x64006400"
     text = "{ .reg .b32 x; "
     for i in range(4):
@@ -77,16 +70,16 @@ def _int4(word, zero, kind: str) -> list[Any]:
         to = f"${i}" if zero is None else "x"
         text += f"lop3.b32 {to}, {source}, 0x000f000f, {magic}, 0xea; "
         text += "" if zero is None else f"sub.rn.{kind} ${i}, x, $5; "
-    return asm(text + "}", "rrrr", word, *([] if zero is None else [zero]))
+    return asm(text + "}", "rrrr", codes, *([] if zero is None else [zero]))
 
 
 def minus_one(dtype: Any) -> Any:
-    """Two of them."""
-    return constant(0xBF80BF80 if dtype == jnp.bfloat16 else 0xBC00BC00)
+    """Two numbers of `dtype`, -1 each, as a word."""
+    return word(0xBF80BF80 if dtype == jnp.bfloat16 else 0xBC00BC00)
 
 
 def too_large(dtype: Any, zero: Any | None) -> Any:
-    """By what int4's numbers are, as float32; zero: its code, None for 8."""
+    """By how much int4's numbers are too large without a zero, float32; zero: its code, None: 8."""
     more = 128.0 if dtype == jnp.bfloat16 else 1024.0
     if zero is None:
         f32 = ir.F32Type.get()
@@ -100,11 +93,11 @@ def zero_pair(dtype: Any, zero: Any | None) -> Any:
     """What int4 is taken from; zero: its code, None for 8."""
     magic = 0x43004300 if dtype == jnp.bfloat16 else 0x64006400
     if zero is None:
-        return constant(magic + 0x00080008)
+        return word(magic + 0x00080008)
     return asm(f"mad.lo.u32 $0, $1, 0x00010001, {magic:#x};", "r", zero)
 
 
-def _int8(word, bfloat16: bool) -> list[Any]:
+def _int8(codes, bfloat16: bool) -> list[Any]:
     text = "{ .reg .b32 x, y, z; "
     for i in range(2):
         if bfloat16:
@@ -114,10 +107,10 @@ def _int8(word, bfloat16: bool) -> list[Any]:
         else:  # 1152 + c is 0x6400 | (c ^ 0x80)
             text += f"""prmt.b32 x, $2, 0, 0x4{i + 2}4{i}; xor.b32 x, x, 0x64806480;
                 mov.b32 y, 0x64806480; sub.rn.f16x2 ${i}, x, y; """
-    return asm(text + "}", "rr", word)
+    return asm(text + "}", "rr", codes)
 
 
-def _e2m1(word, bfloat16: bool) -> list[Any]:
+def _e2m1(codes, bfloat16: bool) -> list[Any]:
     text = "{ .reg .b32 w, x, y; shr.u32 w, $4, 8; "
     for i in range(4):
         source, up = "w" if i > 1 else "$4", 4 * (i % 2)
@@ -128,17 +121,17 @@ def _e2m1(word, bfloat16: bool) -> list[Any]:
         else:
             text += f"""shl.b32 x, {source}, {12 - up}; shl.b32 y, {source}, {9 - up};
                 and.b32 y, y, 0x0e000e00; lop3.b32 ${i}, x, 0x80008000, y, 0xea; """
-    return asm(text + "}", "rrrr", word)
+    return asm(text + "}", "rrrr", codes)
 
 
-def _e4m3(word, bfloat16: bool) -> list[Any]:
+def _e4m3(codes, bfloat16: bool) -> list[Any]:
     text = "{ .reg .b32 x, y; "
     for i in range(2):
         text += "mov.b32 x, $2; " if i else "shl.b32 x, $2, 8; "
         down, mask = (4, "0x07f007f0") if bfloat16 else (1, "0x3f803f80")
         text += f"""shr.u32 y, x, {down}; and.b32 y, y, {mask};
             lop3.b32 ${i}, x, 0x80008000, y, 0xea; """
-    return asm(text + "}", "rr", word)
+    return asm(text + "}", "rr", codes)
 
 
 def pairs_of_x(words: Sequence[Any], scheme: str) -> list[Any]:

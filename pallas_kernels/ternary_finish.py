@@ -19,6 +19,7 @@ from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import (
     asm,
     further,
+    gated,
     less,
     load_float,
     load_shared,
@@ -109,13 +110,8 @@ class Finish:
     def _finish_one(self, one: Any, row: Any, operands: Mapping[str, Any], shift: Any) -> None:
         ys = [self._sum(half, one, row, operands) for half in range(self.halves)]
         y = ys[0]
-        if self.epilogue == "swiglu":
-            text = """{ .reg .f32 x; mul.f32 x, $1, 0fBFB8AA3B; ex2.approx.f32 x, x;
-                add.f32 x, x, 0f3F800000; div.approx.f32 x, $1, x; mul.f32 $0, x, $2; }"""
-            y = asm(text, "f", *ys)
-        elif self.epilogue == "relu2_glu":
-            text = "{ .reg .f32 x; max.f32 x, $1, 0f00000000; mul.f32 x, x, x; mul.f32 $0, x, $2; }"
-            y = asm(text, "f", *ys)
+        if self.epilogue is not None:
+            y = gated(self.epilogue, *ys)
         if "residual" in operands:
             y = arith.addf(y, operands["residual"])
         row = row if shift is None else arith.addi(row, shift)

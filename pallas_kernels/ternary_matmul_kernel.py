@@ -35,6 +35,7 @@ from pallas_kernels.lane_code import (
     less,
     load,
     load_shared,
+    mma,
     times,
     word,
 )
@@ -42,6 +43,7 @@ from pallas_kernels.packed import Packed
 from pallas_kernels.ternary_finish import Finish
 from pallas_kernels.ternary_rows import quantise_rows
 
+MMA = "m16n8k32.row.col.s32.u8.s8.s32"
 MMA_ROWS, MMA_COLUMNS = 16, 8  # of the weight and of x, in one instruction
 ACROSS = 4  # lanes that share a row in it
 PER_WORD = 16
@@ -311,7 +313,7 @@ class _Block:
                     first = (tile * len(columns_) + column) * self.places * 4
                     for i in range(PLACES):
                         mine = slice(start := first + i % self.places * 4, start + 4)
-                        sums[mine] = _mma(sums[mine], left[tile][i], list(right[i]))
+                        sums[mine] = mma(MMA, left[tile][i], list(right[i]), sums[mine])
         return sums, x_sums
 
     def _left(self, codes: list[list[Any]], at: int) -> list[list[Any]]:
@@ -446,7 +448,7 @@ class _Block:
 def _of_place(codes: Any, place: int, *, moved: bool) -> Any:
     """The codes at one place of each byte; moved: down to its beginning."""
     if not moved:
-        return arith.andi(codes, word(0x03030303 << 2 * place if place < 3 else -0x3F3F3F40))
+        return arith.andi(codes, word(0x03030303 << 2 * place))
     down = arith.shrui(codes, word(2 * place)) if place else codes
     return arith.andi(down, word(0x03030303))
 
@@ -467,13 +469,3 @@ def _transposed(four: list[Any]) -> list[Any]:
         for pair in (low, high)
         for order in ("0x5410", "0x7632")
     ]
-
-
-def _mma(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
-    """sums + a [16, 32] @ b [32, 8]: unsigned times signed bytes, four int32 a thread."""
-    numbers = [f"${i}" for i in range(14)]
-    out, left, right, before = (
-        "{" + ", ".join(numbers[i:j]) + "}" for i, j in ((0, 4), (4, 8), (8, 10), (10, 14))
-    )
-    text = f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {out}, {left}, {right}, {before};"
-    return asm(text, "rrrr", *a, *b, *sums)

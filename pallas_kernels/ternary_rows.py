@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from jax._src.lib.mlir.dialects import arith, gpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
@@ -23,6 +22,12 @@ from pallas_kernels.lane_code import (
     load,
     times,
     word,
+)
+from pallas_kernels.lane_norm import (
+    halves_as_float32,
+    over_warp,
+    reciprocal_root,
+    sum_of_squares,
 )
 
 EACH = 16  # numbers that a thread has at a time
@@ -74,12 +79,9 @@ def quantise_rows(
         some = range(first, min(first + step, m))
         rows = [read(further(at["x"], word(2 * k * row))) for row in some]
         if weight is not None:
-            squares = [_sum_of_squares(words, kind) for words in rows]
+            squares = [sum_of_squares(words, kind) for words in rows]
             totals = _over_block(squares, "add.f32", at["marks"], warps, first)
-            # The root is that of the hardware, as in rms_norm
-            text = f"{{ .reg .f32 x; fma.rn.f32 x, $1, {_hex(1 / k)}, {_hex(eps)}; "
-            text += "rsqrt.approx.f32 $0, x; }"
-            roots = [asm(text, "f", total) for total in totals]
+            roots = [reciprocal_root(total, k, eps) for total in totals]
             rows = [
                 [_normed(x, root, w, kind) for x, w in zip(words, weight, strict=True)]
                 for words, root in zip(rows, roots, strict=True)
@@ -116,29 +118,9 @@ def _when(there: Any, do: Callable[..., None], *arguments: Any) -> None:
         do(*arguments)
 
 
-def _hex(number: float) -> str:
-    return "0f" + np.float32(number).tobytes()[::-1].hex().upper()
-
-
-def _halves(x: str, kind: str) -> str:
-    """PTX that makes two numbers of word `x` float32 in registers a and b."""
-    if kind == "bf16x2":
-        text = f"{{ .reg .b32 t; shl.b32 t, {x}, 16; mov.b32 a, t; "
-        return text + f"and.b32 t, {x}, 0xffff0000; mov.b32 b, t; }} "
-    return f"{{ .reg .b16 s, t; mov.b32 {{s, t}}, {x}; cvt.f32.f16 a, s; cvt.f32.f16 b, t; }} "
-
-
-def _sum_of_squares(words: list[Any], kind: str) -> Any:
-    total = asm("mov.f32 $0, 0f00000000;", "f")
-    for x in words:
-        text = f"{{ .reg .f32 a, b; {_halves('$1', kind)} fma.rn.f32 a, a, a, $2; "
-        total = asm(text + "fma.rn.f32 $0, b, b, a; }", "f", x, total)
-    return total
-
-
 def _normed(x: Any, root: Any, weight: Any, kind: str) -> Any:
     """Two numbers times the root, rounded, times two of the weight, rounded."""
-    text = f"{{ .reg .f32 a, b; .reg .b32 y; {_halves('$1', kind)} mul.rn.f32 a, a, $2; "
+    text = f"{{ .reg .f32 a, b; .reg .b32 y; {halves_as_float32('$1', kind)} mul.rn.f32 a, a, $2; "
     text += f"mul.rn.f32 b, b, $2; cvt.rn.{kind}.f32 y, b, a; mul.rn.{kind} $0, y, $3; }}"
     return asm(text, "r", x, root, weight)
 
@@ -149,7 +131,9 @@ def _largest(words: list[Any], kind: str) -> Any:
     for x in words:
         text = f"{{ .reg .b32 y; abs.{kind} y, $1; max.{kind} $0, y, $2; }}"
         found = asm(text, "r", x, found)
-    return asm(f"{{ .reg .f32 a, b; {_halves('$1', kind)} max.f32 $0, a, b; }}", "f", found)
+    return asm(
+        f"{{ .reg .f32 a, b; {halves_as_float32('$1', kind)} max.f32 $0, a, b; }}", "f", found
+    )
 
 
 def _bytes(words: list[Any], inverse: Any, kind: str) -> list[Any]:
@@ -160,7 +144,7 @@ def _bytes(words: list[Any], inverse: Any, kind: str) -> list[Any]:
     """
     text = "{ .reg .f32 a, b; .reg .b32 p<4>, q<4>; "
     for i in range(4):
-        text += _halves(f"${2 + i}", kind)
+        text += halves_as_float32(f"${2 + i}", kind)
         for number, target in (("a", f"p{i}"), ("b", f"q{i}")):
             text += f"mul.rn.f32 {number}, {number}, $6; add.rn.f32 {number}, {number}, {MAGIC}; "
             text += f"mov.b32 {target}, {number}; "
@@ -176,13 +160,7 @@ def _over_block(values: list[Any], operation: str, marks: Any, warps: int, first
     kind = "f" if operation.endswith("f32") else "r"
     thread = mgpu_utils.thread_idx()
     warp, lane = (f(thread, word(LANES)) for f in (arith.divui, arith.remui))
-    done = []
-    for value in values:
-        for mask in (16, 8, 4, 2, 1):
-            text = f"{{ .reg .b32 x; .reg .{operation[4:]} y; mov.b32 x, $1; "
-            text += f"shfl.sync.bfly.b32 x, x, {mask}, 31, 0xffffffff; mov.b32 y, x; "
-            value = asm(text + f"{operation} $0, $1, y; }}", kind, value, effects=True)
-        done.append(value)
+    done = [over_warp(value, operation) for value in values]
     with mgpu_utils.when(less(lane, 1)):
         for i, value in enumerate(done):
             place = further(marks, times(arith.addi(warp, word((first + i) * warps)), 4))

@@ -53,13 +53,22 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.matmul_few_rows pallas_kernels.matmul_kernel "
         "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
-    "pallas_kernels.quantized_unpack": "pallas_kernels.lane_code",
+    "pallas_kernels.quantized_unpack": "pallas_kernels.lane_code pallas_kernels.packed",
     "pallas_kernels.quantized_matmul_config": (
         "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_unpack"
     ),
+    "pallas_kernels.quantized_rows": (
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_norm "
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
+    ),
+    "pallas_kernels.quantized_finish": (
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_norm "
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
+    ),
     "pallas_kernels.quantized_matmul_lanes": (
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.packed "
-        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
+        "pallas_kernels.quantized_finish pallas_kernels.quantized_matmul_config "
+        "pallas_kernels.quantized_rows pallas_kernels.quantized_unpack"
     ),
     "pallas_kernels.quantized_matmul_kernel": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
@@ -79,7 +88,10 @@ MAY_IMPORT = {
         "pallas_kernels.ternary_matmul pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.lane_code": "",
-    "pallas_kernels.ternary_rows": "pallas_kernels.device pallas_kernels.lane_code",
+    "pallas_kernels.lane_norm": "pallas_kernels.lane_code",
+    "pallas_kernels.ternary_rows": (
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_norm"
+    ),
     "pallas_kernels.ternary_finish": "pallas_kernels.device pallas_kernels.lane_code",
     "pallas_kernels.ternary_matmul_kernel": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "

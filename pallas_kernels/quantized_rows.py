@@ -1,0 +1,116 @@
+"""Rows of x brought on chip by the threads of a block, for the products of `quantized_matmul`.
+
+They lie there as pairs, in the order in which `quantized_unpack.values` has those of the codes.
+Of an RMSNorm that stands before the product, x is multiplied by its weight here, rounded once to
+x's dtype; the sums of squares, a warp's each, lie behind the row that they are of, and its root
+multiplies the sums (`quantized_finish`). Imported only by quantized_matmul_lanes.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+
+from pallas_kernels import quantized_matmul_config as sizes
+from pallas_kernels import quantized_unpack as unpack
+from pallas_kernels.device import ACCESS_BYTES, LANES
+from pallas_kernels.lane_code import asm, further, less, load, times, word
+from pallas_kernels.lane_norm import over_warp, sum_of_squares
+from pallas_kernels.quantized_matmul_config import ACROSS, PART_BYTES
+
+AT_ONCE = 8  # accesses of a thread to x on their way
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """x [m, k] of 16 bits a number.
+
+    at: addresses of x, on chip of kept, and of the norm's weight [k], of x's dtype, if there is a
+    norm. row_bytes: of a row on chip, PART_BYTES of them behind it. zero_centered: x is multiplied
+    by 1 + weight.
+    """
+
+    at: Mapping[str, Any]
+    m: int
+    k: int
+    scheme: str
+    warps: int
+    row_bytes: int
+    zero_centered: bool = False
+
+    def keep(self, first: Callable[[], None]) -> None:
+        """Brings the rows on chip, then zeros; a barrier must follow.
+
+        first: what is asked for between the first accesses and what is done with them.
+        """
+        units = (self.row_bytes - PART_BYTES) // ACCESS_BYTES  # of a row
+        last, threads = self.k * 2 // ACCESS_BYTES - 1, self.warps * LANES
+        thread, normed = mgpu_utils.thread_idx(), "norm" in self.at
+        places = [(one, at) for one in range(self.m) for at in range(0, units, threads)]
+        if normed:  # rows in turn, which share the norm's weight
+            places.sort(key=lambda place: place[1])
+        squares: list[Any] = [None] * self.m
+        for begin in range(0, len(places), AT_ONCE):
+            some = places[begin : begin + AT_ONCE]
+
+            def read(source: Any, start: int) -> list[Any]:
+                at = arith.minui(arith.addi(thread, word(start)), word(last))
+                return load(further(source, times(at, ACCESS_BYTES)), 0, 4)
+
+            loaded = [read(self._row(one), start) for one, start in some]
+            weights: dict[int, Any] = {}
+            if normed:
+                weights = {start: read(self.at["norm"], start) for _, start in some}
+            if begin == 0:
+                first()
+            for (one, start), words in zip(some, loaded, strict=True):
+                place = arith.addi(thread, word(start))
+                words = [arith.select(less(place, last + 1), w, word(0)) for w in words]
+                if normed:
+                    squares[one] = sum_of_squares(words, "bf16x2", squares[one])
+                    words = self._weighed(words, weights[start])
+                if start + threads <= units:
+                    self._write(one, place, words)
+                else:
+                    with mgpu_utils.when(less(place, units)):
+                        self._write(one, place, words)
+        if normed:
+            self._write_squares(squares)
+
+    def _row(self, one: int) -> Any:
+        return further(self.at["x"], word(one * self.k * 2))
+
+    def _weighed(self, words: list[Any], weights: list[Any]) -> list[Any]:
+        """x w, or x w + x, rounded once."""
+        text = "mul.rn.bf16x2 $0, $1, $2;"
+        if self.zero_centered:
+            text = "fma.rn.bf16x2 $0, $1, $2, $1;"
+        return [asm(text, "r", x, w) for x, w in zip(words, weights, strict=True)]
+
+    def _write(self, one: int, place: Any, words: list[Any]) -> None:
+        half = unpack.per_word(self.scheme) // 2
+        pairs = []
+        for i in range(0, 4, half):
+            pairs += unpack.pairs_of_x(words[i : i + half], self.scheme)
+        # a lane's accesses lie one below the other, those of the four lanes side by side
+        count = sizes.part(self.scheme) * 2 // ACCESS_BYTES
+        whole, inner = (f(place, word(count)) for f in (arith.divui, arith.remui))
+        lane, i = (f(inner, word(count // ACROSS)) for f in (arith.divui, arith.remui))
+        to = arith.addi(arith.addi(times(whole, count), times(i, ACROSS)), lane)
+        to = further(self.at["kept"], times(to, ACCESS_BYTES))
+        text = f"st.shared.v4.u32 [$0 + {one * self.row_bytes}], {{$1, $2, $3, $4}};"
+        asm(text, "", to, *pairs, effects=True)
+
+    def _write_squares(self, squares: list[Any]) -> None:
+        """A warp's sum for each row, behind the row."""
+        warp, lane = (f(mgpu_utils.thread_idx(), word(LANES)) for f in (arith.divui, arith.remui))
+        squares = [over_warp(each, "add.f32") for each in squares]
+        address = further(self.at["kept"], times(warp, 4))
+        with mgpu_utils.when(less(lane, 1)):
+            for one, each in enumerate(squares):
+                offset = (one + 1) * self.row_bytes - PART_BYTES
+                asm(f"st.shared.f32 [$0 + {offset}], $1;", "", address, each)
