@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -73,14 +74,21 @@ def linear_cross_entropy(
     with `softcap` a logit x is softcap * tanh(x / softcap). A target outside the vocabulary makes
     the loss NaN. The same call gives the same bits.
     Dtypes: hidden bfloat16; head bfloat16, float16 or float32, cast to bfloat16 for the products,
-    whose sums are float32. A gradient has the dtype of what it is of; a packed head has none, and
-    its numbers are in memory once, in bfloat16.
-    Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
-    (unless `interpret`), or for what `why_not` says.
+    whose sums are float32; targets any integers. A gradient has the dtype of what it is of; a
+    packed head has none, and its numbers are in memory once, in bfloat16.
+    Raises: ValueError if shapes or dtypes disagree, or for a number that cannot be.
+    NotImplementedError without a Hopper GPU (unless `interpret`), or for what `why_not` says.
     """
+    check("linear_cross_entropy", hidden, head, targets, softcap, z_loss)
+    if hidden.ndim != 2:
+        raise ValueError(f"linear_cross_entropy: hidden must be [T, D], got {list(hidden.shape)}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"linear_cross_entropy: no reduction is named {reduction!r}; there are "
+            f"{', '.join(REDUCTIONS)}"
+        )
     if isinstance(head, Packed):
         head = jax.lax.stop_gradient(dequantize(head, hidden.dtype))
-    _check(hidden, head, targets, softcap, reduction)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if reason := why_not(hidden, head, targets, device=device):
         raise NotImplementedError(f"linear_cross_entropy: cannot run this call: {reason}")
@@ -107,10 +115,10 @@ def linear_cross_entropy_reference(
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     counted = targets != ignore_index
-    ids = jnp.where(counted, jnp.where(targets < 0, len(head), targets), 0)[:, None]
-    chosen = jnp.take_along_axis(logits, ids, axis=1, mode="fill")[:, 0]
+    ids = jnp.where(counted, targets, 0)[:, None]
+    chosen = jnp.take_along_axis(logits, ids, axis=1, mode="fill", wrap_negative_indices=False)
     lse = jax.nn.logsumexp(logits, axis=1)
-    losses = jnp.where(counted, lse - chosen + z_loss * lse * lse, jnp.float32(0))
+    losses = jnp.where(counted, lse - chosen[:, 0] + z_loss * lse * lse, jnp.float32(0))
     if reduction == "sum":
         return jnp.sum(losses)
     return jnp.sum(losses) / jnp.maximum(jnp.sum(counted, dtype=jnp.int32), 1).astype(jnp.float32)
@@ -154,31 +162,31 @@ def bucket(hidden, head) -> str:
     return f"{hidden.dtype.name}-{head.dtype.name}-t{tuned.power_of_two(t)}-v{v}-d{d}"
 
 
-def _check(hidden, head, targets, softcap, reduction) -> None:
-    if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
+def check(op: str, hidden, head, targets, softcap, z_loss: float = 0.0) -> None:
+    """Refuses what no implementation can take, in the name of `op`; tokens of any axes."""
+    if len(head.shape) != 2 or hidden.ndim < 1 or hidden.shape[-1] != head.shape[1]:
         raise ValueError(
-            f"linear_cross_entropy: hidden {list(hidden.shape)} and head {list(head.shape)} must "
-            "be [T, D] and [V, D]"
+            f"{op}: hidden {list(hidden.shape)} and head {list(head.shape)} must be [.., D] and "
+            "[V, D]"
         )
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"linear_cross_entropy: targets have shape {list(targets.shape)}, hidden states "
-            f"{list(hidden.shape)} need {list(hidden.shape[:1])}"
-        )
+    if 0 in head.shape:
+        raise ValueError(f"{op}: head {list(head.shape)} is empty; V and D must be 1 at least")
+    check_targets(op, targets, hidden.shape[:-1])
     for name, x in (("hidden", hidden), ("head", head)):
-        if x.dtype not in DTYPES:
-            raise ValueError(
-                f"linear_cross_entropy: {name} is {x.dtype}; bfloat16, float16 or float32 are "
-                "allowed"
-            )
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"linear_cross_entropy: targets must be integers, got {targets.dtype}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"linear_cross_entropy: softcap must be positive or None, got {softcap}")
-    if reduction not in REDUCTIONS:
+        if not isinstance(x, Packed) and x.dtype not in DTYPES:
+            raise ValueError(f"{op}: {name} is {x.dtype}; bfloat16, float16 or float32 are allowed")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"{op}: softcap must be positive and finite, or None, got {softcap}")
+    if not math.isfinite(z_loss):
+        raise ValueError(f"{op}: z_loss must be a finite number, got {z_loss}")
+
+
+def check_targets(op: str, targets, shape: tuple[int, ...]) -> None:
+    """Refuses targets that are not one integer for each token, in the name of `op`."""
+    if not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != shape:
         raise ValueError(
-            f"linear_cross_entropy: no reduction is named {reduction!r}; there are "
-            f"{', '.join(REDUCTIONS)}"
+            f"{op}: targets must be integers {list(shape)}, one a token, got "
+            f"{targets.dtype}{list(targets.shape)}"
         )
 
 
@@ -212,8 +220,8 @@ class _Static:
         """Of the blocks of a cluster."""
         return TILE_M * self.config.cluster
 
-    def kernel(self, hidden, head, shift: int = 0) -> kernels.Static:
-        shape = (hidden.shape[0], head.shape[0], hidden.shape[1])
+    def kernel(self, hidden, vocab: int, shift: int) -> kernels.Static:
+        shape = (hidden.shape[0], vocab, hidden.shape[1])
         return kernels.Static(self.config, shape, self.softcap, self.num_sms, self.interpret, shift)
 
     def shift(self, hidden, head) -> int:
@@ -260,7 +268,7 @@ def _losses(static: _Static, hidden, head, vocab: int, targets, *, stores: bool,
     head is cast; vocab of its rows are words.
     """
     (t, d), v = hidden.shape, vocab
-    kernel = dataclasses.replace(static.kernel(hidden, head, shift), shape=(t, v, d))
+    kernel = static.kernel(hidden, v, shift)
     counted = targets != static.ignore_index
     known = counted & (targets >= 0) & (targets < v)
     ids = jnp.where(known, targets, v)
@@ -311,8 +319,7 @@ def _losses(static: _Static, hidden, head, vocab: int, targets, *, stores: bool,
 
 def _gradients(static: _Static, hidden, head, vocab, rows: _Rows, exps, d_total, wants, shift=0):
     """d_hidden [T, D]; and the arrays of E with the targets' terms in it, factor * hidden."""
-    t, d = hidden.shape
-    kernel = dataclasses.replace(static.kernel(hidden, head, shift), shape=(t, vocab, d))
+    kernel = static.kernel(hidden, vocab, shift)
     total = rows.others + rows.target
     if static.z_loss:
         over = 2.0 * static.z_loss * rows.lse  # weight - 1
@@ -326,7 +333,8 @@ def _gradients(static: _Static, hidden, head, vocab, rows: _Rows, exps, d_total,
     factor = jnp.where(rows.counted, factor, jnp.float32(0))
     at_target = (at_target * rows.slope).astype(jnp.bfloat16)
 
-    token, none = jnp.arange(t, dtype=jnp.int32), jnp.int32(np.iinfo(np.int32).max)
+    token = jnp.arange(len(hidden), dtype=jnp.int32)
+    none = jnp.int32(np.iinfo(np.int32).max)
 
     def put(array, ids):
         return array.at[ids, token].set(at_target, mode="drop", unique_indices=True)

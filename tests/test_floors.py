@@ -196,7 +196,7 @@ MAY_IMPORT = {
     ),
     "jaxllm.ops.linear": OP,
     "jaxllm.ops.loss": f"{OP} jaxllm.ops.linear",
-    "jaxllm.ops.log_probs": "jaxllm.ops.linear jaxllm.ops.loss",
+    "jaxllm.ops.log_probs": f"{KERNELS} jaxllm.ops.linear jaxllm.ops.loss",
     "jaxllm.ops.norm": OP,
     "jaxllm.ops.rope": OP,
     "jaxllm.ops.sampling_threshold": OP,

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.ops.linear import linear
-from jaxllm.ops.loss import check_linear, chunk_tokens
+from jaxllm.ops.loss import check_linear, chunk_tokens, logits_at
+from pallas_kernels.packed import Packed
 
 
 def linear_log_probs(
     hidden: Float[Array, "*B D"],
-    head: Float[Array, "V D"],
+    head: Float[Array, "V D"] | Packed,
     targets: Int[Array, "*B"],
     *,
     ignore_index: int = -100,
@@ -29,14 +30,15 @@ def linear_log_probs(
     logit x is softcap * tanh(x / softcap). `chunk`: tokens at a time (None: chosen by V).
     `implementation`: as in `linear`, which makes the logits.
     Dtypes: hidden and head in bfloat16, float16 or float32; products in hidden's dtype with sums in
-    float32, as is the result; a gradient has the dtype of what it is of, and the head's is summed
-    over the chunks in that.
+    float32, as is the result; targets any integers; a gradient has the dtype of what it is of, and
+    the head's is summed over the chunks in that. A packed head is multiplied as `linear` does it,
+    and has no gradient.
     Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
     a traced one makes its result NaN.
     """
     check_linear("linear_log_probs", hidden, head, targets, ignore_index, softcap, chunk)
     rows, ids = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(targets).reshape(-1)
-    size = chunk or chunk_tokens(len(ids), len(head))
+    size = chunk or chunk_tokens(len(ids), head.shape[0])
     parts = -(-len(ids) // size)
     rows = jnp.pad(rows, ((0, parts * size - len(ids)), (0, 0)))
     padded = jnp.pad(ids, (0, parts * size - len(ids)), constant_values=ignore_index)
@@ -48,10 +50,8 @@ def linear_log_probs(
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
         counted = wanted != ignore_index
-        at = jnp.where(counted, wanted, 0)
-        at = jnp.where(at < 0, len(head), at)[:, None]  # a negative one would count from the end
-        found = jnp.take_along_axis(logits, at, axis=1, mode="fill")[:, 0]
-        return jnp.where(counted, found - jax.nn.logsumexp(logits, axis=1), jnp.float32(0))
+        found = logits_at(logits, wanted, counted) - jax.nn.logsumexp(logits, axis=1)
+        return jnp.where(counted, found, jnp.float32(0))
 
     chunks = rows.reshape(parts, size, -1), padded.reshape(parts, size)
     return jax.lax.map(one, chunks).reshape(-1)[: len(ids)].reshape(targets.shape)

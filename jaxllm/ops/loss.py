@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from jaxllm.ops.linear import precision
-from pallas_kernels.cross_entropy import Config, default_config
+from pallas_kernels.cross_entropy import Config, check, check_targets, default_config
 from pallas_kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy_kernel
 from pallas_kernels.cross_entropy import why_not as why_not_kernel
 from pallas_kernels.cross_entropy_kernel import TILE_M
@@ -41,12 +41,19 @@ def cross_entropy(
 
     Targets are already shifted; those that are `ignore_index` do not count. The sum and the count
     come apart so that micro-batches can be weighted by tokens.
-    Dtypes: the log-sum-exp is float32 whatever the logits' dtype.
+    Dtypes: logits of any float; all is float32 inside, and so is the sum. Targets are any integers.
+    Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
+    a traced one makes the loss NaN.
     """
+    if not jnp.issubdtype(logits.dtype, jnp.floating) or logits.ndim < 1:
+        raise ValueError(
+            f"cross_entropy: logits must be floats [.., V], got {logits.dtype}{list(logits.shape)}"
+        )
+    check_targets("cross_entropy", targets, logits.shape[:-1])
+    _check_concrete("cross_entropy", targets, logits.shape[-1], ignore_index)
     counted = targets != ignore_index
     logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, jnp.where(counted, targets, 0)[..., None], axis=-1)[..., 0]
-    losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+    losses = jax.nn.logsumexp(logits, axis=-1) - logits_at(logits, targets, counted)
     return jnp.sum(jnp.where(counted, losses, jnp.float32(0))), jnp.sum(counted, dtype=jnp.int32)
 
 
@@ -66,7 +73,10 @@ def linear_cross_entropy(
     With `softcap`, a logit x is softcap * tanh(x / softcap). `z_loss` adds z_loss * lse**2 for each
     counted target, where lse is the log-sum-exp of its logits. `chunk` is how many tokens are
     worked on at a time (None: chosen by V). Under differentiation the gradients are made beside the
-    loss, chunk by chunk, and the head's only if it is asked for.
+    loss, chunk by chunk, and the head's only if it is asked for. By "xla" they are kept from there
+    to the backward pass: the head's in float32, 4 V D bytes, hidden's in its dtype (of float16 in
+    float32), beside a chunk's logits, in float32 512 MiB up to V = 131072 if V chooses the chunk.
+    What the kernel keeps is said in pallas_kernels/cross_entropy.py.
     Dtypes: hidden and head in bfloat16, float16 or float32; the head is cast to hidden's dtype for
     the products, whose sums are float32, as is all between them. A gradient has the dtype of what
     it is of: that of a float32 head is never rounded to less. A packed head has no gradient; its
@@ -74,19 +84,12 @@ def linear_cross_entropy(
     Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
     a traced one makes the loss NaN.
     """
+    op = "linear_cross_entropy"
+    check_linear(op, hidden, head, targets, ignore_index, softcap, chunk, z_loss)
     if isinstance(head, Packed):
         head = jax.lax.stop_gradient(dequantize(head, hidden.dtype))
-    check_linear("linear_cross_entropy", hidden, head, targets, ignore_index, softcap, chunk)
     kwargs = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss, "chunk": chunk}
-    run = select(
-        "linear_cross_entropy",
-        LINEAR_CROSS_ENTROPY,
-        implementation,
-        hidden,
-        head,
-        targets,
-        **kwargs,
-    )
+    run = select(op, LINEAR_CROSS_ENTROPY, implementation, hidden, head, targets, **kwargs)
     return run(hidden, head, targets, **kwargs)
 
 
@@ -98,35 +101,36 @@ def chunk_tokens(tokens: int, vocab_size: int) -> int:
     return max(-(-tokens // max(parts, 1)), 1)
 
 
-def check_linear(op: str, hidden, head, targets, ignore_index, softcap, chunk) -> None:
+def check_linear(
+    op: str, hidden, head, targets, ignore_index, softcap, chunk, z_loss: float = 0.0
+) -> None:
     """What `linear_cross_entropy` and `linear_log_probs` refuse, in the name of `op`."""
-    if head.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != head.shape[1]:
-        raise ValueError(
-            f"{op}: hidden {hidden.shape} and head {head.shape} must be [*B, D] and [V, D]"
-        )
-    if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"{op}: targets have shape {targets.shape}, hidden states {hidden.shape} need "
-            f"{hidden.shape[:-1]}"
-        )
-    for name, x in (("hidden", hidden), ("head", head)):
-        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise ValueError(f"{op}: {name} is {x.dtype}; bfloat16, float16 or float32 are allowed")
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"{op}: targets must be integers, got {targets.dtype}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{op}: softcap must be positive or None, got {softcap}")
+    check(op, hidden, head, targets, softcap, z_loss)
     if chunk is not None and chunk < 1:
         raise ValueError(f"{op}: chunk must be at least 1, got {chunk}")
+    _check_concrete(op, targets, head.shape[0], ignore_index)
+
+
+def _check_concrete(op: str, targets, vocab: int, ignore_index: int) -> None:
+    """Refuses targets outside the vocabulary, where their values are known."""
     if isinstance(targets, Tracer) or not hasattr(targets, "__array__"):
         return
     values = np.asarray(targets)
-    outside = values[(values != ignore_index) & ((values < 0) | (values >= head.shape[0]))]
+    outside = values[(values != ignore_index) & ((values < 0) | (values >= vocab))]
     if outside.size:
         raise ValueError(
-            f"{op}: target {outside[0]} is outside the vocabulary of {head.shape[0]}, and not "
+            f"{op}: target {outside[0]} is outside the vocabulary of {vocab}, and not "
             f"{ignore_index}, which is not counted"
         )
+
+
+def logits_at(
+    logits: Float[Array, "*B V"], targets: Int[Array, "*B"], counted: Bool[Array, "*B"]
+) -> Float[Array, "*B"]:
+    """Each target's logit: of word 0 if it is not counted, NaN if it is outside the vocabulary."""
+    ids = jnp.where(counted, targets, 0)[..., None]
+    found = jnp.take_along_axis(logits, ids, axis=-1, mode="fill", wrap_negative_indices=False)
+    return found[..., 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +181,8 @@ def _losses(static: _Static, hidden, head, targets):
         bent = jnp.tanh(logits / static.softcap)
         logits, slope = bent * static.softcap, 1.0 - bent * bent
     counted = targets != static.ignore_index
-    chosen = jnp.take_along_axis(  # NaN outside the vocabulary
-        logits, jnp.where(counted, targets, 0)[:, None], axis=1, mode="fill"
-    )[:, 0]
-    # A negative target would count from the end
-    chosen = jnp.where(counted & (targets < 0), jnp.float32(np.nan), chosen)
     lse = jax.nn.logsumexp(logits, axis=1)
-    losses = lse - chosen
+    losses = lse - logits_at(logits, targets, counted)
     if static.z_loss:
         losses = losses + static.z_loss * lse * lse
     total = jnp.sum(jnp.where(counted, losses, jnp.float32(0)))

@@ -199,6 +199,18 @@ def test_targets_that_are_no_words(targets: str):
 
 @needs_references
 @pytest.mark.slow
+def test_a_row_that_is_no_numbers_shows():
+    """Also where the greatest logits are looked for, which a NaN makes the kernel do."""
+    hidden, head, targets = Case((3, 300, 64)).arrays()
+    hidden = hidden.at[1, 0].set(np.nan)
+    run = lambda *x: linear_cross_entropy(*x, interpret=True)  # noqa: E731
+    assert np.isnan(interpreted(run, hidden, head, targets))
+    uncounted = targets.at[1].set(-100)
+    assert np.isfinite(interpreted(run, hidden, head, uncounted))
+
+
+@needs_references
+@pytest.mark.slow
 def test_a_row_whose_weight_z_loss_makes_zero():
     """p's factor 1 + 2 z_loss lse is 0 where lse = -1 / (2 z_loss)."""
     hidden, targets = jnp.zeros((2, 64), BF16).at[:, 0].set(1), jnp.asarray([0, 3], jnp.int32)
@@ -210,6 +222,8 @@ def test_a_row_whose_weight_z_loss_makes_zero():
     truth = oracles.linear_cross_entropy(*exact, z_loss=z_loss)
     for ours, true in zip(found, truth, strict=True):  # hidden states, head, sums of 2^-k: exact
         np.testing.assert_allclose(as_float64(ours), true, rtol=2**-8, atol=1e-4)
+        with pytest.raises(AssertionError):
+            np.testing.assert_allclose(as_float64(ours), 1.02 * true, rtol=2**-8, atol=1e-4)
 
 
 def shape(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
@@ -222,13 +236,27 @@ HIDDEN, HEAD, IDS = shape(3, 64), shape(32, 64), shape(3, dtype=jnp.int32)
 @pytest.mark.parametrize(
     ("arrays", "keywords", "sentence"),
     [
-        ((shape(3, 128), HEAD, IDS), {}, r"hidden \[3, 128\] and head \[32, 64\] must be \[T, D\]"),
-        ((shape(3, 1, 64), HEAD, IDS), {}, r"must be \[T, D\] and \[V, D\]"),
-        ((HIDDEN, HEAD, shape(4, dtype=jnp.int32)), {}, r"targets have shape \[4\]"),
+        (
+            (shape(3, 128), HEAD, IDS),
+            {},
+            r"hidden \[3, 128\] and head \[32, 64\] must be \[.., D\]",
+        ),
+        (
+            (shape(3, 1, 64), HEAD, shape(3, 1, dtype=jnp.int32)),
+            {},
+            r"hidden must be \[T, D\], got \[3, 1, 64\]",
+        ),
+        ((HIDDEN, shape(0, 64), IDS), {}, r"head \[0, 64\] is empty"),
+        ((HIDDEN, HEAD, shape(4, dtype=jnp.int32)), {}, r"integers \[3\], .* got int32\[4\]"),
         ((shape(3, 64, dtype=jnp.int8), HEAD, IDS), {}, "hidden is int8; bfloat16, float16 or"),
         ((HIDDEN, shape(32, 64, dtype=jnp.int32), IDS), {}, "head is int32"),
-        ((HIDDEN, HEAD, shape(3, dtype=F32)), {}, "targets must be integers, got float32"),
-        ((HIDDEN, HEAD, IDS), {"softcap": 0.0}, "softcap must be positive or None, got 0.0"),
+        ((HIDDEN, HEAD, shape(3, dtype=F32)), {}, r"targets must be integers .* got float32\[3\]"),
+        (
+            (HIDDEN, HEAD, IDS),
+            {"softcap": 0.0},
+            "softcap must be positive and finite, or None, got",
+        ),
+        ((HIDDEN, HEAD, IDS), {"z_loss": np.nan}, "z_loss must be a finite number, got nan"),
         (
             (HIDDEN, HEAD, IDS),
             {"reduction": "none"},

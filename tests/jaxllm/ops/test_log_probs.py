@@ -9,6 +9,7 @@ import pytest
 from numerics import assert_as_accurate
 
 from jaxllm.ops import linear_log_probs
+from pallas_kernels.quantize import dequantize, quantize
 
 V, D = 37, 12
 
@@ -59,6 +60,25 @@ def test_gradients_of_a_weighted_sum(chunk):
     for ours, other in zip(total(linear_log_probs, chunk=chunk), total(plain), strict=True):
         # float32 sums of 15 terms of order 1
         np.testing.assert_allclose(ours, other, atol=5e-6)
+        with pytest.raises(AssertionError):
+            np.testing.assert_allclose(1.001 * ours, other, atol=5e-6)
+
+
+def test_a_packed_head_is_its_numbers():
+    hidden, head, targets = make()
+    hidden = jnp.tile(hidden, 8)[..., :64]
+    packed = quantize(jnp.tile(head, (1, 8))[:, :64], "int8")
+    numbers = dequantize(packed, jnp.float32)
+
+    def total(h, w):
+        return jnp.sum(linear_log_probs(h, w, targets, chunk=4) ** 2)
+
+    ours, plainly = (jax.jit(jax.value_and_grad(total))(hidden, w) for w in (packed, numbers))
+    for x, y in zip(ours, plainly, strict=True):
+        # a scale multiplies sums there, and codes here; sums of up to 64 terms
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(ours[0], total(hidden, 1.01 * numbers), rtol=1e-4)
 
 
 @pytest.mark.usefixtures("strict_jax")
@@ -85,17 +105,17 @@ def test_no_array_of_all_logits():
 @pytest.mark.own_errors
 def test_what_does_not_fit_is_one_sentence():
     hidden, head, targets = make()
-    with pytest.raises(ValueError, match=r"hidden \(3, 5, 12\) and head \(12, 37\) must be"):
+    with pytest.raises(ValueError, match=r"hidden \[3, 5, 12\] and head \[12, 37\] must be"):
         linear_log_probs(hidden, head.T, targets)
-    with pytest.raises(ValueError, match=r"targets have shape \(3,\), hidden states \(3, 5, 12\)"):
+    with pytest.raises(ValueError, match=r"targets must be integers \[3, 5\], .* int32\[3\]"):
         linear_log_probs(hidden, head, targets[:, 0])
     with pytest.raises(ValueError, match="linear_log_probs: hidden is int32; bfloat16, float16"):
         linear_log_probs(hidden.astype(jnp.int32), head, targets)
     with pytest.raises(ValueError, match="linear_log_probs: head is int8"):
         linear_log_probs(hidden, head.astype(jnp.int8), targets)
-    with pytest.raises(ValueError, match="linear_log_probs: targets must be integers, got float32"):
+    with pytest.raises(ValueError, match=r"^linear_log_probs: targets must be .* float32\[3, 5\]"):
         linear_log_probs(hidden, head, targets.astype(jnp.float32))
-    with pytest.raises(ValueError, match="linear_log_probs: softcap must be positive or None"):
+    with pytest.raises(ValueError, match="linear_log_probs: softcap must be positive and"):
         linear_log_probs(hidden, head, targets, softcap=0.0)
     for chunk in (0, -1):  # zero does not mean that it is chosen
         with pytest.raises(ValueError, match=f"chunk must be at least 1, got {chunk}"):

@@ -17,6 +17,7 @@ from jaxllm.ops.loss import chunk_tokens
 from pallas_kernels import _compat
 from pallas_kernels.cross_entropy import Config
 from pallas_kernels.cross_entropy import linear_cross_entropy as kernel_of
+from pallas_kernels.quantize import dequantize, quantize
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -295,22 +296,81 @@ def test_auto_takes_the_kernel_where_it_can_run():
 @pytest.mark.own_errors
 def test_what_cannot_be_is_refused():
     hidden, head, targets = hidden_case()
-    with pytest.raises(ValueError, match=r"hidden \(3, 7, 12\) and head \(29, 11\) must be"):
+    with pytest.raises(ValueError, match=r"hidden \[3, 7, 12\] and head \[29, 11\] must be"):
         linear_cross_entropy(hidden, head[:, 1:], targets)
-    with pytest.raises(ValueError, match=r"targets have shape \(2, 7\)"):
+    with pytest.raises(
+        ValueError, match=r"targets must be integers \[3, 7\], one a token, got int"
+    ):
         linear_cross_entropy(hidden, head, targets[1:])
+    with pytest.raises(ValueError, match=r"^linear_cross_entropy: head \[0, 12\] is empty"):
+        linear_cross_entropy(hidden[:0], head[:0], targets[:0])
+    with pytest.raises(ValueError, match=r"^linear_cross_entropy: head \[29, 0\] is empty"):
+        linear_cross_entropy(hidden[..., :0], head[:, :0], targets)
     with pytest.raises(ValueError, match="hidden is int32"):
         linear_cross_entropy(hidden.astype(jnp.int32), head, targets)
-    with pytest.raises(ValueError, match="targets must be integers"):
+    with pytest.raises(ValueError, match=r"one a token, got float32\[3, 7\]"):
         linear_cross_entropy(hidden, head, targets.astype(jnp.float32))
-    with pytest.raises(ValueError, match="softcap must be positive"):
-        linear_cross_entropy(hidden, head, targets, softcap=0.0)
+    for softcap in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"softcap must be positive and .* got {softcap}"):
+            linear_cross_entropy(hidden, head, targets, softcap=softcap)
+    for z_loss in (float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"z_loss must be a finite number, got {z_loss}"):
+            linear_cross_entropy(hidden, head, targets, z_loss=z_loss)
     with pytest.raises(ValueError, match="chunk must be at least 1"):
         linear_cross_entropy(hidden, head, targets, chunk=0)
     with pytest.raises(ValueError, match="no implementation is named 'cudnn'"):
         linear_cross_entropy(hidden, head, targets, implementation="cudnn")
     with pytest.raises(NotImplementedError, match="takes hidden states in bfloat16, got float32"):
         linear_cross_entropy(hidden, head, targets, implementation="pallas-interpret")
+
+
+@pytest.mark.own_errors
+def test_what_cannot_be_is_refused_of_logits():
+    logits, targets = case()
+    wrong = r"^cross_entropy: targets must be integers \[2, 5\], one a token, got "
+    with pytest.raises(ValueError, match=wrong + r"int32\[1, 5\]"):  # would be broadcast
+        cross_entropy(logits, targets[:1])
+    with pytest.raises(ValueError, match=wrong + r"float32\[2, 5\]"):
+        cross_entropy(logits, targets.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"logits must be floats \[.., V\], got int32\[2, 5, 13\]"):
+        cross_entropy(logits.astype(jnp.int32), targets)
+
+
+@pytest.mark.parametrize("bad", [13, 1000, -1])
+def test_a_target_outside_the_logits_is_refused_or_shows(bad):
+    logits, targets = case()
+    targets = targets.at[1, 2].set(bad)
+    with pytest.raises(
+        ValueError, match=f"^cross_entropy: target {bad} is outside the voc.* of 13"
+    ):
+        cross_entropy(logits, targets)
+    assert np.isnan(jax.jit(cross_entropy)(logits, targets)[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.int16, jnp.uint32])
+def test_targets_of_any_integers(dtype):
+    """Of those without a sign none is -100."""
+    hidden, head, targets = hidden_case()
+    targets = jnp.maximum(targets, 0)
+    logits = ops.linear(hidden, head)
+    for f, operands in ((linear_cross_entropy, (hidden, head)), (cross_entropy, (logits,))):
+        total, count = f(*operands, targets.astype(dtype))
+        assert int(count) == targets.size
+        assert float(total) == float(f(*operands, targets)[0])
+
+
+def test_a_packed_head_is_its_numbers():
+    hidden, head, targets = hidden_case(vocab=32, width=32)
+    packed = quantize(head, "int8")
+    f = lambda h, w: linear_cross_entropy(h, w, targets, chunk=8)[0]  # noqa: E731
+    ours, plainly = (
+        jax.jit(jax.value_and_grad(f))(hidden, x) for x in (packed, dequantize(packed, jnp.float32))
+    )
+    for x, y in zip(ours, plainly, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert float(ours[0]) != float(f(hidden, head))
+    with pytest.raises(ValueError, match=r"hidden \[3, 7, 31\] and head \[32, 32\] must be"):
+        linear_cross_entropy(hidden[..., 1:], packed, targets)
 
 
 @pytest.mark.parametrize("bad", [29, 1000, -1])
