@@ -23,14 +23,9 @@ from pallas_kernels import tuned
 from pallas_kernels.attention_reference import attention_reference, check
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.flash_attention_backward import backward
-from pallas_kernels.flash_attention_forward import (
-    REGISTERS,
-    Config,
-    Static,
-    forward,
-    padded_width,
-    shared_bytes,
-)
+from pallas_kernels.flash_attention_forward import forward, padded_width, shared_bytes
+from pallas_kernels.flash_attention_plan import Config, Static
+from pallas_kernels.flash_attention_tiles import REGISTERS
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 DTYPES = (jnp.bfloat16, jnp.float16)

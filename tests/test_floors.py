@@ -114,10 +114,17 @@ MAY_IMPORT = {
     "pallas_kernels.attention_reference": "",
     "pallas_kernels.flash_attention_blocks": "",
     "pallas_kernels.flash_attention_schedule": "",
-    "pallas_kernels.flash_attention_forward": (
-        "pallas_kernels._compat pallas_kernels.attention_reference "
-        "pallas_kernels.flash_attention_blocks "
+    "pallas_kernels.flash_attention_plan": (
+        "pallas_kernels.attention_reference pallas_kernels.flash_attention_blocks "
         "pallas_kernels.flash_attention_schedule pallas_kernels.wgmma_tiles"
+    ),
+    "pallas_kernels.flash_attention_tiles": (
+        "pallas_kernels._compat pallas_kernels.attention_reference "
+        "pallas_kernels.flash_attention_plan pallas_kernels.wgmma_tiles"
+    ),
+    "pallas_kernels.flash_attention_forward": (
+        "pallas_kernels._compat pallas_kernels.flash_attention_plan "
+        "pallas_kernels.flash_attention_tiles pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_backward_kernel": (
         "pallas_kernels._compat pallas_kernels.attention_reference pallas_kernels.wgmma_tiles"
@@ -130,6 +137,7 @@ MAY_IMPORT = {
     "pallas_kernels.flash_attention": (
         "pallas_kernels.attention_reference pallas_kernels.device "
         "pallas_kernels.flash_attention_backward pallas_kernels.flash_attention_forward "
+        "pallas_kernels.flash_attention_plan pallas_kernels.flash_attention_tiles "
         "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.decode_attention_bytes": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
