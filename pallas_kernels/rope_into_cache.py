@@ -19,9 +19,11 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
+from pallas_kernels.around_product import Cache, Rotary, turn_and_write
 from pallas_kernels.device import ACCESS_BYTES, Device
-from pallas_kernels.gemv import DTYPES, ITEMSIZE, Cache, Rotary, turn_and_write
 
+DTYPES = (jnp.bfloat16, jnp.float16)
+ITEMSIZE = 2
 ACROSS, WARPS, DOWN = 8, 4, 4  # lanes that hold the same number; how a column lies in a block
 GRAIN = WARPS * DOWN
 

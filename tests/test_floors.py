@@ -165,12 +165,14 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.rope_kernel": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.rope": "pallas_kernels.device pallas_kernels.rope_kernel pallas_kernels.tuned",
+    "pallas_kernels.around_product": "pallas_kernels.rope",
+    "pallas_kernels.gemv_kernel": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.gemv": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.rms_norm pallas_kernels.rope "
-        "pallas_kernels.tuned"
+        "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
+        "pallas_kernels.gemv_kernel pallas_kernels.rms_norm pallas_kernels.tuned"
     ),
     "pallas_kernels.rope_into_cache": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.gemv"
+        "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device"
     ),
     "pallas_kernels.sampling_threshold": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.softmax_tiles": (

@@ -12,7 +12,8 @@ import numpy as np
 from benchmarks.case import Case
 from benchmarks.models import LLAMA_8B, QWEN
 from jaxllm.config import ModelConfig
-from pallas_kernels.gemv import Norm, Rotary, gemv, gemv_reference
+from pallas_kernels.around_product import Norm, Rotary
+from pallas_kernels.gemv import gemv, gemv_reference
 from pallas_kernels.measure import size_bytes
 
 EPS = 1e-6

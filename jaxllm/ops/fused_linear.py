@@ -15,7 +15,8 @@ from jaxllm.ops.glu import glu
 from jaxllm.ops.linear import linear
 from jaxllm.ops.norm import rms_norm
 from jaxllm.ops.rope import rope
-from pallas_kernels.gemv import MAX_ROWS, Cache, Norm, Rotary, check, gemv, write
+from pallas_kernels.around_product import Cache, Norm, Rotary, write
+from pallas_kernels.gemv import MAX_ROWS, check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantized_matmul import MAX_ROWS as PACKED_ROWS

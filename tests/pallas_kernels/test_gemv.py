@@ -11,11 +11,9 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 
 from pallas_kernels import device as device_lib
+from pallas_kernels.around_product import Cache, Norm, Rotary
 from pallas_kernels.gemv import (
-    Cache,
     Config,
-    Norm,
-    Rotary,
     bucket,
     default_config,
     gemv,

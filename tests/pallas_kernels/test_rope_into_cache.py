@@ -11,7 +11,7 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 
 from pallas_kernels import device as device_lib
-from pallas_kernels.gemv import Cache, Rotary
+from pallas_kernels.around_product import Cache, Rotary
 from pallas_kernels.rope_into_cache import (
     rope_into_cache,
     rope_into_cache_reference,

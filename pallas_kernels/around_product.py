@@ -1,0 +1,61 @@
+"""What stands before and behind a product in decoding, as data, and its mathematics in plain JAX.
+
+Norm, Rotary and Cache are what `gemv`, `quantized_matmul` and `rope_into_cache` take of it.
+Source of the norm: Zhang and Sennrich 2019, arXiv:1910.07467; of the rotation: rope.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.rope import rope_reference
+
+
+class Norm(NamedTuple):
+    """An RMSNorm of x, as in rms_norm.py: weight [I]."""
+
+    weight: Float[Array, " I"]
+    eps: float
+    zero_centered: bool = False
+
+
+class Rotary(NamedTuple):
+    """cos and sin [*B, H / 2] of x's rows; the outputs are q's, k's and v's heads of H in turn."""
+
+    cos: Float[Array, "*B H2"]
+    sin: Float[Array, "*B H2"]
+    q_heads: int
+    kv_heads: int
+
+
+class Cache(NamedTuple):
+    """Keys and values [B, S, K, H], and the slot of each row, int32 [B], that its token goes to."""
+
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K H"]
+    slots: Int[Array, " B"]
+
+
+def turn_and_write(heads, rotary, cache=None):
+    """q [B, N H] of heads of q, k and v side by side, turned, and k and v: [B, K, H], or those of
+    the cache with these in their slots.
+    """
+    width = 2 * rotary.cos.shape[-1]
+    places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
+    q, k, v = jnp.split(heads.reshape(1, len(heads), -1, width), places, axis=2)
+    q, k = rope_reference(q, k, *(a.reshape(1, -1, width // 2) for a in rotary[:2]))
+    k, v = (k[0], v[0]) if cache is None else write(cache, k[0], v[0])
+    return q.reshape(len(heads), -1), k, v
+
+
+def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> tuple[Array, Array]:
+    """The cache's keys and values with one token more a row."""
+    # XLA makes one kernel of many updates, and two of one: a head is an update of its own
+    rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in k.shape[:2])
+    at = (rows[:, None], cache.slots[:, None], heads[None, :])
+    held = ((cache.k, k), (cache.v, v))
+    k, v = (a.at[at].set(new.astype(a.dtype), mode="drop", unique_indices=True) for a, new in held)
+    return k, v

@@ -1,0 +1,228 @@
+"""The kernel of `gemv`: a block's outputs, of one to four rows of x.
+
+A warp has some rows of the weight at a time, 16 bytes a thread, and adds up along them. The weight
+is asked for first; while it is on its way every block makes norm(x) anew in its shared memory.
+Imported only by gemv.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
+
+ITEMSIZE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Outputs of each half that a block owns, and inputs that it asks for at once."""
+
+    outputs: int
+    inputs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a kernel is compiled for; eps and zero_centered: of the norm, if there is one."""
+
+    config: Config
+    interpret: bool
+    out_dtype: str
+    epilogue: str | None
+    eps: float = 0.0
+    zero_centered: bool = False
+    heads: tuple[int, int] = (0, 0)  # of q, of k
+
+
+def lanes_across(i: int) -> int:
+    """Lanes that share a row of the weight, so that whole accesses fill it."""
+    return next(n for n in (32, 16) if i % (n * ACCESS_BYTES // ITEMSIZE) == 0)
+
+
+def grain(i: int) -> int:
+    """Outputs that the warps of a block have at a time, for i inputs."""
+    return WARPS * LANES // lanes_across(i)
+
+
+def products(static: Static, x, weight, norm, bias, residual, angles, cache):
+    """What `gemv` returns, of x [M, I] and the weight [O, I].
+
+    norm: the norm's weight [I]; angles: cos and sin, [M, H / 2] each.
+    """
+    config, interpret = static.config, static.interpret
+    dtype, out_dtype = x.dtype, jnp.dtype(static.out_dtype)
+    (m, i), o = x.shape, weight.shape[0]
+    half = angles[0].shape[1] if angles else o // 2 if static.epilogue else o
+    starts_of = _starts(static, half)
+    across, vector = lanes_across(i), ACCESS_BYTES // ITEMSIZE
+    down, line = LANES // across, across * vector
+    lines, step = i // line, config.inputs // line
+    layout = _compat.tiled_layout(
+        ((WARPS * down, line), (down, line), (vector,)), warp_dims=(-5, -4), lane_dims=(-3, -2)
+    )
+    each = math.gcd(i // THREADS, vector)  # numbers of a row of x side by side in a thread
+    along = plgpu.Layout.WG_STRIDED((i,), vec_size=each)
+
+    def load(ref, of):
+        return ref[...] if interpret else _compat.load(ref, of, optimized=False)
+
+    def wide(ref, of):
+        return load(ref, of).astype(jnp.float32)
+
+    def lay_out(value):
+        return value if interpret else plgpu.layout_cast(value, layout)
+
+    def prepared(x_ref, norm_ref, one):
+        """norm(x)'s row `one`, rounded."""
+        row = wide(x_ref.at[one], along)
+        if norm_ref is None:
+            return row.astype(dtype)
+        scale = lax.rsqrt(jnp.sum(row * row) / i + static.eps)
+        weights = wide(norm_ref, along)
+        if static.zero_centered:
+            return (row * scale * (1.0 + weights)).astype(dtype)
+        weights = weights.astype(dtype).astype(jnp.float32)
+        return ((row * scale).astype(dtype).astype(jnp.float32) * weights).astype(dtype)
+
+    def body(x_ref, weight_ref, norm_ref, bias_ref, residual_ref, angle_refs, held, *rest):
+        *out_refs, x_s = rest
+        block = lax.axis_index("block")
+        starts, out_at = starts_of(block)
+
+        def fetch(first, count):
+            return [
+                [
+                    load(
+                        weight_ref.at[
+                            pl.ds(start, config.outputs), pl.ds((first + n) * line, line)
+                        ],
+                        layout,
+                    )
+                    for n in range(count)
+                ]
+                for start in starts
+            ]
+
+        def multiply(weights, first, sums):
+            for n in range(len(weights[0])):
+                for one in range(m):
+                    left = wide(x_s.at[one, pl.ds((first + n) * line, line)], layout.reduce(0))
+                    left = lay_out(lax.broadcast_in_dim(left, (config.outputs, line), (1,)))
+                    for part, row in zip(weights, sums, strict=True):
+                        row[one] = row[one] + left * part[n].astype(jnp.float32)
+            return sums
+
+        ahead = fetch(0, min(step, lines))
+        for one in range(m):
+            x_s.at[one][...] = prepared(x_ref, norm_ref, one)
+        plgpu.commit_smem()  # all threads have written
+        zeros = lay_out(jnp.zeros((config.outputs, line), jnp.float32))
+        sums = multiply(ahead, 0, [[zeros] * m for _ in starts])
+        if lines > step:
+            whole = lines // step
+            sums = lax.fori_loop(
+                1, whole, lambda n, s: multiply(fetch(n * step, step), n * step, s), sums
+            )
+            sums = multiply(fetch(whole * step, lines % step), whole * step, sums)
+        for one in range(m):
+            ys = [jnp.sum(row[one], axis=1) for row in sums]
+            column = layout.reduce(1)
+            if bias_ref is not None:
+                ys = [
+                    y + wide(bias_ref.at[pl.ds(start, config.outputs)], column)
+                    for y, start in zip(ys, starts, strict=True)
+                ]
+            if static.epilogue == "swiglu":
+                ys = [jax.nn.silu(ys[0]) * ys[1]]
+            if static.epilogue == "rope":
+                ys = turned(ys, angle_refs, one, block, column)
+            if residual_ref is not None:
+                place = pl.ds(starts[0], config.outputs)
+                ys = [ys[0] + wide(residual_ref.at[one, place], column)]
+            for wanted, *targets in out_at(out_refs, held, one):
+
+                @pl.when(wanted)
+                def _(ys=ys, targets=targets):
+                    for y, target in zip(ys, targets, strict=True):
+                        target[...] = y.astype(out_dtype)
+
+    def turned(ys, angle_refs, one, block, column):
+        first = lax.rem(block, half // config.outputs) * config.outputs
+        head = lax.div(block, half // config.outputs)
+        here = (head < sum(static.heads)).astype(jnp.float32)  # v's heads stay
+        cos, sin = (
+            wide(ref.at[one, pl.ds(first, config.outputs)], column).astype(dtype)
+            for ref in angle_refs
+        )
+        cos = cos.astype(jnp.float32) * here + (1 - here)
+        sin = sin.astype(jnp.float32) * here
+        left, right = (y.astype(dtype).astype(jnp.float32) for y in ys)
+        return [left * cos - right * sin, right * cos + left * sin]
+
+    widths = [o // 2 if static.epilogue == "swiglu" else o]
+    if angles:
+        widths = [2 * half * static.heads[0], 4 * half * static.heads[1]]
+    held = None
+    if cache is not None:
+        widths.pop()
+        held = jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots
+    results = _compat.kernel(
+        body,
+        name="gemv_" + "norm_" * (norm is not None) + (static.epilogue or "plain"),
+        out_type=[jax.ShapeDtypeStruct((m, width), out_dtype) for width in widths],
+        scratch_types=[plgpu.SMEM((m, i), dtype)],
+        grid=(o // (config.outputs * (1 if static.epilogue is None else 2)),),
+        grid_names=("block",),
+        interpret=interpret,
+        approx_math=True,
+    )(x, weight, norm, bias, residual, angles, held)
+    if held is not None:
+        return results[0], jax.freeze(held[0]), jax.freeze(held[1])
+    return tuple(results) if angles else results[0]
+
+
+def _starts(static: Static, half: int):
+    """Of a block: where its outputs begin; and of a row, what they are written to: (whether, for
+    each of them a reference), of which one holds.
+    """
+    size, (q_heads, kv_heads) = static.config.outputs, static.heads
+
+    def plain(block):
+        start = block * size
+        starts = [start] if static.epilogue is None else [start, start + half]
+        place = pl.ds(start, size)
+        return starts, lambda refs, held, one: [(block >= 0, refs[0].at[one, place])]
+
+    def of_heads(block):
+        head = lax.div(block, half // size)
+        start = 2 * half * head + lax.rem(block, half // size) * size
+        starts = [start, start + half]
+
+        def out_at(refs, held, one):
+            own = (head < q_heads, *(refs[0].at[one, pl.ds(place, size)] for place in starts))
+            if held is None:
+                before = 2 * half * q_heads
+                places = (pl.ds(place - before, size) for place in starts)
+                return [own, (head >= q_heads, *(refs[1].at[one, place] for place in places))]
+            slot = held[2][one]
+            fits = (slot >= 0) & (slot < held[0].shape[1])
+            found = [own]
+            for which, ref in enumerate(held[:2]):
+                mine = head - q_heads - which * kv_heads
+                places = (pl.ds(place - 2 * half * head, size) for place in starts)
+                whether = (mine >= 0) & (mine < kv_heads) & fits
+                found.append((whether, *(ref.at[one, slot, mine, place] for place in places)))
+            return found
+
+        return starts, out_at
+
+    return of_heads if static.epilogue == "rope" else plain
