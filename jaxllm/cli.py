@@ -405,7 +405,7 @@ def _inspect(args: argparse.Namespace) -> int:
     cli_quantize.check(args)
     folder = checkpoint_folder.find_folder(_path(args))
     config, hf = checkpoint_folder.read_config(folder)
-    quantization = checkpoint_folder.read_quantization(folder, hf)
+    quantization = checkpoint_folder.read_quantization(folder, config, hf)
     tensors = checkpoint_folder.list_tensors(folder)
     out = _Console()
     by_dtype: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
@@ -423,7 +423,8 @@ def _inspect(args: argparse.Namespace) -> int:
     for dtype, (count, size) in sorted(by_dtype.items()):
         facts.add_row(f"stored as {dtype}", f"{count:,} numbers, {decimal(size)}")
     dtype = _dtype(args.dtype)
-    for name, value in cli_quantize.facts(args, config, dtype).items():
+    model = cli_quantize.in_memory(args, folder, dtype)
+    for name, value in cli_quantize.facts(model).items():
         facts.add_row(name, value)
     out.print(facts)
 
@@ -431,8 +432,7 @@ def _inspect(args: argparse.Namespace) -> int:
     choice = Table(title=Text(f"on {device.device_kind}, {dtype}"), title_justify="left")
     for column in ("op", "call", "runs with", "why not the others"):
         choice.add_column(column)
-    weight = cli_quantize.weight(args, (config.intermediate_size, config.hidden_size), dtype)
-    for op, call, reasons in _explained(config, dtype, weight):
+    for op, call, reasons in _explained(config, dtype, cli_quantize.weight(model)):
         taken = next(name for name, reason in reasons.items() if reason is None)
         others = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         choice.add_row(op, call, taken, others or "-")
@@ -456,6 +456,8 @@ def _facts(config: ModelConfig) -> dict[str, str]:
         "vocabulary (V)": f"{config.vocab_size:,}, {head} head",
         "positions": f"{positions}, {rope.rope_type} rope, theta {rope.rope_theta:g}",
     }
+    if config.bit_linear:
+        facts["projections"] = "ternary times int8 (BitNet b1.58)"
     if config.sliding_window and "sliding_attention" in kinds:
         facts["window"] = f"{config.sliding_window:,} tokens"
     token = 2 * config.num_hidden_layers * k
@@ -467,11 +469,11 @@ def _facts(config: ModelConfig) -> dict[str, str]:
 
 
 def _explained(
-    config: ModelConfig, dtype: str, weight: Any = None
+    config: ModelConfig, dtype: str, weight: Any
 ) -> Iterator[tuple[str, str, dict[str, str | None]]]:
     """Each op as this model calls it, with the reasons of `ops.explain`.
 
-    weight: of a projection [F, D] as it lies in memory, if not in the dtype.
+    weight: shapes of a projection's [F, D], packed or not.
     """
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
@@ -494,7 +496,6 @@ def _explained(
     x = array(1, t, d)
     rotary = array(1, t, config.rotary_dim(config.layer_types[0]) // 2, dtype="float32")
     gate = array(1, t, f)
-    weight = array(f, d) if weight is None else weight
     for call, rows in (("prefill", x), ("decode", array(1, 1, d))):
         yield "linear", call, ops.explain("linear", rows, weight)
     for op, operands, named in (

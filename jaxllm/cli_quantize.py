@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import collections
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from rich.filesize import decimal
 
-from jaxllm.config import ModelConfig, Runtime
+from jaxllm.checkpoint.folder import read_config
+from jaxllm.checkpoint.hf import pack_as_stored
+from jaxllm.config import Runtime
+from jaxllm.layers import BitLinear
 from jaxllm.model import Transformer
-from jaxllm.quantize import quantize
-from pallas_kernels.packed import SCHEMES, Packed
-from pallas_kernels.quantize import quantize as pack
+from jaxllm.quantize import packed_weights, quantize
+from pallas_kernels.packed import SCHEMES
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -55,30 +57,44 @@ def apply(args: argparse.Namespace, model: nnx.Module, *, from_host: bool = Fals
     quantize(model, args.quantize, args.group_size, head=head, keep=keep, from_host=from_host)
 
 
-def facts(args: argparse.Namespace, config: ModelConfig, dtype: str) -> dict[str, str]:
-    """Rows of the table of `inspect`: the weights in memory, as the options have them.
+def in_memory(args: argparse.Namespace, folder: Path, dtype: str) -> Transformer:
+    """The model as `generate` would have it, of shapes alone: packed as it is stored, and as the
+    options say.
 
-    Raises: ValueError if the model cannot be packed so.
+    Raises: ValueError if it cannot be packed so, or its tensors contradict its config.
     """
+    config, _ = read_config(folder)
 
     def build() -> Transformer:
         model = Transformer(config, Runtime(dtype), rngs=nnx.Rngs(0))
+        pack_as_stored(model, folder)
         if args.quantize is not None:
             apply(args, model)
         return model
 
-    arrays = jax.tree.leaves(nnx.state(nnx.eval_shape(build), nnx.Param))
-    size = decimal(sum(x.size * x.dtype.itemsize for x in arrays))
-    if args.quantize is None:
-        return {f"weights as {dtype}": size}
-    return {f"weights as {args.quantize}, head {args.quantize_head or dtype}": size}
+    return nnx.eval_shape(build)
 
 
-def weight(args: argparse.Namespace, shape: tuple[int, int], dtype: str) -> Any:
-    """The shapes of a projection's weight."""
-    plain = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    if args.quantize is None:
-        return plain
-    how = functools.partial(pack, scheme=args.quantize, group_size=args.group_size)
-    packed: Packed = jax.eval_shape(how, plain)
-    return packed
+def facts(model: Transformer) -> dict[str, str]:
+    """A row of the table of `inspect`: the bytes of the weights in memory, by dtype or scheme."""
+    sizes: dict[str, int] = collections.Counter()
+    for array in jax.tree.leaves(nnx.state(model, nnx.Param)):
+        sizes[array.dtype.name] += array.size * array.dtype.itemsize
+    total = decimal(sum(sizes.values()))
+    for packed in packed_weights(model).values():
+        for array in jax.tree.leaves(packed):
+            sizes[array.dtype.name] -= array.size * array.dtype.itemsize
+            sizes[packed.scheme] += array.size * array.dtype.itemsize
+    parts = [f"{decimal(size)} of {name}" for name, size in sorted(sizes.items()) if size]
+    return {"weights in memory": f"{total}: {', '.join(parts)}"}
+
+
+def weight(model: Transformer) -> Any:
+    """The shapes of a projection's weight, packed or not; of the head's where the projections are
+    BitNet's in training, which run in one way alone.
+    """
+    head = model.embed_tokens if model.lm_head is None else model.lm_head
+    module: Any = model.layers[-1].mlp.up_proj
+    if isinstance(module, BitLinear):
+        module = head
+    return module.packed if hasattr(module, "packed") else module.weight.get_value()

@@ -52,7 +52,7 @@ class _Holder(nnx.Module):
     def packed(self) -> Packed:
         """The weight."""
         parts = (self.codes, self.scale, self.zero, self.row_scale)
-        arrays = (None if part is None else part[...] for part in parts)
+        arrays = (None if part is None else part.get_value() for part in parts)
         return Packed(*arrays, scheme=self.scheme, group_size=self.group_size)  # pyright: ignore
 
     def dequantize(self) -> Float[Array, "O I"]:
@@ -207,6 +207,13 @@ def _bring(parameter: nnx.Param) -> None:
     here = jnp.zeros(()).devices()
     if parameter[...].devices() != here:
         parameter.set_value(jnp.asarray(np.asarray(parameter[...])))
+
+
+def packed_weights(model: nnx.Module) -> dict[str, Packed]:
+    """Every packed weight, by the dotted name of its module."""
+    return {
+        name: module.packed for name, _, _, module in _modules(model) if isinstance(module, _Holder)
+    }
 
 
 def linears(

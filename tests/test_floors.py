@@ -251,23 +251,23 @@ MAY_IMPORT = {
         "jaxllm.checkpoint.compressed_tensors jaxllm.checkpoint.folder "
         "jaxllm.checkpoint.packed_weights jaxllm.checkpoint.placement "
         "jaxllm.checkpoint.quantization_config jaxllm.checkpoint.safetensors_file "
-        "jaxllm.checkpoint.tensor_names pallas_kernels.packed pallas_kernels.quantize"
+        "jaxllm.checkpoint.tensor_names jaxllm.layers jaxllm.quantize pallas_kernels.packed "
+        "pallas_kernels.quantize"
     ),
     "jaxllm.checkpoint.folder": (
-        "jaxllm.checkpoint.quantization_config jaxllm.checkpoint.safetensors_file jaxllm.config "
-        "jaxllm.families"
+        "jaxllm.checkpoint.bitnet jaxllm.checkpoint.quantization_config "
+        "jaxllm.checkpoint.safetensors_file jaxllm.config jaxllm.families"
     ),
     "jaxllm.checkpoint.tensor_names": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file"
     ),
     "jaxllm.checkpoint.placement": "jaxllm.checkpoint.safetensors_file jaxllm.memory",
     "jaxllm.checkpoint.hf": (
-        "jaxllm.checkpoint.bitnet jaxllm.checkpoint.compressed_tensors "
-        "jaxllm.checkpoint.folder jaxllm.checkpoint.packed_modules "
+        "jaxllm.checkpoint.compressed_tensors jaxllm.checkpoint.folder "
+        "jaxllm.checkpoint.packed_modules "
         "jaxllm.checkpoint.placement jaxllm.checkpoint.quantization_config "
         "jaxllm.checkpoint.safetensors_file jaxllm.checkpoint.tensor_names jaxllm.config "
-        "jaxllm.families jaxllm.layers jaxllm.model jaxllm.quantize jaxllm.tokenizer "
-        "pallas_kernels.packed"
+        "jaxllm.families jaxllm.model jaxllm.quantize jaxllm.tokenizer pallas_kernels.packed"
     ),
     "jaxllm.checkpoint.native": "jaxllm.train",
     "jaxllm.metrics": "",
@@ -294,7 +294,10 @@ MAY_IMPORT = {
         "jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.records jaxllm.tokenizer "
         "jaxllm.train jaxllm.trainer"
     ),
-    "jaxllm.cli_quantize": f"{KERNELS} jaxllm.config jaxllm.model jaxllm.quantize",
+    "jaxllm.cli_quantize": (
+        f"{KERNELS} jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.config jaxllm.layers "
+        "jaxllm.model jaxllm.quantize"
+    ),
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.config jaxllm.families jaxllm.finetune jaxllm.plan "
         "jaxllm.precision jaxllm.trainer"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from jaxllm.checkpoint import quantization_config
+from jaxllm.checkpoint import bitnet, quantization_config
 from jaxllm.checkpoint.quantization_config import HF_QUANT_CONFIG, Quantization
 from jaxllm.checkpoint.safetensors_file import Tensor, read_header
 from jaxllm.config import GenerationDefaults, ModelConfig
@@ -92,7 +92,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     if not file.is_file():
         raise FileNotFoundError(f"{folder}: there is no config.json; give a checkpoint's folder")
     hf = read_json(file)
-    read_quantization(folder, hf)
+    _read_quantization(folder, hf)  # before the rest, for it says more of what is not supported
     said = hf
     if not _is_bitnet(hf):
         said = {key: value for key, value in hf.items() if key not in _QUANTIZED}
@@ -119,11 +119,19 @@ def _is_bitnet(hf: Mapping[str, Any]) -> bool:
     return isinstance(said, Mapping) and said.get("quant_method") == "bitnet"
 
 
-def read_quantization(folder: Path, hf: Mapping[str, Any]) -> Quantization | None:
-    """What the folder says of packed weights; None if nothing, and of BitNet's.
+def read_quantization(
+    folder: Path, config: ModelConfig, hf: Mapping[str, Any]
+) -> Quantization | None:
+    """What the folder says of packed weights, of `read_config`'s two; None if nothing is packed.
 
     Raises: ValueError, NotImplementedError for what cannot be loaded.
     """
+    found = _read_quantization(folder, hf)
+    return found or bitnet.packed_modules(str(folder / "config.json"), config, hf)
+
+
+def _read_quantization(folder: Path, hf: Mapping[str, Any]) -> Quantization | None:
+    """All but BitNet's, which is of the model, too."""
     parts = [part for part in (hf, _text_config(hf)) if any(map(part.get, _QUANTIZED))]
     beside = folder / HF_QUANT_CONFIG
     return quantization_config.read_quantization(

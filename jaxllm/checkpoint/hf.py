@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from jaxllm.checkpoint import bitnet, compressed_tensors
+from jaxllm.checkpoint import compressed_tensors
 from jaxllm.checkpoint.folder import (
     INDEX,
     WEIGHTS,
@@ -30,7 +30,7 @@ from jaxllm.checkpoint.folder import (
     read_quantization,
     stated_dtype,
 )
-from jaxllm.checkpoint.packed_modules import PackedModule, Rows, find
+from jaxllm.checkpoint.packed_modules import PackedModule, Rows, find, put
 from jaxllm.checkpoint.packed_modules import sources as packed_sources
 from jaxllm.checkpoint.placement import Placement, check_memory, to_host
 from jaxllm.checkpoint.quantization_config import HF_QUANT_CONFIG
@@ -38,15 +38,12 @@ from jaxllm.checkpoint.safetensors_file import FLOATS, Source, Tensor, write
 from jaxllm.checkpoint.tensor_names import FUSED, match, stored_tensors
 from jaxllm.config import DTYPES, GenerationDefaults, ModelConfig, Runtime
 from jaxllm.families import FAMILIES, to_hf
-from jaxllm.layers import BitLinear, Linear
 from jaxllm.model import Transformer
-from jaxllm.quantize import PackedEmbedding, PackedLinear, linears
+from jaxllm.quantize import PackedEmbedding, packed_weights
 from jaxllm.tokenizer import Tokenizer
 from pallas_kernels.packed import Packed
 
 Shape = tuple[int, ...]
-
-_KINDS = (Linear, BitLinear)  # that a checkpoint may have packed
 
 
 def load(
@@ -91,14 +88,8 @@ def load(
     parameters = _by_path(state)
     fused = FAMILIES[config.model_type].fused
     modules: list[PackedModule] = []
-    quantization = read_quantization(folder, hf)
-    if quantization is None:
-        quantization = bitnet.packed_modules(str(folder / "config.json"), config, hf)
-    if quantization is not None:
-        every = linears(shaped, (), _KINDS)
-        shapes = {path: linear.weight.shape for path, (*_, linear) in every.items()}
-        biased = {path for path, (*_, linear) in every.items() if linear.bias is not None}
-        modules, tensors = find(folder, quantization, tensors, shapes, biased=biased, fused=fused)
+    if (quantization := read_quantization(folder, config, hf)) is not None:
+        modules, tensors = find(folder, quantization, tensors, shaped, fused=fused)
     packed = {f"{layer}.weight" for module in modules for layer in module.layers}
     places = match(
         folder,
@@ -139,14 +130,23 @@ def load(
     for placement in sorted(placements, key=lambda p: (p.tensor.file, p.tensor.offset, p.first)):
         parameters[placement.path].set_value(placement.load(on_bytes))
     model = nnx.merge(graph, state)
-    places_of = linears(model, (), _KINDS)
-    for module in modules:
-        for layer, weight in module.load(sharding_of, on_bytes).items():
-            parent, attribute, linear = places_of.pop(layer)
-            like = {"dtype": linear.dtype, "implementation": linear.implementation}
-            setattr(parent, attribute, PackedLinear(weight, linear.bias, **like))
+    put(model, (item for x in modules for item in x.load(sharding_of, on_bytes).items()))
     model.generation = generation
     return model, tokenizer
+
+
+def pack_as_stored(model: Transformer, path_or_hub_id: str | os.PathLike[str]) -> None:
+    """In place, of a model of shapes alone with the checkpoint's config: its linear layers become
+    packed where the checkpoint has them so. To be called inside `nnx.eval_shape`.
+
+    Raises: as `load`, of whose work it does what needs no weights.
+    """
+    folder = find_folder(path_or_hub_id)
+    config, hf = read_config(folder)
+    if (quantization := read_quantization(folder, config, hf)) is not None:
+        fused = FAMILIES[config.model_type].fused
+        modules, _ = find(folder, quantization, list_tensors(folder), model, fused=fused)
+        put(model, (item for module in modules for item in module.zeros().items()))
 
 
 def _by_path(state: nnx.State) -> dict[str, Any]:
@@ -264,14 +264,11 @@ def _packed_layers(model: Transformer) -> tuple[dict[str, Packed], PackedEmbeddi
     """The weights of the packed linear layers, by dotted name; and the embedding, if it is packed
     with the head that is tied to it, which is then among the layers.
     """
-    found, table = {}, None
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, PackedLinear):
-            found[".".join(map(str, path))] = module.packed
-    if isinstance(model.embed_tokens, PackedEmbedding):
-        table = model.embed_tokens
-        found["lm_head"] = table.packed
-    return found, table
+    found = packed_weights(model)
+    if not isinstance(model.embed_tokens, PackedEmbedding):
+        return found, None
+    found["lm_head"] = found.pop("embed_tokens")
+    return found, model.embed_tokens
 
 
 def _unpacked(table: PackedEmbedding) -> Source:

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Sharding
 
 from jaxllm.checkpoint import compressed_tensors, packed_weights
@@ -20,10 +22,14 @@ from jaxllm.checkpoint.placement import to_host
 from jaxllm.checkpoint.quantization_config import Form, Quantization
 from jaxllm.checkpoint.safetensors_file import Source, Tensor
 from jaxllm.checkpoint.tensor_names import layout_of, stored_tensors
+from jaxllm.layers import BitLinear, Linear
+from jaxllm.quantize import PackedLinear, linears
 from pallas_kernels.packed import Packed
-from pallas_kernels.quantize import check_scales
+from pallas_kernels.quantize import check_scales, quantize
 
 Shape = tuple[int, ...]
+
+_KINDS = (Linear, BitLinear)  # that a checkpoint may have packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +78,28 @@ class PackedModule:
         jax.block_until_ready(list(found.values()))  # a copy under way holds the host's memory
         return found
 
+    def zeros(self) -> dict[str, Packed]:
+        """Zeros with the shapes and dtypes of `load`'s weights: for a model of shapes alone, made
+        by `nnx.eval_shape`. Where the config has zero points for int4 they are counted.
+        """
+        form = self.form
+        size = form.block[1] if form.block else form.group_size
+        if form.scheme == "int4" and size is None:
+            size = self.shape[1]
+        [scale] = [x for last, x in self.tensors.items() if last in ("weight_scale", "scales")]
+        # Groups of int8, int4 and fp8 have scales in the weight's dtype; others have none in it
+        stored = packed_weights.DTYPES[scale.dtype]
+        dtype = stored if stored.itemsize > 1 else np.dtype(np.float32)
+        return {
+            layer: quantize(
+                jnp.zeros((rows, self.shape[1]), dtype),
+                form.scheme,
+                size,
+                zero_points=form.zero_points,
+            )
+            for layer, rows in self.layers.items()
+        }
+
 
 def _put(array: np.ndarray, sharding: Sharding | None) -> jax.Array:
     array = np.ascontiguousarray(array)
@@ -84,24 +112,25 @@ def find(
     folder: Path,
     quantization: Quantization,
     tensors: Mapping[str, Tensor],
-    shapes: Mapping[str, Shape],
+    model: nnx.Module,
     *,
-    biased: Set[str],
     fused: bool,
 ) -> tuple[list[PackedModule], dict[str, Tensor]]:
-    """The packed modules among the linear layers with these paths and shapes, and the tensors that
-    are not theirs; those of activations and caches are left out.
+    """The packed modules among the linear layers of a model, which may be of shapes alone, and the
+    tensors that are not theirs; those of activations and caches are left out.
 
-    `biased` are the layers that have a bias: GPTQ's files may have zeros for others, too. `fused`
-    says whether the family stores the modules of `FUSED` as one tensor.
+    `fused` says whether the family stores the modules of `FUSED` as one tensor.
     Raises: ValueError with every module whose tensors are not those that the config says.
     """
+    every = {path: linear for path, (*_, linear) in linears(model, (), _KINDS).items()}
+    # GPTQ's files may have zeros for others, too
+    biased = {path for path, linear in every.items() if linear.bias is not None}
     rest = {
         name: tensor
         for name, tensor in tensors.items()
         if not packed_weights.OF_ACTIVATIONS.fullmatch(name)
     }
-    weights = {f"{path}.weight": shape for path, shape in shapes.items()}
+    weights = {f"{path}.weight": linear.weight.shape for path, linear in every.items()}
     modules, faults = [], []
     for name, stored in stored_tensors(weights, fused=fused, layout=layout_of(tensors)).items():
         module = name.removesuffix(".weight")
@@ -125,10 +154,19 @@ def find(
             del rest[f"{module}.bias"]
     if faults:
         raise ValueError(
-            f"{folder}: the tensors contradict {quantization.owner} in {len(faults)} modules: "
-            f"{enumerate_some(faults, most=3)}"
+            f"{folder}: the tensors contradict {quantization.owner} in {len(faults)} "
+            f"{'module' if len(faults) == 1 else 'modules'}: {enumerate_some(faults, most=3)}"
         )
     return modules, rest
+
+
+def put(model: nnx.Module, weights: Iterable[tuple[str, Packed]]) -> None:
+    """Makes `PackedLinear`s of the linear layers of these paths, one after the other."""
+    places = linears(model, (), _KINDS)
+    for path, weight in weights:
+        parent, attribute, linear = places.pop(path)
+        like = {"dtype": linear.dtype, "implementation": linear.implementation}
+        setattr(parent, attribute, PackedLinear(weight, linear.bias, **like))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,8 +70,12 @@ def fault(form: Form, shape: Shape, found: Mapping[str, Tensor]) -> str | None:
     if form.scheme == "ternary" and (inputs % 4 or outputs % 4):
         return f"{outputs} outputs and {inputs} inputs are not packed four to a byte"
     size = form.group_size or (form.block[1] if form.block else 1)
-    if inputs % size or (form.scheme in ("int4", "nvfp4", "mxfp4") and inputs % 2):
+    if inputs % size:
         return f"{inputs} inputs do not divide into groups of {size}"
+    if form.scheme in ("int4", "nvfp4", "mxfp4") and inputs % 2:
+        return f"{inputs} inputs are not packed two to a byte"
+    if form.layout in ("gptq", "awq") and (outputs % 8 or (form.layout == "gptq" and inputs % 8)):
+        return f"{outputs} outputs and {inputs} inputs are not packed eight to a word"
     wanted = parts(form, shape)
     for name, part in wanted.items():
         if name not in found:

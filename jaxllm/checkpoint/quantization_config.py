@@ -112,6 +112,19 @@ class _Said:
             raise ValueError(f"{self.owner}: {keys[0]} must be a list of names, got {value!r:.80}")
         return tuple(value)
 
+    def patterns(self, key: str) -> tuple[str, ...]:
+        """A list of names, of which those that begin with "re:" are regular expressions."""
+        found = self.names(key)
+        for name in found:
+            if name.startswith("re:"):
+                try:
+                    re.compile(name.removeprefix("re:"))
+                except re.error as error:
+                    raise ValueError(
+                        f"{self.owner}: {key} has {name!r:.80}, no regular expression: {error}"
+                    ) from None
+        return found
+
     def one_of(self, key: str, allowed: Sequence[Any], default: Any = None) -> Any:
         """A value that is supported."""
         value = self.get(key, default=default)
@@ -157,8 +170,8 @@ def _compressed_tensors(said: _Said) -> Callable[[str], Form | None]:
         content = said.get(key)
         if content and (not isinstance(content, Mapping) or content.get("format") != "dense"):
             raise NotImplementedError(f"{said.owner}: {key} {content!r:.80} is not supported")
-    overall = said.get("format", default="mixed-precision")
-    ignore = said.names("ignore")
+    overall = said.kind(str, "a name", "format", default="mixed-precision")
+    ignore = said.patterns("ignore")
     groups = said.part("config_groups")
     if not groups.content:
         raise ValueError(f"{said.owner}: config_groups names no group")
@@ -168,8 +181,9 @@ def _compressed_tensors(said: _Said) -> Callable[[str], Form | None]:
         weights = group.part("weights")
         if not weights.content:
             continue  # of activations alone
-        targets = group.names("targets")
-        rules.append((targets, _compressed_form(group.get("format", default=overall), weights)))
+        targets = group.patterns("targets")
+        format_ = group.kind(str, "a name", "format", default=overall)
+        rules.append((targets, _compressed_form(format_, weights)))
         group.done("input_activations output_activations")
     said.done("kv_cache_scheme global_compression_ratio version run_compressed dequantize")
 
@@ -195,12 +209,13 @@ def _is_called(name: str, pattern: str) -> bool:
     return pattern in (name, "Linear")
 
 
-def _compressed_form(format_: Any, said: _Said) -> Form:
+def _compressed_form(format_: str, said: _Said) -> Form:
     if format_ not in _BITS:
         raise NotImplementedError(
             f"{said.owner}: format {format_!r} is not supported; supported: {', '.join(_BITS)}"
         )
-    bits, kind = said.kind(int, "a number", "num_bits", default=8), said.get("type", default="int")
+    bits = said.kind(int, "a number", "num_bits", default=8)
+    kind = said.kind(str, "a name", "type", default="int")
     if (kind, bits) not in _BITS[format_]:
         raise NotImplementedError(
             f"{said.owner}: {format_} of {bits} bits of type {kind!r} is not supported"
@@ -208,7 +223,7 @@ def _compressed_form(format_: Any, said: _Said) -> Form:
     layout, scheme = _BITS[format_][kind, bits]
     size = said.kind(int, "a number", "group_size")
     block = said.kind(list, "two sizes", "block_structure")
-    strategy = said.get("strategy")
+    strategy = said.kind(str, "a name", "strategy")
     if strategy is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     fixed = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}.get(scheme)

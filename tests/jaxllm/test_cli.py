@@ -12,12 +12,14 @@ import sys
 import jax
 import pytest
 import quantised_checkpoints
+import tiny_models
 from absent_device import absent
-from tiny_models import SLIDING
+from tiny_models import SLIDING, TINY
 
 import jaxllm
 from jaxllm import cli
 from jaxllm.cli import main
+from jaxllm.config import Runtime
 
 NO_CACHE = "--no-compile-cache"
 
@@ -231,18 +233,50 @@ def test_inspect_says_what_is_there_and_what_would_run(stories, capsys, monkeypa
         assert op in out
 
 
-def test_inspect_of_packed_weights(tmp_path, capsys):
+def test_inspect_of_packed_weights(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     packed, plain = quantised_checkpoints.write(tmp_path, "gptq")
     assert main(["inspect", str(packed)]) == 0
-    assert "gptq, numbers" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "gptq, numbers" in out
+    # Half a byte a number and a float16 scale a group of 32; two tables of 61 x 64 and five norms
+    numbers = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+    size, rest = numbers // 2 + 2 * numbers // 32, 4 * (2 * 61 * 64 + 5 * 64)
+    said = [f"{(size + rest) / 1000:.1f} kB", f"{rest / 1000:.1f} kB of float32"]
+    assert f"{said[0]}: {said[1]}, {size / 1000:.1f} kB of int4" in " ".join(out.split())
+    assert main(["inspect", str(packed), "--quantize", "int8"]) == 2
+    assert "no linear layer that is not packed" in capsys.readouterr().err
     assert main(["inspect", str(plain)]) == 0
-    assert "gptq" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "gptq" not in out
+    assert "int4" not in out
+
+
+def test_inspect_of_a_bitnet(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    even = dataclasses.replace(TINY, hidden_size=32, intermediate_size=64, hidden_act="relu2")
+    config = dataclasses.replace(even, model_type="bitnet", sub_norms=True, bit_linear=True)
+    model = tiny_models.build(config, Runtime("float32"))
+    jaxllm.save(model, None, tmp_path / "trained")
+    assert main(["inspect", str(tmp_path / "trained")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "ternary times int8 (BitNet b1.58)" in out
+    assert "weights in memory │ 90.8 kB: 90.8 kB of float32" in out
+    jaxllm.quantize(model, "ternary")
+    jaxllm.save(model, None, tmp_path / "packed")
+    assert main(["inspect", str(tmp_path / "packed")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "bitnet, numbers" in out
+    assert "ternary times int8 (BitNet b1.58)" in out
+    # 2 layers of 9,216 numbers, four to a byte, and 256 rows with a float32 scale
+    assert f"of float32, {2 * (9216 // 4 + 256 * 4) / 1000:.1f} kB of ternary" in out
 
 
 def test_inspect_describes_the_calls_that_the_cache_makes():
     config = dataclasses.replace(SLIDING, sliding_window=33, max_position_embeddings=64)
+    weight = jax.ShapeDtypeStruct((64, 24), "bfloat16")
     with absent():
-        explained = list(cli._explained(config, "bfloat16"))
+        explained = list(cli._explained(config, "bfloat16", weight))
     cudnn = {call: reasons["cudnn"] for op, call, reasons in explained if op == "attention"}
     assert cudnn == {
         "prefill, full": None,

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 
@@ -53,16 +54,17 @@ def test_generate_and_chat_pack_the_model(stories, tmp_path, monkeypatch, capsys
     assert packed == [parts, {k: v for k, v in parts.items() if k != "down_proj"}]
 
 
-def test_inspect_tells_the_bytes_and_what_would_run(capsys):
+def test_inspect_tells_the_bytes_and_what_would_run(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["inspect"]) == 0
     plain = capsys.readouterr().out
-    assert "weights as float32 " in plain
-    assert "7.1 MB" in plain
+    assert "7.1 MB: 7.1 MB of float32" in plain
     assert main(["inspect", "--quantize", "int4", "--quantize-head", "int8"]) == 0
-    assert "weights as int4, head int8 │ 1.1 MB" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"1\.1 MB: .* of float32, .* of int4, .* of int8", out)
     assert main(["inspect", "--quantize", "int8", "--dtype", "bfloat16"]) == 0
-    # 0.4 MB of table, 1.6 of codes, and scales
-    assert "weights as int8, head bfloat16 │ 2.0 MB" in capsys.readouterr().out
+    # The table, the codes, and the rows' scales in float32
+    assert re.search(r"2\.0 MB: 39\d\.\d kB of bfloat16, 1\.6 MB of int8", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

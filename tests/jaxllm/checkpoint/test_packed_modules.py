@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 import quantised_checkpoints as made
 import safetensors.numpy
+from flax import nnx
 from tiny_models import logits
 
 import jaxllm
+from jaxllm.checkpoint.hf import pack_as_stored
+from jaxllm.checkpoint.packed_weights import fault
+from jaxllm.checkpoint.quantization_config import Form
 from jaxllm.config import Runtime
-from jaxllm.quantize import PackedLinear
+from jaxllm.quantize import PackedLinear, packed_weights
 from pallas_kernels.quantize import dequantize
 
 TOKENS = jnp.asarray([[5, 9, 2, 60, 31, 7, 7, 0]], jnp.int32)
@@ -62,6 +66,24 @@ def test_a_packed_checkpoint_is_its_dequantised_twin(tmp_path, name):
     assert packed.shape == (64, 96)
     zeros = "zero" in name or "asym" in name or name == "awq"
     assert (packed.zero is not None) == zeros
+
+
+@pytest.mark.parametrize("name", made.LAYOUTS)
+def test_of_shapes_alone_it_is_packed_likewise(tmp_path, name):
+    packed, _ = made.write(tmp_path, name)
+    model, _ = jaxllm.load(packed, dtype="float32")
+    config = model.config
+
+    def build():
+        model = jaxllm.Transformer(config, Runtime("float32"), rngs=nnx.Rngs(0))
+        pack_as_stored(model, packed)
+        return model
+
+    found, wanted = packed_weights(nnx.eval_shape(build)), packed_weights(model)
+    assert found.keys() == wanted.keys()
+    for path, weight in wanted.items():
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), weight)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), found[path]) == shapes, path
 
 
 @pytest.mark.parametrize("name", ["int4 zero", "fp8 tensor", "fp8 block", "nvfp4", "gptq asym"])
@@ -350,7 +372,7 @@ def test_a_config_that_speaks_of_other_modules(tmp_path):
     with pytest.raises(ValueError, match=r"down_proj has weight_packed, weight_scale.*not packed"):
         jaxllm.load(packed, dtype="float32")
     edit(packed, ignore=[])
-    with pytest.raises(ValueError, match="in 1 modules: lm_head: has no weight_packed"):
+    with pytest.raises(ValueError, match="in 1 module: lm_head: has no weight_packed"):
         jaxllm.load(packed, dtype="float32")
 
 
@@ -359,6 +381,20 @@ def test_groups_that_do_not_divide(tmp_path):
     edit(packed, group_size=40)
     with pytest.raises(ValueError, match="64 inputs do not divide into groups of 40"):
         jaxllm.load(packed, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "phrase"),
+    [
+        (Form("gptq", "int4", "group", 4), (8, 12), "8 outputs and 12 inputs are not packed eight"),
+        (Form("awq", "int4", "group", 4), (12, 8), "12 outputs and 8 inputs are not packed eight"),
+        (Form("words", "int4", "channel"), (8, 7), "7 inputs are not packed two to a byte"),
+        (Form("autobitlinear", "ternary", "tensor"), (8, 6), "8 outputs and 6 inputs are not pack"),
+    ],
+)
+def test_sizes_that_are_not_packed(form, shape, phrase):
+    """No tensor is asked for, so that none of the wrong size can be taken."""
+    assert str(fault(form, shape, {})).startswith(phrase)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path, monkeypatch):

@@ -169,7 +169,13 @@ def test_what_is_not_supported(said, sentence):
         ),
         ({**Layout("int4").config(), "ignore": "lm_head"}, "ignore must be a list of names"),
         ({**Layout("int4").config(), "ignore": [3]}, "ignore must be a list of names"),
+        (
+            {**Layout("int4").config(), "ignore": ["re:(["]},
+            r"ignore has 're:\(\[', no regular expression: unterminated character set",
+        ),
+        ({**Layout("int4").config(), "format": ["dense"]}, r"format must be a name, got \['dense"),
         ({**Layout("int4").config(), "rotate": 2}, "could change the weights: rotate=2"),
+        (group(type=["int"]), r"type must be a name, got \['int'\]"),
         (group(group_size=None), "strategy 'group' needs a group_size, got None"),
         (group(group_size="32"), "group_size must be a number, got '32'"),
         (group(num_bits=True), "num_bits must be a number, got True"),
