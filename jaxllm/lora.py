@@ -33,7 +33,7 @@ from jaxllm.checkpoint.peft import LowRank, read_folder, write_folder
 from jaxllm.checkpoint.tensor_names import FUSED
 from jaxllm.config import Runtime
 from jaxllm.families import FAMILIES
-from jaxllm.layers import Linear
+from jaxllm.layers import BitLinear, Linear
 from jaxllm.model import Transformer
 
 KINDS = ("lora", "rslora", "dora")
@@ -47,9 +47,15 @@ class Adapted(nnx.Module):
     or makes it with `dequantize()`. The products are in the base's compute dtype. At first b is
     zero and the magnitude the base's own, so that nothing changes; a is uniform in
     ±1 / sqrt(I), as PEFT draws it.
+    Raises: NotImplementedError for DoRA beside a `BitLinear`.
     """
 
     def __init__(self, base: Any, *, rank: int, alpha: float, kind: str = "lora", rngs: nnx.Rngs):
+        if kind == "dora" and isinstance(base, BitLinear):
+            raise NotImplementedError(
+                "lora: kind 'dora' beside a ternary layer in training is not supported, for it "
+                "scales the weight's rows, and the layer makes others of them; take 'lora'"
+            )
         self.base = base
         self.dtype = base.dtype
         self.implementation = base.implementation
@@ -161,7 +167,7 @@ def add_adapters(
     alpha: 2 * rank if None.
     Call it again for other modules with another rank.
     Raises: ValueError for a pattern that matches no Linear, a rank or kind that does not exist.
-    NotImplementedError for the embedding, and so for a head that is tied to it.
+    NotImplementedError for the embedding, and so for a head that is tied to it; as `Adapted`.
     """
     if kind not in KINDS:
         raise ValueError(f"lora: kind {kind!r} is not one of {', '.join(KINDS)}")
@@ -170,8 +176,9 @@ def add_adapters(
     alpha = 2 * rank if alpha is None else alpha
     linears = _linears(model)
     names = _match(targets, linears, tied=model.lm_head is None)
-    for name in names:
-        _replace(model, name, Adapted(linears[name], rank=rank, alpha=alpha, kind=kind, rngs=rngs))
+    same = {"rank": rank, "alpha": alpha, "kind": kind, "rngs": rngs}
+    for name, module in [(name, Adapted(linears[name], **same)) for name in names]:
+        _replace(model, name, module)
     return names
 
 
@@ -298,7 +305,15 @@ def merge(model: Transformer) -> None:
     Weights keep their dtype, to which the sum is rounded. A quantised base becomes a plain Linear
     of its dequantised weights in the runtime's dtype, since packing the sum again would change it:
     more memory, same logits.
+    Raises: NotImplementedError if one stands beside a ternary layer, which rounds its input, too,
+    so that no plain module computes the sum; then nothing is changed.
     """
+    for name, module in _adapted(model).items():
+        if isinstance(module.base, BitLinear) or getattr(module.base, "scheme", "") == "ternary":
+            raise NotImplementedError(
+                f"lora: {name} is ternary, and the sum of it and its adapter is not; keep the "
+                "adapter beside it (lora.save_peft, jaxllm export --adapter)"
+            )
     for name, module in _adapted(model).items():
         _replace(model, name, _merged(module, model.runtime))
 

@@ -29,6 +29,7 @@ from pallas_kernels.quantize import check_finite, check_group_size, check_scheme
 from pallas_kernels.quantize import quantize as pack
 
 KEEP = ("lm_head",)  # the head's error goes straight to the logits
+_HEADS = ("lm_head", "embed_tokens")  # the second where they are one
 
 # While a weight is packed: codes, scales, and parts of them in float32
 WORKING_BYTES = 2  # a number
@@ -123,7 +124,7 @@ def quantize(
     group_size: int | None = None,
     *,
     head: str | None = None,
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     from_host: bool = False,
 ) -> None:
     """Packs the weights of a model in place, one after the other, letting go of each before the
@@ -140,12 +141,15 @@ def quantize(
         brought to the default device to be packed there, and then all that stays as it is: the
         device never holds more than the packed model and one weight in work.
     Raises: ValueError for an unknown scheme, a group size that does not divide a weight's inputs,
-    weights that are NaN or infinite (it names the first), a name in `keep` that is nobody's, or a
-    model with nothing to pack; then nothing is changed.
+    weights that are NaN or infinite (it names the first), a name in `keep` that is nobody's, a
+    projection that is BitNet's or packed in another scheme, or a model with nothing to pack; then
+    nothing is changed.
     """
     check_scheme(scheme)
     if head is not None:
         check_scheme(head)
+    keep = (keep,) if isinstance(keep, str) else keep
+    _check_projections(model, scheme, keep)
     kinds = (Linear, BitLinear) if scheme == "ternary" else (Linear,)
     wanted = dict.fromkeys(linears(model, (*KEEP, *keep), kinds), (scheme, group_size))
     every = {**linears(model, (), kinds), **_tied_table(model)}
@@ -153,7 +157,7 @@ def quantize(
         if not any(_named(name, pattern) for name in every):
             raise ValueError(f"quantize: keep names {pattern!r}, which no projection is called")
     if head is not None:
-        heads = [name for name in ("lm_head", "embed_tokens") if name in every]
+        heads = [name for name in _HEADS if name in every]
         if not heads:
             raise ValueError("quantize: the model has no head that is not packed")
         wanted[heads[0]] = (head, None)
@@ -187,6 +191,19 @@ def on_host() -> contextlib.AbstractContextManager[object]:
     if platforms and "cpu" not in platforms.split(","):
         return contextlib.nullcontext()
     return jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
+def _check_projections(model: nnx.Module, scheme: str, keep: Sequence[str]) -> None:
+    """Raises: ValueError for the first that would stay as it is, and was asked for in `scheme`."""
+    for name in linears(model, keep, (BitLinear,)) if scheme != "ternary" else ():
+        raise ValueError(
+            f"quantize: {name} is a ternary layer, which is packed in 'ternary', not in {scheme!r}"
+        )
+    for name, packed in packed_weights(model).items():
+        if name not in _HEADS and packed.scheme != scheme:
+            raise ValueError(
+                f"quantize: {name} is packed in {packed.scheme} already, and not again in {scheme}"
+            )
 
 
 def _check(name: str, weight: Float[Array, "O I"], scheme: str, group_size: int | None) -> None:

@@ -356,6 +356,72 @@ def same_sets(a, b) -> None:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
+BITNET = dataclasses.replace(
+    SMALL,
+    hidden_size=32,
+    intermediate_size=64,
+    model_type="bitnet",
+    hidden_act="relu2",
+    sub_norms=True,
+    bit_linear=True,
+)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_beside_ternary_layers(packed, tmp_path):
+    """In training and packed: the base's product and the adapter's, and the first is frozen."""
+    model = build(BITNET)
+    if packed:
+        quantize(model, "ternary")
+    base = logits(model, tokens(2, 9))
+    layer = model.layers[0].mlp.up_proj
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 32)), jnp.float32)
+    alone = np.asarray(layer(x))
+    lora.add_adapters(model, rank=3, rngs=nnx.Rngs(1))
+    np.testing.assert_allclose(logits(model, tokens(2, 9)), base, **ROUNDING)
+    stir(model)
+    ours = model.layers[0].mlp.up_proj
+    a, b = (np.asarray(part[...]) for part in (ours.lora_a, ours.lora_b))
+    np.testing.assert_allclose(ours(x), alone + 2 * np.asarray(x) @ a.T @ b.T, rtol=0, atol=2e-5)
+    stirred = logits(model, tokens(2, 9))
+    lora.save_peft(model, tmp_path)
+    other = build(BITNET)
+    lora.load_peft(other, tmp_path)
+    np.testing.assert_allclose(logits(other, tokens(2, 9)), stirred, rtol=0, atol=1e-4)
+
+    optimizer = optax.adam(1e-2)
+    state = train.init_state(model, optimizer, trainable=lora.is_adapter)
+    frozen = jax.tree.map(np.asarray, state.frozen)
+    step = train.make_train_step(model, optimizer)
+    text = tokens(2, 9)
+    batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.7 * losses[0]
+    for name, weight in frozen.items():
+        np.testing.assert_array_equal(state.frozen[name], weight)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_sum_with_a_ternary_layer_is_refused_and_nothing_is_changed(packed):
+    model = build(BITNET)
+    if packed:
+        quantize(model, "ternary")
+    lora.add_adapters(model, targets="down_proj|lm_head", rngs=nnx.Rngs(1))
+    with pytest.raises(NotImplementedError, match="^lora: layers.0.mlp.down_proj is ternary, and"):
+        lora.merge(model)
+    assert len(lora.adapters(model)) == 4
+
+
+def test_dora_and_what_trains_a_ternary_layer_are_not_both():
+    model = build(BITNET)
+    with pytest.raises(NotImplementedError, match="^lora: kind 'dora' beside a ternary layer in t"):
+        lora.add_adapters(model, kind="dora", targets="down_proj|lm_head", rngs=nnx.Rngs(1))
+    assert not lora.adapters(model)
+
+
 @KINDS
 def test_a_peft_folder_comes_back(kind, tmp_path):
     model = adapted(kind, targets="(q|o|down)_proj")

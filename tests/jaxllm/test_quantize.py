@@ -240,6 +240,13 @@ def test_what_is_packed_and_what_stays():
     assert packed.group_size == G
 
 
+def test_one_name_is_kept_without_a_list():
+    model = tiny_models.build(EVEN)
+    jaxllm.quantize(model, "int4", G, keep="down_proj")
+    assert type(model.layers[0].mlp.down_proj) is Linear
+    assert isinstance(model.layers[0].mlp.up_proj, PackedLinear)
+
+
 def test_one_table_serves_gather_and_head():
     config = dataclasses.replace(EVEN, tie_word_embeddings=True, scale_embedding=True)
     model, plain = (tiny_models.build(config, Runtime("float32")) for _ in range(2))
@@ -272,8 +279,10 @@ def test_a_bitnet_packed_computes_what_it_did():
     config = dataclasses.replace(EVEN, model_type="bitnet", hidden_act="relu2", sub_norms=True)
     config = dataclasses.replace(config, bit_linear=True)
     model, plain = (tiny_models.build(config, Runtime("float32")) for _ in range(2))
-    with pytest.raises(ValueError, match="^quantize: the model has no linear layer that is not"):
-        jaxllm.quantize(model, "int8")
+    for head in (None, "int8"):
+        with pytest.raises(ValueError, match="^quantize: layers.0.mlp.down_proj is a ternary"):
+            jaxllm.quantize(model, "int8", head=head)
+    assert type(model.lm_head) is Linear
     jaxllm.quantize(model, "ternary")
     assert isinstance(model.layers[0].mlp.up_proj, PackedLinear)
     tokens = tiny_models.tokens(2, 7)
@@ -331,6 +340,8 @@ def test_packing_twice_finds_nothing_to_pack():
     jaxllm.quantize(model, "int4", G)
     with pytest.raises(ValueError, match="^quantize: the model has no linear layer that is not"):
         jaxllm.quantize(model, "int4", G)
+    with pytest.raises(ValueError, match="^quantize: layers.0.* is packed in int4 already, and no"):
+        jaxllm.quantize(model, "int8", head="int8")
     jaxllm.quantize(model, "int4", G, head="int8")
     with pytest.raises(ValueError, match="^quantize: the model has no head that is not packed"):
         jaxllm.quantize(model, "int4", G, head="int8")
