@@ -64,19 +64,9 @@ def less(value: Any, than: int) -> Any:
     return arith.cmpi(arith.CmpIPredicate.ult, value, word(than))
 
 
-def load(
-    address: Any, offset: int, words: int = 1, *, once: bool = False, where: Any = None
-) -> Any:
-    """A word of global memory that no one writes, or four; once: no other thread reads it; where:
-    if not, nothing is read and the words are undefined.
-    """
+def load(address: Any, offset: int, words: int = 1, *, once: bool = False) -> Any:
+    """A word of global memory that no one writes, or four; once: no other thread reads it."""
     cached = ".L1::no_allocate" if once else ""
-    if where is not None:
-        assert words == 4
-        text = "{ .reg .pred p; setp.ne.b32 p, $5, 0; "
-        text += f"@p ld.global.nc{cached}.v4.u32 {{$0, $1, $2, $3}}, [$4 + {offset}]; }}"
-        there = arith.extui(ir.IntegerType.get_signless(32), where)
-        return asm(text, "rrrr", address, there, effects=True)
     if words == 1:
         return asm(f"ld.global.nc{cached}.u32 $0, [$1 + {offset}];", "r", address, effects=True)
     text = f"ld.global.nc{cached}.v4.u32 {{$0, $1, $2, $3}}, [$4 + {offset}];"

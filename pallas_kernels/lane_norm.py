@@ -30,10 +30,10 @@ def sum_of_squares(words: list[Any], kind: str, total: Any = None) -> Any:
 
 
 def over_warp(value: Any, operation: str) -> Any:
-    """A sum or a maximum ("add.f32", "max.f32", "add.s32") of what the lanes of a warp have."""
+    """What the lanes of a warp have, joined: "add.f32", "add.s32", "max.NaN.f32"."""
     kind = "f" if operation.endswith("f32") else "r"
     for mask in (16, 8, 4, 2, 1):
-        text = f"{{ .reg .b32 x; .reg .{operation[4:]} y; mov.b32 x, $1; "
+        text = f"{{ .reg .b32 x; .reg .{operation.split('.')[-1]} y; mov.b32 x, $1; "
         text += f"shfl.sync.bfly.b32 x, x, {mask}, 31, 0xffffffff; mov.b32 y, x; "
         value = asm(text + f"{operation} $0, $1, y; }}", kind, value, effects=True)
     return value
@@ -41,9 +41,10 @@ def over_warp(value: Any, operation: str) -> Any:
 
 def reciprocal_root(squares: Any, count: int, eps: float) -> Any:
     """1 / sqrt(squares / count + eps), by the root of the hardware, as in rms_norm."""
-    text = f"{{ .reg .f32 x; fma.rn.f32 x, $1, {_hex(1 / count)}, {_hex(eps)}; "
+    text = f"{{ .reg .f32 x; fma.rn.f32 x, $1, {hex_of(1 / count)}, {hex_of(eps)}; "
     return asm(text + "rsqrt.approx.f32 $0, x; }", "f", squares)
 
 
-def _hex(number: float) -> str:
+def hex_of(number: float) -> str:
+    """A float32 as PTX writes it."""
     return "0f" + np.float32(number).tobytes()[::-1].hex().upper()

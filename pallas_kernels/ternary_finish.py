@@ -64,19 +64,18 @@ class Finish:
             found.append((*(f(place, word(self.rows)) for f in (arith.divui, arith.remui)), inside))
         return found
 
-    def early(self, shift: Any = None) -> list[dict[str, Any]]:
+    def early(self) -> list[dict[str, Any]]:
         """What `_operands` gives for each result of a thread, if they are few: asked for before the
         codes, they are there at the end, when nothing else would be on its way.
         """
         results = self._results()
         if len(results) > MOST_EARLY:
             return []
-        return [self._operands(one, row, shift) for one, row, _ in results]
+        return [self._operands(one, row) for one, row, _ in results]
 
-    def _operands(self, one: Any, row: Any, shift: Any) -> dict[str, Any]:
+    def _operands(self, one: Any, row: Any) -> dict[str, Any]:
         """What a result is made of beside its sums, by name; of gamma and bias one of each half."""
         found: dict[str, Any] = {}
-        row = row if shift is None else arith.addi(row, shift)
         if "x_scale" in self.at:
             found["x_scale"] = load_float(further(self.at["x_scale"], times(one, 4)), "float32")
         place = times(row, 4)
@@ -97,24 +96,23 @@ class Finish:
         size = jnp.dtype(self.out_dtype).itemsize
         return times(arith.addi(times(one, self.n), row), size)
 
-    def run(self, early: list[dict[str, Any]], shift: Any = None) -> None:
+    def run(self, early: list[dict[str, Any]]) -> None:
         """Adds the warps' sums, and what follows; early: operands that are there, or none."""
         for i, (one, row, inside) in enumerate(self._results()):
-            operands = early[i] if early else self._operands(one, row, shift)
+            operands = early[i] if early else self._operands(one, row)
             if inside is None:
-                self._finish_one(one, row, operands, shift)
+                self._finish_one(one, row, operands)
                 continue
             with mgpu_utils.when(inside):
-                self._finish_one(one, row, operands, shift)
+                self._finish_one(one, row, operands)
 
-    def _finish_one(self, one: Any, row: Any, operands: Mapping[str, Any], shift: Any) -> None:
+    def _finish_one(self, one: Any, row: Any, operands: Mapping[str, Any]) -> None:
         ys = [self._sum(half, one, row, operands) for half in range(self.halves)]
         y = ys[0]
         if self.epilogue is not None:
             y = gated(self.epilogue, *ys)
         if "residual" in operands:
             y = arith.addf(y, operands["residual"])
-        row = row if shift is None else arith.addi(row, shift)
         place = further(self.at["out"], self._out_place(one, row))
         store_float(place, y, self.out_dtype)
 

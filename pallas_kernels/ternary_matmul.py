@@ -21,10 +21,11 @@ from jaxtyping import Array, Float, Int8
 from pallas_kernels import device as device_lib
 from pallas_kernels import ternary_matmul_kernel as kernel
 from pallas_kernels import tuned
-from pallas_kernels.device import Device
+from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.ternary_matmul_kernel import Config
+from pallas_kernels.ternary_rows import SMALLEST
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 EPILOGUES = (None, "swiglu", "relu2_glu")
@@ -33,14 +34,14 @@ MOST_FLOAT_ROWS = 4  # that a kernel makes int8: each block does it anew
 LONG = 24  # turns of a row of the weight that 8 warps divide instead of 4
 MAX_ROWS = 64  # of x: more take longer to multiply than the codes to read
 MAX_INPUTS = 2**17  # sums of codes that count 64 times stay below 2^31
-
-SMALLEST = 1e-5  # of the largest magnitude that a token is scaled by
+WIDEST = Config(64, 4, 1)  # of what `default_config` chooses for few rows, on chip
 
 
 def quantize_rows(x: Float[Array, "*B I"]) -> tuple[Int8[Array, "*B I"], Float[Array, "*B"]]:
     """Activations as int8, -128 to 127, and what 1 of them stands for: float32, max |x| / 127.
 
-    Arithmetic in float32; `round` is to the nearest, ties to even.
+    Arithmetic in float32; rounded to the nearest, ties to even. The scale of a token with a NaN or
+    an infinity is one, and so is what is multiplied by it.
     """
     x = x.astype(jnp.float32)
     largest = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), np.float32(SMALLEST))
@@ -64,8 +65,8 @@ def ternary_matmul(
 
     epilogue "swiglu" or "relu2_glu": the O = 2F rows of the weight are gate, then up, and the
     result is silu(gate) up or max(gate, 0)^2 up; otherwise F is O.
-    Dtypes: x_scale float32; bias any float; the result and the residual have `out_dtype`:
-    bfloat16, float16 or float32. There are no gradients: of integers there are none.
+    Dtypes: x_scale float32; bias bfloat16, float16 or float32; the result and the residual
+    have `out_dtype`, one of these. There are no gradients: of integers there are none.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
@@ -119,8 +120,12 @@ def ternary_linear(
 
 
 def in_kernel(x) -> bool:
-    """Whether rows of this shape and dtype become int8 in the kernel: few do, of 16 bits."""
-    return x.dtype in FLOATS and math.prod(x.shape[:-1]) <= MOST_FLOAT_ROWS
+    """Whether rows of this shape and dtype become int8 in the kernel: few do, of 16 bits, if the
+    codes fit on chip.
+    """
+    m, k = math.prod(x.shape[:-1]), x.shape[-1]
+    fits = kernel.shared_bytes(WIDEST, m, k, floats=True) <= SHARED_BYTES
+    return x.dtype in FLOATS and m <= MOST_FLOAT_ROWS and fits
 
 
 def _static(x, packed: Packed, epilogue, out: jnp.dtype, config, interpret: bool) -> kernel.Static:
@@ -313,8 +318,9 @@ def unpack(codes: Any) -> Int8[Array, "O I"]:
 
 
 def _check(x, packed: Packed, bias, epilogue, residual, out: jnp.dtype) -> None:
-    if packed.scheme != "ternary" or packed.row_scale is None:
-        raise ValueError(f"ternary_matmul: the weight is {packed.scheme}, not ternary")
+    scheme = packed.scheme if isinstance(packed, Packed) else "an array"
+    if scheme != "ternary" or packed.row_scale is None:
+        raise ValueError(f"ternary_matmul: the weight is {scheme}, not ternary")
     n, k = packed.shape
     if x.ndim < 1 or x.shape[-1] != k:
         raise ValueError(
@@ -330,6 +336,8 @@ def _check(x, packed: Packed, bias, epilogue, residual, out: jnp.dtype) -> None:
         raise ValueError(
             f"ternary_matmul: bias is {bias.dtype}{list(bias.shape)}, not floats [O] = [{n}]"
         )
+    if epilogue is not None and n % 2:
+        raise ValueError(f"ternary_matmul: {epilogue!r} needs two halves of outputs, got {n}")
     shape = (*x.shape[:-1], n if epilogue is None else n // 2)
     if residual is not None and (residual.shape, residual.dtype) != (shape, out):
         raise ValueError(

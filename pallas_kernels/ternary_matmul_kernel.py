@@ -41,7 +41,7 @@ from pallas_kernels.lane_code import (
 )
 from pallas_kernels.packed import Packed
 from pallas_kernels.ternary_finish import Finish
-from pallas_kernels.ternary_rows import quantise_rows
+from pallas_kernels.ternary_rows import add_bytes, quantise_rows
 
 MMA = "m16n8k32.row.col.s32.u8.s8.s32"
 MMA_ROWS, MMA_COLUMNS = 16, 8  # of the weight and of x, in one instruction
@@ -50,28 +50,24 @@ PER_WORD = 16
 LANE = PER_WORD * 4  # columns of a lane, at a time
 TURN = LANE * ACROSS  # columns of a warp
 PLACES = 4  # where a code may lie in a byte
-MOST_BLOCKS = 16
-MOST_ROUNDS = 16  # turns whose code stands one behind the other
 PAD = 4  # words behind a tile's sums, the first of which is the sum of x: no two lanes' banks meet
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A tile has tile_n rows of the weight; `warps` divide K.
+    """A block has tile_n rows of the weight; `warps` divide K.
 
-    ahead: turns that a warp asks for before it needs them. blocks: of a multiprocessor, which go
-    from tile to tile and ask for the next one's first turns early; 0: a tile is a block.
+    ahead: turns that a warp asks for before it needs them.
     """
 
     tile_n: int = 32
     warps: int = 4
     ahead: int = 2
-    blocks: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What a kernel is compiled for. epilogue: see `ternary_linear`; eps: of the norm."""
+    """What a kernel is compiled for. epilogue: see `ternary_matmul`; eps: of the norm."""
 
     config: Config
     interpret: bool
@@ -124,8 +120,6 @@ def problem(
             not 0 < c.warps <= 16 or c.warps % WARPS
         ),
         f"ahead must be 1 to {rounds}, the turns of a warp": not 1 <= c.ahead <= rounds,
-        f"blocks must be 0 to {MOST_BLOCKS}": not 0 <= c.blocks <= MOST_BLOCKS,
-        f"with blocks, a warp takes {MOST_ROUNDS} turns at most": c.blocks and rounds > MOST_ROUNDS,
         f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
     }
     return next((sentence for sentence, found in problems.items() if found), None)
@@ -155,9 +149,6 @@ def warp_products(
     given = {"x_scale": x_scale, "norm": norm, "residual": residual}
     given = {name: array for name, array in given.items() if array is not None}
 
-    tiles = n // rows
-    grid = min(tiles, static.num_sms * c.blocks) if c.blocks and not interpret else tiles
-
     def body(x_ref, *refs, **scratch):
         *refs, out_ref = refs
         row = lax.axis_index("block") * rows
@@ -169,7 +160,7 @@ def warp_products(
         whole = dict(zip(given, refs[len(cut) :], strict=True))
         if "residual" in whole:
             whole["residual"] = whole["residual"].at[:, place]
-        out = out_ref.at[:, place]  # of the first of a block's tiles
+        out = out_ref.at[:, place]
         if interpret:
             found = {name: jnp.concatenate([r[...] for r in refs]) for name, refs in parts.items()}
             keywords = {name: ref[...] for name, ref in whole.items()}
@@ -184,7 +175,7 @@ def warp_products(
         @plgpu.inline_mgpu(arg_types=(jax.tree.map(lambda _: plgpu.RefType(), every),))
         def multiply(_: Any, every: Any) -> Any:
             dtypes = {"x": x.dtype.name, "bias": "" if bias is None else bias.dtype.name}
-            _Block(static, (m, n, k), dtypes, jax.tree.map(address_of, every), grid).run()
+            _Block(static, (m, n, k), dtypes, jax.tree.map(address_of, every)).run()
 
         multiply(every)  # pyright: ignore[reportCallIssue]
 
@@ -200,7 +191,7 @@ def warp_products(
         name="ternary_matmul" if static.epilogue is None else f"ternary_matmul_{static.epilogue}",
         out_type=jax.ShapeDtypeStruct((m, n), static.out_dtype),
         scratch_types={} if interpret else scratch,
-        grid=(grid,),
+        grid=(n // rows,),
         grid_names=("block",),
         interpret=interpret,
         approx_math=True,
@@ -217,9 +208,8 @@ class _Block:
         sizes: tuple[int, int, int],
         dtypes: Mapping[str, Any],
         at: Any,
-        grid: int,
     ):
-        self.static, self.config, self.grid = static, static.config, grid
+        self.static, self.config = static, static.config
         self.m, self.n, self.k = sizes
         m, _, k = sizes
         self.at, self.dtypes = at, dtypes
@@ -265,20 +255,17 @@ class _Block:
         parts = self.k // LANE
         return arith.minui(place, word(parts - 1)), less(place, parts)
 
-    def fetch(self, round_: int | Any, shift: Any = None, where: Any = None) -> list[Any]:
+    def fetch(self, round_: int | Any) -> list[Any]:
         """The words that a turn needs first: codes, and x where it is one column.
 
-        round_: a number where it may be the last. shift: rows between the block's first tile and
-        this one; where: whether there is such a tile.
+        round_: a number where it may be the last.
         """
         place, inside = self.place(round_)
         found = []
         for address in self.codes_at:
             address = further(address, times(place, ACCESS_BYTES))
-            if shift is not None:
-                address = further(address, times(shift, self.k // 4))
             for start in range(0, self.rows, MMA_ROWS // 2):
-                found += load(address, start * self.k // 4, 4, once=True, where=where)
+                found += load(address, start * self.k // 4, 4, once=True)
         if len(self.x_at) == 1 and not self.floats:
             found += self.x(0, range(4), place, inside)
         return found
@@ -306,7 +293,7 @@ class _Block:
                 words = early[4 * at : 4 * at + 8] or self.x(column, (at, at + 1), place, inside)
                 halves = words[:4], words[4:]
                 if not self.floats:
-                    x_sums[column] = _add_bytes(words, x_sums[column])
+                    x_sums[column] = add_bytes(words, x_sums[column])
                     halves = tuple(map(_transposed, halves))
                 right = list(zip(*halves, strict=True))
                 for tile in range(self.tiles):
@@ -336,10 +323,7 @@ class _Block:
                 warps=self.config.warps,
                 eps=self.static.eps,
             )
-        if self.config.blocks:
-            self._many_tiles(ring)
-            return
-        self._show(*self._one_tile(ring))
+        self._show(*self._sums(ring))
         gpu.barrier()
         self.finish.run(early)
 
@@ -348,8 +332,8 @@ class _Block:
         number = 4 * self.places * self.tiles * len(self.x_at)
         return [word(0)] * number, [word(0)] * len(self.x_at)
 
-    def _one_tile(self, ring: list[list[Any]]) -> tuple[list[Any], list[Any]]:
-        """The sums of a tile whose first turns are asked for."""
+    def _sums(self, ring: list[list[Any]]) -> tuple[list[Any], list[Any]]:
+        """The sums of a warp, whose first turns are asked for."""
         ahead, rounds = self.config.ahead, self.rounds
         (sums, x_sums), width = self._zeros(), len(ring[0])
         number = len(sums)
@@ -381,42 +365,8 @@ class _Block:
                 ring[turn % ahead] = self.fetch(turn + ahead)
         return sums, x_sums
 
-    def _many_tiles(self, ring: list[list[Any]]) -> None:
-        """Each tile that is a grid behind the last; the turns in flight pass over from one to the
-        next.
-        """
-        ahead, rounds, width = self.config.ahead, self.rounds, len(ring[0])
-        every = self.n // self.rows
-        block = arith.index_cast(word(0).type, gpu.block_id(gpu.Dimension.x))
-        more = arith.subi(word(every - 1), block)
-        count = arith.addi(arith.divui(more, word(self.grid)), word(1))
-
-        @mgpu_utils.fori(count, [x for each in ring for x in each])
-        def loop(i, carry):
-            shift = times(i, self.grid * self.rows)
-            following = arith.addi(shift, word(self.grid * self.rows))
-            there = arith.cmpi(arith.CmpIPredicate.ult, arith.addi(i, word(1)), count)
-            waiting = [list(carry)[s * width : (s + 1) * width] for s in range(ahead)]
-            early = self.finish.early(shift)
-            sums, x_sums = self._zeros()
-            for turn in range(rounds):
-                sums, x_sums = self.multiply(waiting.pop(0), sums, x_sums, turn)
-                later = turn + ahead
-                waiting.append(
-                    self.fetch(later, shift)
-                    if later < rounds
-                    else self.fetch(later - rounds, following, there)
-                )
-            self._show(sums, x_sums)
-            gpu.barrier()
-            self.finish.run(early, shift)
-            gpu.barrier()  # before the next sums are written
-            return [x for each in waiting for x in each]
-
-        del loop
-
     def _show(self, sums: list[Any], x_sums: list[Any]) -> None:
-        """Writes a warp's sums, for each row of x those of the tile and that of x itself."""
+        """Writes a warp's sums, for each row of x those of the weight and that of x itself."""
         line = self.config.tile_n + PAD
         first = times(self.warp, columns(self.m) * line)
         row = arith.addi(times(self.across, 2 * line), self.row)
@@ -451,13 +401,6 @@ def _of_place(codes: Any, place: int, *, moved: bool) -> Any:
         return arith.andi(codes, word(0x03030303 << 2 * place))
     down = arith.shrui(codes, word(2 * place)) if place else codes
     return arith.andi(down, word(0x03030303))
-
-
-def _add_bytes(words: list[Any], total: Any) -> Any:
-    """Adds the signed bytes of words to a total."""
-    for each in words:
-        total = asm("dp4a.s32.s32 $0, $1, 0x01010101, $2;", "r", each, total)
-    return total
 
 
 def _transposed(four: list[Any]) -> list[Any]:

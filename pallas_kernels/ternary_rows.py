@@ -25,6 +25,7 @@ from pallas_kernels.lane_code import (
 )
 from pallas_kernels.lane_norm import (
     halves_as_float32,
+    hex_of,
     over_warp,
     reciprocal_root,
     sum_of_squares,
@@ -32,7 +33,7 @@ from pallas_kernels.lane_norm import (
 
 EACH = 16  # numbers that a thread has at a time
 MOST_WORDS = 64  # of x, that a thread has at once
-SMALLEST = "0f3727C5AC"  # 1e-5
+SMALLEST = 1e-5  # of the largest magnitude that a row is scaled by
 MAGIC = "0f4B400000"  # 1.5 * 2^23, to which a number is added to be rounded; its bits are then last
 
 
@@ -89,21 +90,27 @@ def quantise_rows(
         marks = further(at["marks"], word(4 * m * warps))
         largest = [_largest(words, kind) for words in rows]
         for row, a, words in zip(
-            some, _over_block(largest, "max.f32", marks, warps, first), rows, strict=True
+            some, _over_block(largest, "max.NaN.f32", marks, warps, first), rows, strict=True
         ):
-            a = asm(f"max.f32 $0, $1, {SMALLEST};", "f", a)
+            a = asm(f"max.NaN.f32 $0, $1, {hex_of(SMALLEST)};", "f", a)
             inverse = asm("div.rn.f32 $0, 0f42FE0000, $1;", "f", a)
             scales.append(asm("div.rn.f32 $0, $1, 0f42FE0000;", "f", a))
             target, total = further(at["rows"], word(row * k)), word(0)
             for i, (place, there) in enumerate(zip(places, inside, strict=True)):
                 eight = words[8 * i : 8 * i + 8]
                 four = [*_bytes(eight[0::2], inverse, kind), *_bytes(eight[1::2], inverse, kind)]
-                for each in four:  # zeros where nothing is there
-                    total = asm("dp4a.s32.s32 $0, $1, 0x01010101, $2;", "r", each, total)
+                total = add_bytes(four, total)  # zeros where nothing is there
                 _when(there, _write, further(target, times(place, EACH)), *four)
             sums.append(total)
     marks = further(at["marks"], word(8 * m * warps))
     return scales, _over_block(sums, "add.s32", marks, warps, 0)
+
+
+def add_bytes(words: list[Any], total: Any) -> Any:
+    """A total and the signed bytes of words, added up."""
+    for each in words:
+        total = asm("dp4a.s32.s32 $0, $1, 0x01010101, $2;", "r", each, total)
+    return total
 
 
 def _write(address: Any, *four: Any) -> None:
@@ -126,13 +133,13 @@ def _normed(x: Any, root: Any, weight: Any, kind: str) -> Any:
 
 
 def _largest(words: list[Any], kind: str) -> Any:
-    """The largest magnitude of words of two numbers, as float32."""
+    """The largest magnitude of words of two numbers, as float32; NaN if there is one."""
     found = word(0)
     for x in words:
-        text = f"{{ .reg .b32 y; abs.{kind} y, $1; max.{kind} $0, y, $2; }}"
+        text = f"{{ .reg .b32 y; abs.{kind} y, $1; max.NaN.{kind} $0, y, $2; }}"
         found = asm(text, "r", x, found)
     return asm(
-        f"{{ .reg .f32 a, b; {halves_as_float32('$1', kind)} max.f32 $0, a, b; }}", "f", found
+        f"{{ .reg .f32 a, b; {halves_as_float32('$1', kind)} max.NaN.f32 $0, a, b; }}", "f", found
     )
 
 

@@ -99,7 +99,7 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.ternary_matmul": (
         "pallas_kernels.device pallas_kernels.packed pallas_kernels.rms_norm "
-        "pallas_kernels.ternary_matmul_kernel pallas_kernels.tuned"
+        "pallas_kernels.ternary_matmul_kernel pallas_kernels.ternary_rows pallas_kernels.tuned"
     ),
     "pallas_kernels.row_parts": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.embedding_backward": (

@@ -1,7 +1,8 @@
 """Ternary weights times int8: the sums against int64, bit for bit, and what the call refuses.
 
 The interpreter knows no products of a warp: there, a block computes its rows in plain JAX, so that
-what is tried here is which rows, scales and results are a block's. The GPU tests try the rest.
+what it tries is which rows, scales and results are a block's. The tests at the end try the rest on
+a GPU.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import oracles
 import pytest
 from kernels import interpreted
 
+from jaxllm import aot
 from pallas_kernels import device as device_lib
 from pallas_kernels import ternary_matmul_kernel as kernel
 from pallas_kernels.quantize import dequantize, quantize
@@ -76,10 +78,10 @@ def test_sums_are_exact(k):
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (2, 3), (64,)])
-@pytest.mark.parametrize(("tile_n", "blocks"), [(16, 0), (48, 1)])
-def test_a_block_has_its_rows(lead, tile_n, blocks):
+@pytest.mark.parametrize("tile_n", [16, 48])
+def test_a_block_has_its_rows(lead, tile_n):
     arguments = case(*lead)
-    config = Config(tile_n=tile_n, ahead=1, blocks=blocks)
+    config = Config(tile_n=tile_n, ahead=1)
     run = functools.partial(ternary_matmul, interpret=True, out_dtype=F32, config=config)
     y = interpreted(run, *arguments)
     np.testing.assert_array_equal(y, ternary_matmul_reference(*arguments, out_dtype=F32))
@@ -108,9 +110,12 @@ def test_what_follows_the_sums(dtype):
     y = interpreted(with_rest, *arguments, rest["bias"], rest["residual"])
     assert y.dtype == dtype
     # one rounding to the dtype, three in float32 of numbers up to 5000
-    np.testing.assert_allclose(
-        np.asarray(y, np.float64), truth, rtol=float(jnp.finfo(dtype).eps) / 2 + 3e-7, atol=2e-3
+    same = functools.partial(
+        np.testing.assert_allclose, rtol=float(jnp.finfo(dtype).eps) / 2 + 3e-7, atol=2e-3
     )
+    same(np.asarray(y, np.float64), truth)
+    with pytest.raises(AssertionError):
+        same(np.asarray(y, np.float64), truth + 0.01 * np.asarray(rest["bias"], np.float64))
 
 
 def test_rows_as_int8():
@@ -193,7 +198,6 @@ def test_without_a_gpu():
         (Config(tile_n=32), "tile_n must divide the weight's rows and be a multiple of 16"),
         (Config(tile_n=16, warps=6), "warps must be a multiple of 4, 16 at most"),
         (Config(tile_n=16, ahead=2), "ahead must be 1 to 1, the turns of a warp"),
-        (Config(tile_n=16, ahead=1, blocks=17), "blocks must be 0 to 16"),
     ],
 )
 def test_a_config_that_does_not_fit(config, sentence):
@@ -210,10 +214,6 @@ def test_a_config_that_is_too_large():
     problem = kernel.problem(few, 4, 1024, 65536, floats=True)
     assert problem is not None
     assert problem.endswith("bytes on chip")
-    many = dataclasses.replace(few, blocks=1)
-    assert kernel.problem(many, 4, 1024, 16384) is None
-    problem = kernel.problem(many, 4, 1024, 32768)
-    assert problem == "with blocks, a warp takes 16 turns at most"
     problem = kernel.problem(few, 4, 1024, 4096, halves=2)
     assert problem is not None
     assert problem.endswith("be a multiple of 32")
@@ -231,6 +231,10 @@ def test_arguments_that_cannot_be():
         call(xq, x_scale[:1], packed)
     with pytest.raises(ValueError, match="the weight is int8, not ternary"):
         call(xq, x_scale, quantize(jnp.ones((48, 128)), "int8"))
+    with pytest.raises(ValueError, match="the weight is an array, not ternary"):
+        call(xq, x_scale, jnp.ones((48, 128)))
+    with pytest.raises(ValueError, match="'swiglu' needs two halves of outputs, got 47"):
+        call(*case(2, n=47), epilogue="swiglu")
     with pytest.raises(ValueError, match="out_dtype int8 is not bfloat16, float16 or float32"):
         call(xq, x_scale, packed, out_dtype=jnp.int8)
     with pytest.raises(ValueError, match=r"bias is float32\[47\], not floats \[O\] = \[48\]"):
@@ -244,6 +248,17 @@ def test_arguments_that_cannot_be():
         floats(xq)
     with pytest.raises(ValueError, match=r"norm \[64\] is not \[I\] = \[128\]"):
         floats(jnp.ones((2, 128)), norm=jnp.ones(64))
+
+
+@pytest.mark.parametrize(("m", "k", "within"), [(4, 53248, True), (4, 65536, False), (1, 2**16, 1)])
+def test_rows_that_do_not_fit_on_chip_become_int8_before_the_kernel(m, k, within):
+    x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
+    packed = shapes_of(m, 4096, k)[2]
+    assert in_kernel(x) == within
+    for epilogue in (None, "swiglu"):
+        config = default_config(x, None, packed, epilogue=epilogue, device=H200)
+        form: Any = {"halves": 1 if epilogue is None else 2, "floats": in_kernel(x)}
+        assert kernel.problem(config, m, 4096, k, **form) is None
 
 
 def floats(dtype=jnp.float32):
@@ -276,6 +291,8 @@ def test_gradients_pass_the_rounding():
     np.testing.assert_allclose(d_x, np.asarray(d_y) @ np.asarray(dequantize(packed)), atol=1e-5)
     np.testing.assert_allclose(d_bias, np.asarray(d_y).sum((0, 1)), rtol=1e-5)
     np.testing.assert_array_equal(d_residual, d_y)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(d_x, np.asarray(d_y) @ (1.01 * dequantize(packed)), atol=1e-5)
 
 
 def test_what_the_door_of_all_packed_weights_refuses():
@@ -357,3 +374,52 @@ def test_gradients_of_what_stands_around_a_product():
     for mine, theirs in zip(found, expected, strict=True):
         size = float(jnp.max(jnp.abs(theirs)))
         np.testing.assert_allclose(mine, theirs, atol=1e-5 * size)
+        with pytest.raises(AssertionError):
+            np.testing.assert_allclose(mine, 1.001 * theirs, atol=1e-5 * size)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_largest_magnitude_is_nan_if_a_number_is(dtype):
+    """Else the maximum would pass over a NaN, and its row would have numbers for a result."""
+    x, packed = jax.ShapeDtypeStruct((2, 4864), dtype), shapes_of(2, 896, 4864)[2]
+    found = aot.compile_for(lambda x, packed: ternary_linear(x, packed), x, packed)
+    product = found.kernel("ternary_matmul")
+    maxima = [name for name in product.instructions if "HMNMX" in name or "FMNMX" in name]
+    assert maxima
+    assert all(name.endswith(".NAN") for name in maxima), maxima
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 33, 64])
+@pytest.mark.parametrize(("n", "k"), [(48, 64), (896, 4864), (3200, 3200), (4096, 14336)])
+def test_sums_on_a_gpu(m, n, k):
+    xq, x_scale, packed = ones(*case(m, n=n, k=k))
+    xq = xq.at[0].set(-128)
+    y = ternary_matmul(xq, x_scale, packed, out_dtype=F32)
+    np.testing.assert_array_equal(np.asarray(y, np.int64), sums(xq, packed))
+    for config in candidates(xq, x_scale, packed, device=H200):
+        again = ternary_matmul(xq, x_scale, packed, out_dtype=F32, config=config)
+        np.testing.assert_array_equal(again, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rows_become_int8_on_a_gpu(m, dtype):
+    """The same codes, and a NaN or an infinity stays in its row."""
+    _, _, packed = case(1, n=96, k=4864)
+    x = jnp.asarray(np.random.default_rng(6).standard_normal((m, 4864)), dtype)
+    expected = ternary_matmul_reference(*quantize_rows(x), packed, out_dtype=F32)
+    y = ternary_linear(x, packed, out_dtype=F32)
+    np.testing.assert_allclose(y, expected, rtol=1e-6)  # sums are exact, three roundings follow
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(y, 1.001 * expected, rtol=1e-6)
+    norm = jnp.ones(4864, dtype)
+    for number in (jnp.nan, jnp.inf, -jnp.inf):
+        wrong = x.at[m - 1, 4000].set(number)
+        bare = ternary_linear(wrong, packed, out_dtype=F32)
+        assert not np.isfinite(bare[m - 1]).any()
+        np.testing.assert_array_equal(bare[: m - 1], y[: m - 1])
+        assert not np.isfinite(ternary_linear(wrong, packed, norm=norm)[m - 1]).any()
