@@ -56,6 +56,25 @@ LLAMA_8B = ModelConfig(
     tie_word_embeddings=False,
 )
 
+# microsoft/Phi-3-mini-4k-instruct's config.json
+PHI_3_MINI = ModelConfig(
+    model_type="phi3",
+    vocab_size=32_064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    head_dim=96,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+    rope=Rope(1e4),
+    tie_word_embeddings=False,
+    sliding_window=2047,
+    layer_types=("sliding_attention",) * 32,
+)
+
 # A Llama of 1.3B parameters, for training steps
 LLAMA_1B = ModelConfig(
     model_type="llama",

@@ -8,13 +8,14 @@ for and another has is in the other's table alone.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import training
+from benchmarks import decoding, step_kernels, training
 from benchmarks.lacking import LATE, complete
 
 HERE = Path(__file__).resolve().parent
@@ -91,7 +92,8 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     yield from _fusion(results, ceilings)
     yield from _attention(results)
     yield from _layer(results)
-    yield from _decode(results, ceilings)
+    yield from decoding.lines(functools.partial(_section, results), ceilings, _why)
+    yield from step_kernels.lines(_section(results, "step-kernels"), ceilings, _why)
     yield from _prefill(results)
     yield from _long_context(results)
     yield from training.lines(_section(results, "train"), _why)
@@ -230,24 +232,6 @@ def _layer(results: dict[str, Any]) -> Iterator[str]:
                 f"the host {slow:.0f} us, jitted {fast:.0f} us ({slow / fast:.0f} times faster)."
             )
         yield ""
-
-
-def _decode(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
-    found = _section(results, "decode")
-    if not found:
-        return
-    yield "Decoding, Qwen2.5-0.5B's shape, random bfloat16 weights, batch 1, 64 + 256 tokens:"
-    yield ""
-    yield "| implementation | tokens a second | of the limit by the copy rate |"
-    yield "|---|--:|--:|"
-    for name, result in found.items():
-        if "tokens_per_s" not in result:
-            yield f"| {name} | {_why(result)} | |"
-            continue
-        speed = result["tokens_per_s"]
-        part = 100 * speed * result["bytes_a_token"] / ceilings["copy"] if ceilings else None
-        yield f"| {name} | {speed:.0f} | {_number(part, '{:.0f} %')} |"
-    yield ""
 
 
 def _prefill(results: dict[str, Any]) -> Iterator[str]:

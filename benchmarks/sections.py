@@ -11,12 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import jaxllm
-from benchmarks import training
-from benchmarks.models import LLAMA_8B, QWEN, kernels
+from benchmarks import decoding, step_kernels, training
+from benchmarks.models import LLAMA_8B, QWEN
 from jaxllm import ops
 from jaxllm.config import ModelConfig, Runtime
 from jaxllm.layers import Block
@@ -29,8 +28,18 @@ SECTIONS = (
     "decode",
     "prefill",
     "long-context",
+    "packed-decode",
+    "cuda-graphs",
+    "step-kernels",
     "train",
 )
+# Those of minutes are run by name only; whose tasks they are
+BY_NAME = {
+    "packed-decode": decoding,
+    "cuda-graphs": decoding,
+    "step-kernels": step_kernels,
+    "train": training,
+}
 # Names that stand for several
 GROUPS = {
     "attention": (
@@ -39,9 +48,10 @@ GROUPS = {
         "decode_attention",
         "prefill",
         "long-context",
-    )
+    ),
+    "decoding": ("decode", "packed-decode", "cuda-graphs", "step-kernels"),
 }
-LATE = ("decode", "prefill", "train")  # whose programs take long to compile
+LATE = ("decode", "prefill", *BY_NAME)  # whose programs take long to compile
 NUM_STAGES = 2 + len(training.STAGES)  # that of all else, training's, and that of what they leave
 
 Work = Callable[[Stopwatch], dict[str, Any]]
@@ -76,8 +86,7 @@ def tasks(names: list[str], quick: bool, on_gpu: bool, layers: int = 32) -> list
     if wanted("layer", names):
         work.append(("layer/512 tokens", functools.partial(layer, QWEN, 512)))
     if wanted("decode", names) and not (quick and "decode" not in names):
-        for name in implementations():
-            work.append((f"decode/{name}", functools.partial(decode, QWEN, name)))
+        work += decoding.tasks("decode")
     if wanted("long-context", names):
         for name in ATTENTIONS:
             run = functools.partial(long_context, LONG_SHAPE, name)
@@ -88,8 +97,9 @@ def tasks(names: list[str], quick: bool, on_gpu: bool, layers: int = 32) -> list
             for name in ATTENTIONS:
                 run = functools.partial(prefill, config, name, PREFILL_TOKENS, cached)
                 work.append((f"prefill/{name}{'' if cached else ', no cache'}", run))
-    if "train" in names:  # minutes, so only by name
-        work += training.tasks()
+    for name, module in BY_NAME.items():
+        if name in names:
+            work += module.tasks(name)
     return work
 
 
@@ -105,19 +115,6 @@ def stage(name: str) -> int:
 def wanted(section: str, names: list[str]) -> bool:
     """Whether the command line asks for it."""
     return not names or section in names
-
-
-def implementations() -> dict[str, Any]:
-    """By name, what `Runtime` takes; first what a user would, then XLA with one kernel of ours."""
-    ours = kernels()
-    plain = dict.fromkeys(ours, "xla")
-    # A decoder of Llama's kind has no layer norm, and its softmax is inside attention
-    alone = [op for op in ours if op not in ("layer_norm", "scale_softmax")]
-    return {
-        **{name: name for name in ("xla", "auto", "pallas")},
-        "xla, cudnn's attention": {**plain, "attention": "cudnn"},
-        **{f"xla, our {op}": {**plain, op: "pallas"} for op in alone},
-    }
 
 
 def softmax_fusion(
@@ -255,47 +252,6 @@ def _op_by_op(block: Block, x: jax.Array, rotary: Any) -> jax.Array:
     out = jax.device_put(out, here)
     x = x + attention.o_proj(out.reshape(*x.shape[:2], -1))
     return x + block.mlp(block.post_attention_layernorm(x))
-
-
-def decode(
-    config: ModelConfig,
-    implementation: str,
-    watch: Stopwatch,
-    *,
-    prompt: int = 64,
-    new_tokens: int = 256,
-) -> dict[str, Any]:
-    """Tokens a second of `generate` for one row, random weights in bfloat16, by the wall clock.
-
-    bytes_a_token: every weight once (a tied table once, as the head), and the cache at its mean
-    length; over the copy rate that is the limit.
-    """
-    del watch  # the loop's own times are what a user sees
-    choice = implementations()[implementation]
-    runtime = Runtime(dtype="bfloat16", param_dtype="bfloat16", implementation=choice)
-    model = jaxllm.Transformer(config, runtime, rngs=_rngs())
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, prompt).tolist()
-    run = functools.partial(
-        jaxllm.generate, model, None, [ids], max_new_tokens=new_tokens, stop_ids=[]
-    )
-    start = time.perf_counter()
-    run()
-    first_s = time.perf_counter() - start
-    results = [run() for _ in range(3)]
-    best = max(results, key=lambda r: r.timings.decode_tokens_per_s)
-    weights = size_bytes(nnx.state(model, nnx.Param))
-    if not config.tie_word_embeddings:
-        weights -= 2 * config.vocab_size * config.hidden_size
-    cached = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return {
-        "tokens_per_s": statistics.median(r.timings.decode_tokens_per_s for r in results),
-        "best_tokens_per_s": best.timings.decode_tokens_per_s,
-        "prefill_s": best.timings.prefill_s,
-        "first_call_s": first_s,
-        "bytes_a_token": weights + cached * (prompt + new_tokens // 2),
-        "tokens": best.tokens[0][:8],
-        "implementation": choice if isinstance(choice, str) else dict(choice),
-    }
 
 
 def long_context(

@@ -45,14 +45,14 @@ def utilisation(
     return operations * tokens_per_s / PEAK_FLOPS["H200"]
 
 
-def tasks() -> Iterator[tuple[str, Callable[..., dict[str, Any]]]]:
+def tasks(section: str) -> Iterator[tuple[str, Callable[..., dict[str, Any]]]]:
     """(key, work) of each way to run our step."""
-    yield "train/fp8, 4 parts", functools.partial(measure, LLAMA_1B, "none", 4, policy="fp8")
+    yield f"{section}/fp8, 4 parts", functools.partial(measure, LLAMA_1B, "none", 4, policy="fp8")
     for parts in (8, 2):
         adapters = functools.partial(measure, LLAMA_8B, "none", parts, rank=RANK, rows=ADAPTED_ROWS)
-        yield f"train/lora-8b, {parts} parts", adapters
+        yield f"{section}/lora-8b, {parts} parts", adapters
     for remat, parts in WAYS:
-        name = f"train/{remat}, {parts} part{'s' if parts > 1 else ''}"
+        name = f"{section}/{remat}, {parts} part{'s' if parts > 1 else ''}"
         yield name, functools.partial(measure, LLAMA_1B, remat, parts)
 
 

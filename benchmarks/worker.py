@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -176,6 +177,7 @@ class _Run:
     def sections(self, work: Sequence[tuple[str, sections.Work]]) -> None:
         """See sections.py."""
         for key, run in work:
+            gc.collect()  # Flax's split and merge leave cycles that hold a model's weights
             with self.phase("sections"):
                 self.task(f"section/{key}", lambda run=run: run(self.watch))
 

@@ -469,11 +469,6 @@ def test_the_sections_run(monkeypatch):
     found = sections.layer(TINY, 8, watch)
     assert found["largest_difference"] < 0.1
     assert found["op by op, attention on the host"]["us"] > found["jitted"]["us"]
-    found = sections.decode(TINY, "xla", watch, prompt=4, new_tokens=8)
-    assert found["tokens_per_s"] > 0
-    parameters = 64 * 32 + 3 * 32 + 32 * (32 + 16 + 16) + 64 + 32 * 32 + 3 * 32 * 64
-    cached = 2 * 2 * 1 * 16 * (4 + 4)
-    assert found["bytes_a_token"] == 2 * parameters + cached
     for cached in (True, False):
         found = sections.prefill(TINY, "xla", 16, cached, watch)
         assert found["layers"] == 1
@@ -510,8 +505,12 @@ def test_sections_are_chosen_by_name():
     def keys(names, quick=False, on_gpu=True):
         return [key.split("/")[0] for key, _ in sections.tasks(names, quick, on_gpu)]
 
-    assert set(keys([])) == set(sections.SECTIONS) - {"train"}  # minutes, so only by name
-    assert set(keys(["train"], quick=True)) == {"train"}
+    assert set(keys([])) == set(sections.SECTIONS) - set(sections.BY_NAME)
+    for name in sections.BY_NAME:
+        assert set(keys([name], quick=True)) == {name}
+    assert set(keys(sections.expand(["decoding"]))) == {
+        *("decode", "packed-decode", "cuda-graphs", "step-kernels")
+    }
     assert set(keys(["layer"])) == {"layer"}
     assert "decode" not in keys([], quick=True)
     assert "decode" in keys(["decode"], quick=True)

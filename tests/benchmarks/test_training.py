@@ -68,7 +68,7 @@ def test_the_main_case_is_measured_first_then_fp8_then_adapters(monkeypatch):
     assert torch_training.tasks(["rope"]) == []
     ours, theirs = (
         [key.removeprefix("train/") for key, _ in work]
-        for work in (training.tasks(), torch_training.tasks(["train"]))
+        for work in (training.tasks("train"), torch_training.tasks(["train"]))
     )
     named = [name for names in training.STAGES for name in names]
     assert sorted(set(named) & {*ours, *theirs}) == sorted(named)  # each once, and no other
