@@ -27,8 +27,10 @@ from pallas_kernels.ternary_matmul import (
 )
 
 H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
-# The shapes that BitNet's own kernels are timed at: of its 2B model, and of one of 3B
-BITNET = ((2560, 2560), (3840, 2560), (13824, 2560), (2560, 6912), (3200, 3200), (20480, 3200))
+# The shapes that BitNet's own kernels are timed at (github.com/microsoft/BitNet, gpu/README.md): of
+# its 2B model, and of one of 3B
+BITNET = ((2560, 2560), (3840, 2560), (13824, 2560), (2560, 6912))
+BITNET += ((3200, 3200), (4800, 3200), (3200, 10240), (20480, 3200))
 LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 ROWS = (1, 8, 16, 64)
 # A layer's four products of one token, with what stands around them
