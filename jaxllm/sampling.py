@@ -42,6 +42,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxllm.ops._select import name_for
 from jaxllm.ops.sampling_threshold import sampling_threshold
 
 Values = jax.Array | np.ndarray
@@ -49,7 +50,6 @@ Setting = int | float | Sequence[int | float] | np.ndarray | jax.Array
 
 _TINY = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
-_LOWEST = -(2**31)
 
 # name -> dtype, what is allowed: as a test, as a phrase
 _RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
@@ -145,8 +145,11 @@ def sample(
     step's noise its own. prompt_mask (see `token_mask`) and counts (see `add_counts`) go together;
     without them no penalty is compiled, so leave them out unless `sampling.has_penalties`.
     Ids from vocab_size on are never chosen.
+    Dtypes: logits of any float, read as float32; so do all that take scores or logits here.
+    Raises: ValueError if shapes or dtypes disagree; as `ops.sampling_threshold`.
     """
     _check("sample", logits, sampling)
+    _check_rows("sample", logits, position=position)
     if (prompt_mask is None) != (counts is None):
         raise ValueError("sample: prompt_mask and counts go together, only one of them was given")
     scores = _clean(logits, vocab_size)
@@ -163,6 +166,7 @@ def greedy(logits: Float[Array, "B V"], *, vocab_size: int | None = None) -> Int
 
     What `sample` gives at temperature 0 without penalties.
     """
+    _check_scores("greedy", logits)
     return _arg_max(_clean(logits, vocab_size))
 
 
@@ -175,6 +179,7 @@ def penalise(
     """Repetition penalty over prompt and output, then presence and frequency over the output.
 
     counts[b, v] is how often row b has generated id v. Neutral values change no bit.
+    Raises: ValueError if shapes disagree.
     """
     _check("penalise", scores, sampling)
     for name, array in (("prompt_mask", prompt_mask), ("counts", counts)):
@@ -202,15 +207,14 @@ def filter_scores(
     """Scores over the temperature, -inf where top-k, top-p or min-p drop them.
 
     Rows with temperature 0 come back unfiltered. A search that no row needs is skipped at run time.
-    `implementation` is that of `ops.sampling_threshold`.
+    `implementation` is that of `ops.sampling_threshold`, and it raises as that.
     The kept sets are exact for top-k and min-p. For top-p, masses are summed as integers in units
     of at most 2**-30 of the row's total, so the set does not depend on the batch or the order of
     summation; against float64 the border is off by at most 2e-7 of the mass (up to 262,144 tokens).
     """
     _check("filter_scores", scores, sampling)
-    if not isinstance(implementation, str):
-        implementation = implementation.get("sampling_threshold", "auto")
-    return _filter(_clean(scores, None), sampling, implementation)
+    name = name_for("sampling_threshold", implementation)
+    return _filter(_clean(scores, None), sampling, name)
 
 
 def draw(
@@ -221,7 +225,10 @@ def draw(
     Equal scores, seed and position give the same id in any batch. The random bits are threefry's,
     whatever JAX's default generator is, on a lattice of 2**-31: fine enough that even 150,000
     equal scores hardly ever tie.
+    Raises: ValueError if shapes disagree.
     """
+    _check_scores("draw", scores)
+    _check_rows("draw", scores, seed=seed, position=position)
     scores = _clean(scores, None)
     return _arg_max(scores + _noise(seed, position, scores.shape[1]))
 
@@ -240,28 +247,39 @@ def token_mask(
 def add_counts(
     counts: Int[Array, "B V"], tokens: Int[Array, " B"], live: Bool[Array, " B"] | None = None
 ) -> Int[Array, "B V"]:
-    """Counts after each row's new token; rows that are not live (finished) stay as they are."""
+    """Counts after each row's new token; rows that are not live (finished) stay as they are, and
+    a token that is no id counts nowhere.
+    """
     one = jnp.ones(tokens.shape, counts.dtype) if live is None else live.astype(counts.dtype)
-    return counts.at[jnp.arange(tokens.shape[0]), tokens].add(one, mode="drop")
+    rows = jnp.arange(tokens.shape[0])
+    return counts.at[rows, tokens].add(one, mode="drop", wrap_negative_indices=False)
 
 
 def log_probs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Log-softmax of the raw logits, in float32, at each row's token."""
+    """Log-softmax of the raw logits, in float32, at each row's token; NaN if it is no id."""
+    _check_scores("log_probs", logits)
+    _check_rows("log_probs", logits, tokens=tokens)
     logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, tokens[:, None].astype(jnp.int32), axis=1)[:, 0]
-    return chosen - _log_sum_exp(logits)
+    chosen = jnp.take_along_axis(
+        logits, tokens[:, None].astype(jnp.int32), axis=1, mode="fill", wrap_negative_indices=False
+    )
+    return chosen[:, 0] - jax.nn.logsumexp(logits, axis=-1)
 
 
 def top_log_probs(
     logits: Float[Array, "B V"], k: int
 ) -> tuple[Int[Array, "B {k}"], Float[Array, "B {k}"]]:
-    """Ids of the k largest raw logits, largest first, and the log-softmax there."""
+    """Ids of the k largest raw logits, largest first, and the log-softmax there.
+
+    Raises: ValueError if k is not from 1 to V.
+    """
+    _check_scores("top_log_probs", logits)
     V = logits.shape[-1]
     if not 1 <= k <= V:
         raise ValueError(f"top_log_probs: k must be from 1 to the vocabulary's {V}, got {k}")
     logits = logits.astype(jnp.float32)
     values, ids = lax.top_k(logits, k)
-    return ids, values - _log_sum_exp(logits)[:, None]
+    return ids, values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _rows(name: str, value: Any, batch: int) -> np.ndarray:
@@ -285,11 +303,25 @@ def _rows(name: str, value: Any, batch: int) -> np.ndarray:
     return np.asarray(values, dtype)
 
 
-def _check(name: str, scores: jax.Array, sampling: Sampling) -> None:
-    if scores.ndim != 2 or not jnp.issubdtype(scores.dtype, jnp.floating):
+def _check_scores(name: str, scores: jax.Array) -> None:
+    if scores.ndim != 2 or not scores.shape[-1] or not jnp.issubdtype(scores.dtype, jnp.floating):
         raise ValueError(
-            f"{name}: scores must be floating-point [B, V], got {scores.dtype}{list(scores.shape)}"
+            f"{name}: scores must be floating-point [B, V], V at least 1, got "
+            f"{scores.dtype}{list(scores.shape)}"
         )
+
+
+def _check_rows(name: str, scores: jax.Array, **vectors: Any) -> None:
+    for what, vector in vectors.items():
+        if jnp.shape(vector) != scores.shape[:1]:
+            raise ValueError(
+                f"{name}: {what} must be one a row, [{scores.shape[0]}], got "
+                f"{list(jnp.shape(vector))}"
+            )
+
+
+def _check(name: str, scores: jax.Array, sampling: Sampling) -> None:
+    _check_scores(name, scores)
     if sampling.temperature.shape != scores.shape[:1]:
         raise ValueError(
             f"{name}: {scores.shape[0]} rows of scores, but settings of shape"
@@ -317,11 +349,6 @@ def _arg_max(scores: jax.Array) -> jax.Array:
     largest = jnp.max(scores, axis=-1, keepdims=True)
     ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     return jnp.min(jnp.where(scores == largest, ids, scores.shape[1]), axis=-1)
-
-
-def _log_sum_exp(logits: jax.Array) -> jax.Array:
-    largest = jnp.max(logits, axis=-1)
-    return largest + jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1))
 
 
 def _ordered(scores: jax.Array) -> jax.Array:

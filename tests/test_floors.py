@@ -194,7 +194,7 @@ MAY_IMPORT = {
     "jaxllm.flops": "jaxllm.config",
     "jaxllm.memory": "",
     "jaxllm.compile_cache": "",
-    "jaxllm.sampling": "jaxllm.ops.sampling_threshold",
+    "jaxllm.sampling": "jaxllm.ops._select jaxllm.ops.sampling_threshold",
     "jaxllm.chat_template": "",
     "jaxllm.detokenizer": "",
     "jaxllm.tokenizer": "jaxllm.chat_template jaxllm.detokenizer",

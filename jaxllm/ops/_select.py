@@ -90,6 +90,21 @@ def select(
     return table[choose(op, table, implementation, *args, **kwargs)].run
 
 
+def name_for(op: str, implementation: str | Mapping[str, str]) -> str:
+    """The name that `implementation` has for the op; "auto" if it is a mapping without one.
+
+    Raises: ValueError if a mapping names what is no op.
+    """
+    if isinstance(implementation, str):
+        return implementation
+    if unknown := set(implementation) - set(OP_NAMES):
+        raise ValueError(
+            f"implementation: the mapping names no op: {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(OP_NAMES)}"
+        )
+    return implementation.get(op, "auto")
+
+
 def choose(
     op: str, table: Table, implementation: str | Mapping[str, str], *args: Any, **kwargs: Any
 ) -> str:
@@ -98,12 +113,7 @@ def choose(
     Raises: ValueError if no entry has the name, or a mapping names what is no op;
     NotImplementedError if the named entry cannot run the call.
     """
-    if not isinstance(implementation, str) and (unknown := set(implementation) - set(OP_NAMES)):
-        raise ValueError(
-            f"implementation: the mapping names no op: {', '.join(sorted(unknown))}; there are "
-            f"{', '.join(OP_NAMES)}"
-        )
-    name = implementation if isinstance(implementation, str) else implementation.get(op, "auto")
+    name = name_for(op, implementation)
     if name != "auto":
         if name not in table:
             raise ValueError(

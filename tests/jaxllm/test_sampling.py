@@ -343,6 +343,8 @@ def test_counts_of_finished_rows_stay():
     counts = sampling.add_counts(jnp.zeros((2, 3), jnp.int32), jnp.int32([2, 1]))
     counts = sampling.add_counts(counts, jnp.int32([2, 2]), jnp.asarray([True, False]))
     np.testing.assert_array_equal(counts, [[0, 0, 2], [0, 1, 0]])
+    outside = sampling.add_counts(counts, jnp.int32([-1, 3]))  # no ids: not those from the end
+    np.testing.assert_array_equal(outside, counts)
 
 
 # ------------------------------------------------------------------ draws
@@ -632,6 +634,15 @@ def test_log_probs():
     ids, values = sampling.top_log_probs(jnp.asarray(logits), 3)
     np.testing.assert_array_equal(ids, np.argsort(-logits, axis=1)[:, :3])
     np.testing.assert_allclose(values, -np.sort(-truth, axis=1)[:, :3], **bound)
+    outside = sampling.log_probs(jnp.asarray(logits), jnp.int32([-1, 1000, -1000, 0]))
+    np.testing.assert_array_equal(np.isnan(outside), [True, True, True, False])
+
+
+def test_an_implementation_by_name_of_the_op():
+    scores, one = jnp.zeros((1, 5)), Sampling.of(1, temperature=1.0)
+    sampling.filter_scores(scores, one, implementation={"sampling_threshold": "xla", "glu": "xla"})
+    with pytest.raises(ValueError, match="^sampling_threshold: no implementation is named 'cudnn'"):
+        sampling.filter_scores(scores, one, implementation={"sampling_threshold": "cudnn"})
 
 
 # ------------------------------------------------------------------ what the host says
@@ -715,10 +726,31 @@ def test_bad_batch(batch):
 def test_bad_arrays_get_one_sentence():
     scores, position = jnp.zeros((2, 5)), jnp.zeros(2, jnp.int32)
     two, mask, counts = Sampling.of(2), jnp.zeros((2, 5), bool), jnp.zeros((2, 5), jnp.int32)
-    with pytest.raises(ValueError, match=r"^sample: scores must be floating-point \[B, V\], got f"):
+    wrong = r"scores must be floating-point \[B, V\], V at least 1, got float32"
+    with pytest.raises(ValueError, match=rf"^sample: {wrong}\[2, 1, 5\]$"):
         sampling.sample(jnp.zeros((2, 1, 5)), two, position)
+    with pytest.raises(ValueError, match=rf"^sample: {wrong}\[2, 0\]$"):
+        sampling.sample(scores[:, :0], two, position)
+    with pytest.raises(ValueError, match=rf"^greedy: {wrong}\[5\]$"):
+        sampling.greedy(scores[0])
+    with pytest.raises(ValueError, match=rf"^draw: {wrong}\[5\]$"):
+        sampling.draw(scores[0], two.seed, position)
+    with pytest.raises(ValueError, match=rf"^log_probs: {wrong}\[5\]$"):
+        sampling.log_probs(scores[0], position)
+    with pytest.raises(ValueError, match=rf"^top_log_probs: {wrong}\[5\]$"):
+        sampling.top_log_probs(scores[0], 1)
     with pytest.raises(ValueError, match=r"^filter_scores: scores must be .* got int32\[2, 5\]$"):
         sampling.filter_scores(counts, two)
+    with pytest.raises(ValueError, match=r"^sample: position must be one a row, \[2\], got \[1\]$"):
+        sampling.sample(scores, two, position[:1])
+    with pytest.raises(ValueError, match=r"^draw: seed must be one a row, \[2\], got \[3\]$"):
+        sampling.draw(scores, Sampling.of(3).seed, position)
+    with pytest.raises(
+        ValueError, match=r"^log_probs: tokens must be one a row, \[2\], got \[1\]$"
+    ):
+        sampling.log_probs(scores, position[:1])
+    with pytest.raises(ValueError, match=r"the mapping names no op: sampling_treshold; there are "):
+        sampling.filter_scores(scores, two, implementation={"sampling_treshold": "xla"})
     with pytest.raises(
         ValueError, match=r"^penalise: 2 rows of scores, but settings of shape \[3\]"
     ):
