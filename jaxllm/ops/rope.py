@@ -43,17 +43,25 @@ def frequencies(
 ) -> np.ndarray:
     """Radians a position, float64 [dim / 2]. `divisors` is the list of longrope (short or long).
 
+    Raises: ValueError for another rope_type, an odd dim, or what the rope_type needs and lacks.
     Source: linear, arXiv:2306.15595; llama3, the Llama 3.1 release; yarn, arXiv:2309.00071;
     longrope, arXiv:2402.13753.
     """
+    if dim % 2:
+        raise ValueError(f"rope: numbers turn in pairs, but {dim} are to be turned")
     f = rope_theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     if rope_type == "default":
         return f
     if rope_type == "linear":
         return f / factor
     if rope_type == "longrope":
+        if divisors is None or len(divisors) != len(f):
+            count = None if divisors is None else len(divisors)
+            raise ValueError(f"rope: longrope needs {len(f)} divisors, one a pair, got {count}")
         return f / np.asarray(divisors, np.float64)
-    original = float(original_max_position_embeddings or 0)  # ModelConfig has seen to it
+    if rope_type in ("llama3", "yarn") and original_max_position_embeddings is None:
+        raise ValueError(f"rope: {rope_type} needs original_max_position_embeddings")
+    original = float(original_max_position_embeddings or 0)
     if rope_type == "llama3":
         wavelength = 2 * math.pi / f
         blend = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)

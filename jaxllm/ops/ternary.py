@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.ops.linear import precision
-from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
 
@@ -28,8 +27,22 @@ def bit_linear(
 ) -> Float[Array, "*B O"]:
     """x times a weight that is trained, both quantised here: by plain JAX on every device.
 
-    The result has `out_dtype`, x's if None.
+    Dtypes: x, weight and bias of any float; x is int8 and the weight ternary by float32 arithmetic,
+    sums are int32, and the result has `out_dtype`, x's if None. A gradient has the dtype of what it
+    is of; its products are made in x's.
+    Raises: ValueError if shapes or dtypes disagree, or a weight that is not traced has a NaN or an
+    infinity; a traced one makes the result NaN.
     """
+    for name, array in (("x", x), ("weight", weight), ("bias", bias)):
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"bit_linear: {name} is {array.dtype}; it must be floating point")
+    if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1] or not weight.size:
+        raise ValueError(
+            f"bit_linear: x {list(x.shape)} and the weight {list(weight.shape)} must be [.., I] "
+            "and [O, I], neither I nor O 0"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bit_linear: bias {list(bias.shape)} is not [O] = [{weight.shape[0]}]")
     y: Array = _bit_product(jnp.dtype(out_dtype or x.dtype), x, weight)
     return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
@@ -48,7 +61,13 @@ def _bit_product_forward(out_dtype, x, weight):
 def _bit_product_backward(out_dtype, saved, d_y):
     x, weight = saved
     xq, x_scale = quantize_rows(x)
-    d_x = _d_x(d_y, quantize(weight, "ternary"), x.dtype)
+    d_x = jax.lax.dot_general(
+        d_y.astype(x.dtype),
+        dequantize(quantize(weight, "ternary"), x.dtype),
+        (((d_y.ndim - 1,), (0,)), ((), ())),
+        precision=precision(x.dtype),
+        preferred_element_type=x.dtype,
+    )
     rows = (xq.astype(jnp.float32) * x_scale[..., None]).astype(x.dtype)
     d_weight = jax.lax.dot_general(
         d_y.astype(x.dtype).reshape(-1, d_y.shape[-1]),
@@ -61,14 +80,3 @@ def _bit_product_backward(out_dtype, saved, d_y):
 
 
 _bit_product.defvjp(_bit_product_forward, _bit_product_backward)
-
-
-def _d_x(d_y, packed: Packed, dtype):
-    """The gradient of the rows of a product with the weight."""
-    return jax.lax.dot_general(
-        d_y.astype(dtype),
-        dequantize(packed, dtype),
-        (((d_y.ndim - 1,), (0,)), ((), ())),
-        precision=precision(dtype),
-        preferred_element_type=dtype,
-    )

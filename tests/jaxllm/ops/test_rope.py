@@ -112,9 +112,20 @@ def test_frequencies_of_the_llama3_release():
             assert f[i] == pytest.approx(value, rel=1e-7), (dim, i)
 
 
-def test_an_unknown_kind():
-    with pytest.raises(ValueError, match="rope: rope_type 'ntk' is not supported"):
-        frequencies(8, rope_theta=1e4, rope_type="ntk", original_max_position_embeddings=8)
+@pytest.mark.parametrize(
+    ("dim", "kind", "sentence"),
+    [
+        (8, {"rope_type": "ntk"}, "rope_type 'ntk' is not supported"),
+        (7, {}, "numbers turn in pairs, but 7 are to be turned"),
+        (8, {"rope_type": "longrope"}, "longrope needs 4 divisors, one a pair, got None"),
+        (8, {"rope_type": "longrope", "divisors": (1.0, 2.0, 3.0)}, "4 divisors, .*, got 3"),
+        (8, {"rope_type": "llama3"}, "llama3 needs original_max_position_embeddings"),
+        (8, {"rope_type": "yarn"}, "yarn needs original_max_position_embeddings"),
+    ],
+)
+def test_what_has_no_frequencies(dim, kind, sentence):
+    with pytest.raises(ValueError, match=f"^rope: .*{sentence}"):
+        frequencies(dim, rope_theta=1e4, **kind)
 
 
 # Where float32 angles go wrong: far out. 1e-6 is three roundings to float32 of an angle up to pi.

@@ -60,6 +60,39 @@ def test_bias():
     x, w = case(3, 36)
     bias = jnp.arange(20, dtype=jnp.float32)
     np.testing.assert_allclose(bit_linear(x, w, bias), bit_linear(x, w) + bias[None], rtol=1e-6)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(bit_linear(x, w, 1.01 * bias), bit_linear(x, w) + bias[None])
+
+
+@pytest.mark.own_errors
+def test_what_does_not_fit_is_one_sentence():
+    x, w = case(3, 36)
+    with pytest.raises(
+        ValueError, match=r"^bit_linear: x \[3, 32\] and the weight \[20, 36\] must be"
+    ):
+        bit_linear(x[:, :32], w)
+    with pytest.raises(ValueError, match=r"^bit_linear: x \[3, 0\] and .* neither I nor O 0"):
+        bit_linear(x[:, :0], w[:, :0])
+    with pytest.raises(ValueError, match="^bit_linear: x is int32; it must be floating point"):
+        bit_linear(x.astype(jnp.int32), w)
+    with pytest.raises(ValueError, match=r"^bit_linear: bias \[19\] is not \[O\] = \[20\]"):
+        bit_linear(x, w, jnp.ones(19))
+    with pytest.raises(ValueError, match="the weight has numbers that are NaN or infinite"):
+        bit_linear(x, w.at[0, 0].set(jnp.nan))
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_what_is_no_number_shows(number):
+    x, w = case(2, 36)
+    wrong = jax.jit(bit_linear)(x.at[1, 5].set(number), w)
+    assert not np.isfinite(wrong[1]).any()
+    np.testing.assert_array_equal(wrong[0], jax.jit(bit_linear)(x, w)[0])
+    assert not np.isfinite(jax.jit(bit_linear)(x, w.at[0, 0].set(number))).all(axis=1).any()
+
+
+def test_no_rows():
+    x, w = case(0, 36)
+    assert bit_linear(x, w).shape == (0, 20)
 
 
 def test_the_gradient_is_that_of_a_linear_at_the_quantised_operands():
