@@ -1,7 +1,7 @@
 """Rivals that JAX can call, by op: XLA's own cuDNN norm, tokamax, jax-linear-attention.
 
 A case's `plain` and its own rivals come on top; those of attention are in attention_rivals.py,
-torch and Liger in torch_rivals.py. Each is asked for by importing it: what is absent is named with
+those of torch in torch_rivals.py. Each is asked for by importing it: what is absent is named with
 its reason, in the results too.
 """
 
@@ -29,6 +29,7 @@ LIBRARIES = {
     "torch": "torch",
     "triton": "triton",
     "liger-kernel": "liger_kernel",
+    "gemlite": "gemlite",
     "transformers": "transformers",
     "peft": "peft",
 }

@@ -7,10 +7,14 @@ usual ones.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 from benchmarks.case import Case
 from benchmarks.rivals import is_backward, num_forward
@@ -20,7 +24,14 @@ EPS, SCALE = 1e-6, 0.125
 GRADIENTS = {"rope": 2, "embedding": 1, "flash_attention_backward": 3}
 
 
-def of(case: Case) -> dict[str, Callable[..., Any]]:
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A rival whose weight has a layout of its own. make: a case's tensors -> what is timed."""
+
+    make: Callable[..., Callable[[], Any]]
+
+
+def of(case: Case) -> dict[str, Any]:
     """Forward functions of the case's op; "torch" is what "torch.compile" compiles, if it may."""
     torch, nn = _torch()
     options = {word for word in WORDS if word in case.label.lower()}
@@ -37,7 +48,9 @@ WORDS = ("residual", "causal", "mask", "transposed", "bias", "silu", "fused", "g
 
 
 def arguments(case: Case, seed: int, device: str) -> list[Any]:
-    """Tensors of the case's shapes and dtypes: normal numbers, ids within the table, masks."""
+    """Tensors of the case's shapes and dtypes: normal numbers, ids within the table, any codes,
+    masks.
+    """
     torch, _ = _torch()
     generator = torch.Generator(device).manual_seed(seed)
     made = []
@@ -47,6 +60,12 @@ def arguments(case: Case, seed: int, device: str) -> list[Any]:
             x = torch.from_numpy(case.constants[i]).to(device)
         elif name == "bool":
             x = torch.rand(spec.shape, generator=generator, device=device) > 0.25
+        elif name.startswith(("int", "uint")) and "packed" in case.keywords:
+            low, high = np.iinfo(name).min, np.iinfo(name).max + 1
+            dtype = getattr(torch, name)
+            x = torch.randint(
+                low, high, spec.shape, generator=generator, device=device, dtype=dtype
+            )
         elif name.startswith(("int", "uint")):
             rows = case.arguments[0].shape[0]
             x = torch.randint(rows, spec.shape, generator=generator, device=device)
@@ -57,9 +76,11 @@ def arguments(case: Case, seed: int, device: str) -> list[Any]:
     return made
 
 
-def call(case: Case, forward: Callable[..., Any], tensors: Sequence[Any]) -> Callable[[], Any]:
+def call(case: Case, forward: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
     """What is timed: the forward pass, or its backward pass alone with the graph kept."""
     torch, _ = _torch()
+    if isinstance(forward, Prepared):
+        return torch.no_grad()(forward.make(*tensors))
     if not is_backward(case):
         return torch.no_grad()(functools.partial(forward, *tensors))
     inputs = [x.detach() for x in tensors[: num_forward(case)]]
@@ -206,6 +227,30 @@ def _matmul(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
     return {"torch": product}
 
 
+def _quantized_matmul(torch, nn, options, case) -> dict[str, Any]:
+    """gemlite, of the case's own codes; where a gate follows, its product alone."""
+    packed = jax.tree.unflatten(case.keywords["packed"], case.arguments[1:])
+    if importlib.util.find_spec("gemlite") is None or packed.scheme not in ("int8", "int4"):
+        return {}
+    from gemlite import helper  # type: ignore
+
+    def make(x, *parts):
+        weight = jax.tree.unflatten(case.keywords["packed"], parts)
+        where = {"device": x.device, "dtype": x.dtype}
+        if weight.scheme == "int8":
+            scales = weight.row_scale[:, None]
+            layer = helper.A16W8_INT8(**where).from_weights(weight.codes, scales=scales)
+        else:
+            codes = torch.stack([weight.codes & 15, weight.codes >> 4], -1).flatten(1)
+            scales = weight.scale.t().contiguous()
+            zeros = torch.full_like(scales, 8) if weight.zero is None else weight.zero.t()
+            zeros = zeros.to(x.dtype).contiguous()
+            layer = helper.A16W4_HQQ_INT(**where).from_weights(codes, scales, zeros)
+        return functools.partial(layer, x)
+
+    return {f"gemlite{', product alone' if 'silu' in options else ''}": Prepared(make)}
+
+
 def _linear_cross_entropy(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
     """The loss and, if the case is of these too, its gradients, at once as ours."""
     dtype = torch.bfloat16
@@ -271,7 +316,7 @@ def _attention(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
     }
 
 
-OPS: dict[str, Callable[..., dict[str, Callable[..., Any]]]] = {
+OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
     "scale_softmax": _scale_softmax,
@@ -280,6 +325,7 @@ OPS: dict[str, Callable[..., dict[str, Callable[..., Any]]]] = {
     "geglu": _glu,
     "embedding": _embedding,
     "matmul": _matmul,
+    "quantized_matmul": _quantized_matmul,
     "linear_cross_entropy": _linear_cross_entropy,
     "flash_attention": _attention,
     "flash_attention_backward": _attention,

@@ -1,7 +1,8 @@
 """Quantized matmul: the projections of Llama-3.1-8B and Qwen2.5-0.5B when decoding.
 
 A label is M x N x K and the format; "silu" has a weight of 2N rows, gate and up. "dense"
-is a rival: the product by XLA with the weight in 16 bits.
+is a rival: the product by XLA with the weight in 16 bits. "packed" is the structure of the weight,
+whose parts are the arguments behind x.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.case import Case
+from pallas_kernels.around_product import Norm
 from pallas_kernels.measure import size_bytes
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul import (
@@ -32,6 +34,7 @@ LLAMA = {"qkv": (6144, 4096), "out": (4096, 4096), "gate, up": (14336, 4096)}
 LLAMA |= {"down": (4096, 14336)}
 QWEN = {"qkv": (1152, 896), "out": (896, 896), "gate, up": (4864, 896), "down": (896, 4864)}
 HEADS = ((151936, 896), (128256, 4096))
+EPS = 1e-5  # of a norm
 FORMATS = ("int4", "int8", "fp8", "nvfp4", "mxfp4", "mxfp8")
 
 
@@ -68,6 +71,11 @@ def _compiled() -> list[Case]:
                     found.append(_case(m, 1152, 896, form, dtype, words="bias", **only))
             found.append(_case(m, 896, 4864, "int4", dtype, 128, True, words="residual", **only))
             found.append(_case(m, 896, 4864, "int4", dtype, 32, True, **only))
+    for m in (1, 7, 16):
+        for form in FORMATS:
+            found.append(_case(m, *QWEN["qkv"], form, words="norm bias", **only))
+        found.append(_case(m, *LLAMA["qkv"], group=32, zeros=True, words="norm", **only))
+        found.append(_case(m, *LLAMA["gate, up"], silu=True, words="norm", **only))
     for m in (1, 16, 64):
         x, weight = _shapes(m, *LLAMA["out"], "int4", "bfloat16", None, False)
         for config in candidates(x, weight, device=H200):
@@ -100,7 +108,7 @@ def _case(
     rows = 2 * n if silu else n
     x, weight = _shapes(m, rows, k, form, dtype, group, zeros)
     codes, tree = jax.tree.flatten(weight)
-    rest = {"bias": (rows,), "residual": (m, n)}
+    rest = {"norm": (k,), "bias": (rows,), "residual": (m, n)}
     rest = {name: jax.ShapeDtypeStruct(s, dtype) for name, s in rest.items() if name in words}
     keywords: dict[str, Any] = {"epilogue": "swiglu" if silu else None, "out_dtype": out}
     if config is None and compile_only and why_not(x, weight, **keywords, device=H200):
@@ -122,7 +130,7 @@ def _case(
         bytes=size_bytes(x, codes, tuple(rest.values()), result),
         operations=2 * m * rows * k,
         ceiling="read",
-        keywords={**keywords, "dense": functools.partial(_dense, tree)},
+        keywords={**keywords, "packed": tree, "dense": functools.partial(_dense, tree)},
         make=functools.partial(_make, x, (rows, k), (form, group, zeros), tuple(rest.values())),
         truth=functools.partial(_truth, tree, tuple(rest), silu),
         compile_only=compile_only,
@@ -132,6 +140,8 @@ def _case(
 def _call(tree: Any, names: tuple[str, ...], keywords: Any, f: Any, x, *rest: Any) -> Any:
     weight = jax.tree.unflatten(tree, rest[: tree.num_leaves])
     more = dict(zip(names, rest[tree.num_leaves :], strict=True))
+    if "norm" in more:
+        more["norm"] = Norm(more["norm"], EPS)
     return f(x, weight, **more, **keywords)
 
 
@@ -161,7 +171,10 @@ def _truth(tree: Any, names: tuple[str, ...], silu: bool, x, *rest: np.ndarray) 
 
     weight = oracles.packed_numbers(jax.tree.unflatten(tree, rest[: tree.num_leaves]))
     more = dict(zip(names, rest[tree.num_leaves :], strict=True))
-    y = x.astype(np.float64) @ weight.T + more.get("bias", np.zeros(1)).astype(np.float64)
+    x = x.astype(np.float64)
+    if "norm" in more:
+        x = oracles.rms_norm(x, more["norm"].astype(np.float64), eps=EPS)
+    y = x @ weight.T + more.get("bias", np.zeros(1)).astype(np.float64)
     if silu:
         gate, up = np.split(y, 2, axis=-1)
         y = gate * (1 + np.tanh(gate / 2)) / 2 * up

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import sys
 import time
+import types
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 
 from benchmarks import lacking, plan, rivals, torch_rivals, torch_worker, worker
 from benchmarks.case import Case
-from benchmarks.cases import all_cases
+from benchmarks.cases import all_cases, quantized_matmul
 
 
 def struct(*shape, dtype=jnp.float32):
@@ -166,6 +167,59 @@ def test_torch_has_a_backward_pass_that_can_be_repeated(case, shapes):
 def test_the_comparison_with_torch_can_fail():
     with pytest.raises(AssertionError):
         test_torch_computes_the_op(NORM, lambda x, w: [1.01 * rms(x, w)])
+
+
+class FakeGemlite:
+    """A layer of numbers (code - zero) * scale, a group of columns for each scale."""
+
+    def __init__(self, *, device, dtype):
+        self.dtype = dtype
+
+    def from_weights(self, codes, scales, zeros=None):
+        import torch
+
+        assert codes.dtype == (torch.int8 if zeros is None else torch.uint8)
+        size = codes.shape[1] // scales.shape[1]
+        wide = scales.repeat_interleave(size, 1)
+        shift = 0 if zeros is None else zeros.repeat_interleave(size, 1)
+        return lambda x: x @ ((codes - shift) * wide).to(self.dtype).t()
+
+
+def as_torch(x):
+    import torch
+
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return torch.tensor(np.asarray(x, np.float32)).to(getattr(torch, str(x.dtype)))
+    return torch.tensor(np.asarray(x))
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("how", [("int8",), ("int4",), ("int4", "bfloat16", 32, True)])
+def test_gemlite_gets_the_weight_of_the_case(monkeypatch, how):
+    import torch
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "gemlite" or real(name))
+    helper = types.SimpleNamespace(A16W8_INT8=FakeGemlite, A16W4_HQQ_INT=FakeGemlite)
+    monkeypatch.setitem(sys.modules, "gemlite", types.SimpleNamespace(helper=helper))
+    of_weight = quantized_matmul._case(3, 96, 256, *how)
+    rival = torch_rivals.of(of_weight)["gemlite"]
+    arrays = of_weight.inputs(jax.random.key(0))
+    tensors = [as_torch(x) for x in arrays]
+    out = torch_rivals.call(of_weight, rival, tensors)().float().numpy()
+    plain = np.asarray(of_weight.plain(*arrays), np.float32)
+    # Numbers of the weight and results are rounded to bfloat16: 2^-9 each
+    assert np.linalg.norm(out - plain) < 0.01 * np.linalg.norm(plain)
+    tensors[1] = tensors[1].flip(0)
+    wrong = torch_rivals.call(of_weight, rival, tensors)().float().numpy()
+    assert np.linalg.norm(wrong - plain) > 0.5 * np.linalg.norm(plain)
+    made = torch_rivals.arguments(of_weight, 0, "cpu")
+    assert [x.dtype for x in made] == [x.dtype for x in tensors]
+    assert len(torch.unique(made[1])) == 256
+    assert list(torch_rivals.of(quantized_matmul._case(1, 96, 256, silu=True))) == [
+        "gemlite, product alone"
+    ]
+    assert torch_rivals.of(quantized_matmul._case(1, 96, 256, "fp8")) == {}
 
 
 @pytest.mark.reference
