@@ -228,14 +228,15 @@ def _matmul(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
 
 
 def _quantized_matmul(torch, nn, options, case) -> dict[str, Any]:
-    """gemlite, of the case's own codes; where a gate follows, its product alone."""
-    packed = jax.tree.unflatten(case.keywords["packed"], case.arguments[1:])
+    """gemlite, of the case's own codes; where more than a product is asked for, that alone."""
+    tree = case.keywords["packed"]
+    packed = jax.tree.unflatten(tree, case.arguments[1 : 1 + tree.num_leaves])
     if importlib.util.find_spec("gemlite") is None or packed.scheme not in ("int8", "int4"):
         return {}
     from gemlite import helper  # type: ignore
 
     def make(x, *parts):
-        weight = jax.tree.unflatten(case.keywords["packed"], parts)
+        weight = jax.tree.unflatten(tree, parts[: tree.num_leaves])
         where = {"device": x.device, "dtype": x.dtype}
         if weight.scheme == "int8":
             scales = weight.row_scale[:, None]
@@ -248,7 +249,8 @@ def _quantized_matmul(torch, nn, options, case) -> dict[str, Any]:
             layer = helper.A16W4_HQQ_INT(**where).from_weights(codes, scales, zeros)
         return functools.partial(layer, x)
 
-    return {f"gemlite{', product alone' if 'silu' in options else ''}": Prepared(make)}
+    whole = "silu" not in options and len(case.arguments) == 1 + tree.num_leaves
+    return {"gemlite" if whole else "gemlite, product alone": Prepared(make)}
 
 
 def _linear_cross_entropy(torch, nn, options, case) -> dict[str, Callable[..., Any]]:

@@ -216,9 +216,9 @@ def test_gemlite_gets_the_weight_of_the_case(monkeypatch, how):
     made = torch_rivals.arguments(of_weight, 0, "cpu")
     assert [x.dtype for x in made] == [x.dtype for x in tensors]
     assert len(torch.unique(made[1])) == 256
-    assert list(torch_rivals.of(quantized_matmul._case(1, 96, 256, silu=True))) == [
-        "gemlite, product alone"
-    ]
+    for more in ({"silu": True}, {"words": "residual"}):
+        found = torch_rivals.of(quantized_matmul._case(1, 96, 256, **more))
+        assert list(found) == ["gemlite, product alone"]
     assert torch_rivals.of(quantized_matmul._case(1, 96, 256, "fp8")) == {}
 
 
