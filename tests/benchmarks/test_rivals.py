@@ -1,6 +1,7 @@
 """Rivals: who is asked, and that those of torch compute what their op means."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import sys
@@ -216,10 +217,11 @@ def test_gemlite_gets_the_weight_of_the_case(monkeypatch, how):
     made = torch_rivals.arguments(of_weight, 0, "cpu")
     assert [x.dtype for x in made] == [x.dtype for x in tensors]
     assert len(torch.unique(made[1])) == 256
+    small: Any = functools.partial(quantized_matmul._case, 1, 96, 256)
     for more in ({"silu": True}, {"words": "residual"}):
-        found = torch_rivals.of(quantized_matmul._case(1, 96, 256, **more))
+        found = torch_rivals.of(small(**more))
         assert list(found) == ["gemlite, product alone"]
-    assert torch_rivals.of(quantized_matmul._case(1, 96, 256, "fp8")) == {}
+    assert torch_rivals.of(small("fp8")) == {}
 
 
 @pytest.mark.reference
