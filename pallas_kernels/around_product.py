@@ -6,7 +6,7 @@ Source of the norm: Zhang and Sennrich 2019, arXiv:1910.07467; of the rotation: 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -52,10 +52,11 @@ def turn_and_write(heads, rotary, cache=None):
 
 
 def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> tuple[Array, Array]:
-    """The cache's keys and values with one token more a row."""
+    """The cache's keys and values with one token more a row; none where a slot is no place."""
     # XLA makes one kernel of many updates, and two of one: a head is an update of its own
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in k.shape[:2])
     at = (rows[:, None], cache.slots[:, None], heads[None, :])
+    into: Any = {"mode": "drop", "unique_indices": True, "wrap_negative_indices": False}
     held = ((cache.k, k), (cache.v, v))
-    k, v = (a.at[at].set(new.astype(a.dtype), mode="drop", unique_indices=True) for a, new in held)
+    k, v = (a.at[at].set(new.astype(a.dtype), **into) for a, new in held)
     return k, v

@@ -33,9 +33,10 @@ def rope_into_cache(
 ) -> tuple[Float[Array, "B NH"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """(q, cache.k, cache.v): q turned, and each row's key, turned, and value in its slot.
 
-    A slot past S is nowhere. `rotary` has B rows of half a head.
-    Dtypes: bfloat16 or float16, of heads and cache alike; cos and sin are rounded to it, products
-    and sums are float32, rounded once. Gradients are those of the plain path.
+    A slot below 0 or from S on is nowhere. `rotary` has B rows of half a head.
+    Dtypes: bfloat16 or float16, of heads and cache alike; cos and sin of any float, rounded to it;
+    slots any integers. Products and sums are float32, rounded once. Gradients are those of the
+    plain path.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
@@ -89,6 +90,13 @@ def _check(heads, rotary, cache) -> None:
             f"rope_into_cache: heads are {heads.dtype}, but the cache holds {cache.k.dtype} and "
             f"{cache.v.dtype}"
         )
+    if not jnp.issubdtype(cache.slots.dtype, jnp.integer):
+        raise ValueError(f"rope_into_cache: slots must be integers, got {cache.slots.dtype}")
+    for name, angles in (("cos", rotary.cos), ("sin", rotary.sin)):
+        if not jnp.issubdtype(angles.dtype, jnp.floating):
+            raise ValueError(
+                f"rope_into_cache: {name} is {angles.dtype}; it must be floating point"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Rotary
 from pallas_kernels.rope_into_cache import (
@@ -41,7 +42,7 @@ def assert_right(ours: Any, heads, rotary, cache) -> None:
     q, keys = (oracles.turn(part, cos, sin) for part in (q, keys))
     held = [f64(cache.k), f64(cache.v)]
     for row, slot in enumerate(np.asarray(cache.slots)):
-        if slot < S:  # past the end is nowhere
+        if 0 <= slot < S:  # else it is nowhere
             held[0][row, slot], held[1][row, slot] = keys[0, row], values[0, row]
     plain = rope_into_cache_reference(heads, rotary, cache)
     for a, b, wanted in zip(ours, plain, (q.reshape(len(heads), -1), *held), strict=True):
@@ -54,7 +55,7 @@ def assert_right(ours: Any, heads, rotary, cache) -> None:
     [
         ((1, 3, 1, 64), [0], jnp.bfloat16),
         ((2, 4, 2, 96), [4, 5], jnp.float16),  # one row whose slot is past the end
-        ((3, 1, 1, 32), [2, 0, 1], jnp.bfloat16),
+        ((3, 1, 1, 32), [2, -1, 1], jnp.bfloat16),  # not the last place
     ],
 )
 def test_rope_into_cache(sizes, slots, dtype):
@@ -92,12 +93,17 @@ def test_its_gradient_is_that_of_the_plain_path():
         np.testing.assert_array_equal(np.float32(a), np.float32(b))
 
 
-def test_why_not():
+def test_why_not(monkeypatch: pytest.MonkeyPatch):
     heads, rotary, cache = case(1, 2, 1, 48, [0])
-    assert why_not(heads, rotary, cache, device=H200) in (
-        "takes halves of heads in multiples of 16, got 24",
-        "jax 0.10 has no kernels that write into what they are given",
-    )
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", False)
+    assert "jax 0.10 has no kernels" in str(why_not(heads, rotary, cache, device=H200))
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
+    phrase = "takes halves of heads in multiples of 16, got 24"
+    assert why_not(heads, rotary, cache, device=H200) == phrase
+    wide = [jnp.zeros((1, 128)), *case(1, 2, 1, 32, [0])[1:]]
+    assert why_not(*wide, device=H200) == "takes bfloat16 or float16, got float32"
+    none = [x[:0] if x is heads else x for x in (heads, rotary, cache)]
+    assert why_not(*none, device=H200) == "nothing to turn: heads are [0, 192]"
     assert why_not(heads, rotary, cache, device=device_lib.Device("cpu")) == (
         "needs an NVIDIA GPU, found cpu"
     )
@@ -113,6 +119,22 @@ def test_what_does_not_fit_is_refused():
         ((heads, rotary._replace(sin=rotary.cos[:1]), cache), r"sin must be \[2, 16\]"),
         ((heads, rotary, cache._replace(slots=cache.slots[:1])), r"slots must be \[2\], got \[1\]"),
         ((heads.astype(jnp.float16), rotary, cache), "heads are float16, but the cache holds"),
+        ((heads, rotary, cache._replace(slots=jnp.zeros(2))), "slots must be integers, got float"),
+        (
+            (heads, rotary._replace(cos=jnp.ones((2, 16), jnp.int32)), cache),
+            "cos is int32; it must",
+        ),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=f"^rope_into_cache: .*{said}"):
             rope_into_cache(*wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("n", "k", "width"), [(14, 2, 64), (32, 8, 128), (20, 5, 128), (32, 32, 96)]
+)
+def test_on_a_gpu(n, k, width, dtype):
+    heads, rotary, cache = case(4, n, k, width, slots=[4, -1, 0, 5], dtype=dtype)
+    run = jax.jit(lambda heads, cache: rope_into_cache(heads, rotary, cache))
+    assert_right(run(heads, cache), heads, rotary, cache)

@@ -1,4 +1,8 @@
-"""The threshold of top-k and top-p in the interpreter: kept sets equal those of a sort."""
+"""The threshold of top-k and top-p: kept sets equal those of a sort.
+
+The interpreter cannot read what another block of a cluster has: there a row has one block, and the
+tests at the end try eight on a GPU.
+"""
 
 from typing import Any
 
@@ -47,7 +51,7 @@ def kept(keys, ratio, top_k, top_p) -> np.ndarray:
         if p < 1:
             total = np.cumsum(np.where(stays, mass, 0).astype(np.float64)[order])
             above = np.array([total[key[order] > x][-1:].sum() for x in key])
-            stays &= above < p * total[-1]
+            stays &= (above < p * total[-1]) | (key == key.max())  # at least the largest
         found.append(stays)
     return np.stack(found)
 
@@ -66,6 +70,8 @@ CASES = {
     "ties at the border": case(np.repeat(np.arange(10.0), 7)[None], 10, 1),
     "dropped before": case(np.where(np.arange(99) % 3, -np.inf, np.arange(99) / 9)[None], 0, 0.9),
     "p next to nothing": case(RANDOM.standard_normal((1, 90)), 0, 1e-9),
+    "p of 0": case(RANDOM.standard_normal((1, 90)), 0, 0),
+    "k beyond the vocabulary": case(RANDOM.standard_normal((1, 64)), 65, 1),
 }
 
 
@@ -120,3 +126,24 @@ def test_bad_calls_are_refused(place, array, said):
     arguments[place] = array
     with pytest.raises(ValueError, match=f"^sampling_threshold: {said}"):
         sampling_threshold(*arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    arguments = CASES[name]
+    ours = sampling_threshold(*arguments)
+    np.testing.assert_array_equal(ours, sampling_threshold_reference(*arguments))
+    np.testing.assert_array_equal(arguments[0] >= ours[:, None], kept(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("v", [32000, 128256, 151936, 200064])
+def test_large_vocabularies_on_a_gpu(v):
+    """Rows whose parts on some of the multiprocessors hold nothing that stays."""
+    scores = 3 * np.random.default_rng(1).standard_normal((5, v))
+    arguments = case(np.sort(scores, axis=-1), [50, 0, 1000, 1, 0], [0.9, 0.9, 1, 1, 0.999])
+    ours = sampling_threshold(*arguments)
+    np.testing.assert_array_equal(ours, sampling_threshold_reference(*arguments))
+    for other in (sampling_threshold(*arguments), sampling_threshold(*(a[2:] for a in arguments))):
+        np.testing.assert_array_equal(other, ours[-len(other) :])
