@@ -7,6 +7,7 @@ difference to the same program with two layers, halved.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,7 @@ KEYS = (
     ("Qwen2.5-0.5B float32", "decode", "auto"),
     *((model, "fused decode", "gemv") for model in ("Qwen2.5-0.5B bfloat16", _8B)),
     ("Qwen2.5-0.5B bfloat16", "fused decode", "xla"),
+    *((_8B, "int4 decode", name) for name in ("packed", "packed norm inside")),
     *((_8B, "long prefill", name) for name in ("cudnn", "pallas attention")),
 )
 _LIMITS_FILE = Path(__file__).parent / "program_limits.json"
@@ -104,11 +106,20 @@ class Facts:
         return Limit(self.kernels_a_layer, peak_mib, len(self.weight_copies), self.compiled)
 
 
-def _structs(model: ModelConfig, dtype: str, implementation: Any, *, fused: bool = False) -> Any:
+def _structs(
+    model: ModelConfig,
+    dtype: str,
+    implementation: Any,
+    *,
+    fused: bool = False,
+    scheme: str | None = None,
+) -> Any:
     runtime = Runtime(dtype=dtype, param_dtype=dtype, implementation=implementation)
 
     def build() -> jaxllm.Transformer:
         made = jaxllm.Transformer(model, runtime, rngs=nnx.Rngs(0))
+        if scheme is not None:
+            jaxllm.quantize(made, scheme)
         if fused:
             jaxllm.fuse(made)
         return made
@@ -121,10 +132,9 @@ def _serving(
     dtype: str,
     implementation: Any,
     capacity: int = CAPACITY,
-    *,
-    fused: bool = False,
+    **kind: Any,
 ) -> tuple[Any, Any]:
-    weights = jaxllm.flatten(_structs(model, dtype, implementation, fused=fused))
+    weights = jaxllm.flatten(_structs(model, dtype, implementation, **kind))
     cache = jax.eval_shape(
         lambda: jaxllm.KVCache.create(model, batch=1, capacity=capacity, dtype=jnp.dtype(dtype))
     )
@@ -153,8 +163,10 @@ def _decode(*model: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
     return jaxllm.decode_step, (weights, _ids(1), cache), cache
 
 
-def _fused_decode(*model: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
-    weights, cache = _serving(*model, fused=True)
+def _fused_decode(
+    *model: Any, scheme: str | None = None
+) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+    weights, cache = _serving(*model, fused=True, scheme=scheme)
     return jaxllm.decode_step, (weights, _ids(1), cache), cache
 
 
@@ -171,6 +183,7 @@ PROGRAMS = {
     "long prefill": _long_prefill,
     "decode": _decode,
     "fused decode": _fused_decode,
+    "int4 decode": functools.partial(_fused_decode, scheme="int4"),
     "training": _train,
 }
 
@@ -241,12 +254,16 @@ CHOICES: dict[str, Any] = {
     "cudnn": {"attention": "cudnn"},
     "pallas attention": {"attention": "pallas"},
     "gemv": {"fused_linear": "pallas"},
+    "packed": {"fused_linear": "pallas"},
+    "packed norm inside": {"fused_linear": "pallas-norm-inside"},
 }
 # The ops whose kernels such an implementation names
 CHOSEN = {
     "pallas": [op for op in kernels() if op != "fused_linear"],  # which takes a fused model
     "pallas attention": ["attention"],
     "gemv": ["attention", "fused_linear"],
+    "packed": ["attention", "packed weights"],
+    "packed norm inside": ["attention", "packed weights"],
 }
 
 # What the kernels of an op are called, and how often at least a Llama of LAYERS layers has them
@@ -257,6 +274,7 @@ KERNEL_OF = {
     "rope": ("rope", LAYERS),
     "glu": ("swiglu", LAYERS),
     "fused_linear": ("gemv", 4 * LAYERS),
+    "packed weights": ("quantized_matmul", 4 * LAYERS),
 }
 
 # Attention's kernel by program, and how often a layer launches it: decoding may combine its parts
@@ -265,6 +283,7 @@ ATTENTION_OF = {
     "long prefill": ("flash_attention", 1, 1),
     "decode": ("decode_attention", 1, 2),
     "fused decode": ("decode_attention", 1, 2),
+    "int4 decode": ("decode_attention", 1, 2),
     "training": ("flash_attention", 1, 1),
 }
 

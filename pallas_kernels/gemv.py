@@ -29,6 +29,7 @@ from pallas_kernels.rms_norm import rms_norm_reference
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+GATES = ("swiglu",)  # epilogues of gate and up
 MAX_ROWS = 4  # of x; more would compute longer than they read
 RESERVED_BYTES = 4096  # on chip beside x: Mosaic's own, 2048 of them for sums over a block
 
@@ -205,55 +206,72 @@ def bucket(x, weight, *, norm=None, epilogue=None, **rest: Any) -> str:
     return f"{x.dtype.name}-m{math.prod(x.shape[:-1])}-n{o}-k{i}-{kind}"
 
 
-def check(x, weight, *, norm, bias, epilogue, residual, rotary, cache, out_dtype) -> None:
-    """Refuses what no implementation of the op can take."""
+def check(
+    x,
+    weight,
+    *,
+    norm,
+    bias,
+    epilogue,
+    residual,
+    rotary,
+    cache,
+    out_dtype,
+    who: str = "gemv",
+    gates: tuple[str, ...] = GATES,
+) -> None:
+    """Refuses what no implementation of the op `who` takes; `gates` are its epilogues with a gate.
+
+    Raises: ValueError.
+    """
     arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     arrays |= {"norm's weight": norm and norm.weight}
     for name, a in arrays.items():
         if a is not None and not jnp.issubdtype(a.dtype, jnp.floating):
-            raise ValueError(f"gemv: {name} is {a.dtype}; it must be floating point")
+            raise ValueError(f"{who}: {name} is {a.dtype}; it must be floating point")
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"gemv: x {list(x.shape)} and the weight {list(weight.shape)} are not [*B, I] and "
+            f"{who}: x {list(x.shape)} and the weight {list(weight.shape)} are not [*B, I] and "
             "[O, I]"
         )
     o, i = weight.shape
-    if epilogue not in (None, "swiglu", "rope"):
-        raise ValueError(f"gemv: epilogue {epilogue!r} is not None, 'swiglu' or 'rope'")
-    if epilogue == "swiglu" and o % 2:
-        raise ValueError(f"gemv: 'swiglu' needs two halves of outputs, got {o}")
+    if epilogue not in (None, *gates, "rope"):
+        names = ", ".join(map(repr, gates))
+        raise ValueError(f"{who}: epilogue {epilogue!r} is not None, {names} or 'rope'")
+    if epilogue in gates and o % 2:
+        raise ValueError(f"{who}: {epilogue!r} needs two halves of outputs, got {o}")
     if (epilogue == "rope") != (rotary is not None):
-        raise ValueError("gemv: 'rope' and rotary go together, only one of them was given")
-    lead, f = x.shape[:-1], o // 2 if epilogue == "swiglu" else o
+        raise ValueError(f"{who}: 'rope' and rotary go together, only one of them was given")
+    lead, f = x.shape[:-1], o // 2 if epilogue in gates else o
     wanted = {"norm's weight": (i,), "bias": (o,), "residual": (*lead, f)}
     for name, shape in wanted.items():
         if arrays[name] is not None and arrays[name].shape != shape:
-            raise ValueError(f"gemv: {name} must be {list(shape)}, got {list(arrays[name].shape)}")
+            raise ValueError(f"{who}: {name} must be {list(shape)}, got {list(arrays[name].shape)}")
     if rotary is not None:
         width = 2 * rotary.cos.shape[-1]
         heads = rotary.q_heads + 2 * rotary.kv_heads
         if rotary.cos.shape != (*lead, width // 2) or rotary.sin.shape != rotary.cos.shape:
             raise ValueError(
-                f"gemv: cos {list(rotary.cos.shape)} and sin {list(rotary.sin.shape)} must be "
+                f"{who}: cos {list(rotary.cos.shape)} and sin {list(rotary.sin.shape)} must be "
                 f"{list(lead)} and half a head"
             )
         if heads * width != o or residual is not None:
             raise ValueError(
-                f"gemv: 'rope' takes no residual, and {o} outputs are not {heads} heads of {width}"
+                f"{who}: 'rope' takes no residual, and {o} outputs are not {heads} heads of {width}"
             )
     if cache is not None:
         if rotary is None:
-            raise ValueError("gemv: a cache takes what 'rope' makes, and the epilogue is another")
+            raise ValueError(f"{who}: a cache takes what 'rope' makes, and the epilogue is another")
         own = math.prod(lead), cache.k.shape[1], rotary.kv_heads, 2 * rotary.cos.shape[-1]
         kinds = {(a.shape, a.dtype) for a in cache[:2]}
         if kinds != {(own, jnp.dtype(out_dtype or x.dtype))} or cache.slots.shape != own[:1]:
             raise ValueError(
-                f"gemv: the cache's keys, values and slots must be {list(own)} twice, of the "
+                f"{who}: the cache's keys, values and slots must be {list(own)} twice, of the "
                 f"result's dtype, and {[own[0]]}, got {cache.k.dtype}{list(cache.k.shape)}, "
                 f"{cache.v.dtype}{list(cache.v.shape)} and {list(cache.slots.shape)}"
             )
     if jnp.dtype(out_dtype or x.dtype) not in OUT_DTYPES + (x.dtype,):
-        raise ValueError(f"gemv: out_dtype {out_dtype} is not bfloat16, float16 or float32")
+        raise ValueError(f"{who}: out_dtype {out_dtype} is not bfloat16, float16 or float32")
 
 
 def _plain(static: Static, x, weight, norm, bias, residual, angles, cache):

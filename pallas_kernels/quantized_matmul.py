@@ -1,10 +1,10 @@
-"""Quantized matmul: x @ W^T with W packed, and what follows it in a model before it is written.
+"""Quantized matmul: norm(x) @ W^T with W packed, and what follows it before anything is written.
 
 W [O, I] is a `Packed` of 8- or 4-bit codes, which are unpacked in registers and never lie in memory
 as numbers; sums are float32. `quantized_matmul_kernel` says what a block does. The gradient of x is
 a product with the dequantised weight, which is XLA's; a packed weight has none. A ternary weight
 takes x as int8 and has a kernel of its own: `ternary_matmul`.
-Source of the formats: see quantize.py.
+Source of the formats: quantize.py; of the norm: around_product.py.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from pallas_kernels import quantized_matmul_kernel as kernel
 from pallas_kernels import quantized_matmul_split as split
 from pallas_kernels import ternary_matmul as ternary
 from pallas_kernels import tuned
+from pallas_kernels.around_product import Norm
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul_config import MMA_ROWS, Config, Static
 from pallas_kernels.quantized_unpack import MX
+from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -46,6 +48,7 @@ def quantized_matmul(
     x: Float[Array, "*B I"],
     packed: Packed,
     *,
+    norm: Norm | None = None,
     bias: Float[Array, " O"] | None = None,
     epilogue: str | None = None,
     residual: Float[Array, "*B F"] | None = None,
@@ -53,28 +56,32 @@ def quantized_matmul(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*B F"]:
-    """epilogue(x @ W^T + bias) + residual, summed in float32 and rounded once.
+    """epilogue(norm(x) @ W^T + bias) + residual, summed in float32 and rounded once.
 
+    norm: an RMSNorm of few rows of x. Its weight multiplies x, rounded once to x's dtype, and its
+    root the sums: what is normed is never rounded itself.
     epilogue "swiglu": the O = 2F rows of W are gate, then up, and the result is silu(gate) * up,
     [.., F]; otherwise F is O.
     Dtypes: x bfloat16 or float16 (times a ternary weight any float, which becomes int8 a row); bias
     any float; the result and the residual have `out_dtype`: bfloat16, float16 or float32, x's if
-    None. Scales of MX may be up to 2^21.
-    Gradients: of x, bias and residual; of the weight none.
+    None. Scales of MX above 2^21, and the one for NaN, count as 2^21.
+    Gradients: of x, the norm's weight, bias and residual; of W none.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
     rest = {"bias": bias, "epilogue": epilogue, "residual": residual, "out_dtype": out_dtype}
-    _check(x, packed, **rest)
+    _check(x, packed, norm=norm, **rest)
     m, gated = math.prod(x.shape[:-1]), epilogue == "swiglu"
     out = _out_dtype(x, out_dtype)
     if config is not None and (problem := _problem(config, m, packed, out, gated)):
         raise ValueError(f"quantized_matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
-    reason = why_not(x, packed, **rest, config=config, device=device)
+    reason = why_not(x, packed, norm=norm, **rest, config=config, device=device)
     if reason is not None:
         raise NotImplementedError(f"quantized_matmul: cannot run this call: {reason}")
     if packed.scheme == "ternary":
+        if norm is not None:
+            rest |= {"norm": norm.weight, "eps": norm.eps}
         return ternary.ternary_linear(x, packed, **rest, interpret=interpret)
     config = (
         config
@@ -82,22 +89,28 @@ def quantized_matmul(
         or default_config(x, packed, **rest, device=device)
     )
     static = Static(
-        "quantized_matmul_swiglu" if gated else "quantized_matmul",
+        "quantized_matmul" + "_norm" * (norm is not None) + "_swiglu" * gated,
         config,
         interpret,
         out.name,
         device.num_sms,
         gated,
+        *((None, False) if norm is None else (float(norm.eps), norm.zero_centered)),
     )
+    scale = None if norm is None else norm.weight
     residual = None if residual is None else residual.reshape(m, -1)
-    y: Any = _quantized_matmul(static, x.reshape(m, -1), packed, bias, residual)
+    y: Any = _quantized_matmul(static, x.reshape(m, -1), packed, scale, bias, residual)
     return y.reshape(*x.shape[:-1], -1)
 
 
 def quantized_matmul_reference(
-    x, packed, *, bias=None, epilogue=None, residual=None, out_dtype=None
+    x, packed, *, norm=None, bias=None, epilogue=None, residual=None, out_dtype=None
 ):
     """The mathematics in plain JAX: numbers of x's dtype, row scales after the sums."""
+    if norm is not None:
+        centered = {"zero_centered": norm.zero_centered}
+        normed: Any = rms_norm_reference(x, norm.weight, eps=norm.eps, **centered)
+        x = normed
     weight = dequantize(dataclasses.replace(packed, row_scale=None), x.dtype)
     total = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
     gated, out = epilogue == "swiglu", _out_dtype(x, out_dtype)
@@ -119,6 +132,7 @@ def why_not(
     x,
     packed,
     *,
+    norm=None,
     bias=None,
     epilogue=None,
     residual=None,
@@ -133,6 +147,8 @@ def why_not(
     """
     del bias, residual
     if packed.scheme == "ternary":
+        if norm is not None and norm.zero_centered:
+            return "the norm before a ternary weight adds no 1 to its own"
         return ternary.why_not(x, packed, epilogue=epilogue, device=device)
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
@@ -142,6 +158,10 @@ def why_not(
         return f"takes {', '.join(SCHEMES)}, got {packed.scheme}"
     if packed.scheme in MX and x.dtype == jnp.float16:
         return f"float16 has not the exponents of {packed.scheme}'s scales; x must be bfloat16"
+    if norm is not None and x.dtype == jnp.float16:
+        return "x times a norm's weight may pass what float16 holds; x must be bfloat16"
+    if norm is not None and norm.weight.dtype != x.dtype:
+        return f"takes a norm's weight in bfloat16, got {norm.weight.dtype}"
     m, (o, i) = math.prod(x.shape[:-1]), packed.shape
     if 0 in (m, o, i):
         return f"nothing to multiply: x is {list(x.shape)}, the weight {[o, i]}"
@@ -153,6 +173,8 @@ def why_not(
     if not few and (config is None or config.form != "split"):
         return f"takes {FEW_ROWS} rows of x at most, which must lie on chip; got {m} of {i} numbers"
     grain = (MMA_ROWS if few else WGMMA_ROWS) * (2 if epilogue == "swiglu" else 1)
+    if norm is not None and not few:
+        return f"norms {FEW_ROWS} rows of x at most, which must lie on chip; got {m} of {i} numbers"
     if o % grain:
         return f"takes outputs in multiples of {grain} at {m} rows, got {o}"
     if not few and _out_dtype(x, out_dtype) == jnp.float32:
@@ -270,14 +292,16 @@ def _out_dtype(x, out_dtype) -> jnp.dtype:
     return jnp.dtype(out_dtype or x.dtype)
 
 
-def _check(x, packed: Packed, *, bias, epilogue, residual, out_dtype) -> None:
+def _check(x, packed: Packed, *, norm, bias, epilogue, residual, out_dtype) -> None:
     o, i = packed.shape
+    scale = None if norm is None else norm.weight
     if x.ndim < 1 or x.shape[-1] != i:
         raise ValueError(
             f"quantized_matmul: x {list(x.shape)} is [.., I], which a weight [O, I] of {[o, i]} "
             "does not fit"
         )
-    for name, array in (("x", x), ("bias", bias), ("residual", residual)):
+    arrays = {"x": x, "the norm's weight": scale, "bias": bias, "residual": residual}
+    for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(
                 f"quantized_matmul: {name} is {array.dtype}; it must be floating point"
@@ -289,6 +313,11 @@ def _check(x, packed: Packed, *, bias, epilogue, residual, out_dtype) -> None:
         raise ValueError(f"quantized_matmul: no epilogue is named {epilogue!r}; there is 'swiglu'")
     if epilogue == "swiglu" and o % 2:
         raise ValueError(f"quantized_matmul: 'swiglu' takes gate and up rows, but O = {o} is odd")
+    if norm is not None and (norm.weight.shape != (i,) or norm.eps <= 0):
+        raise ValueError(
+            f"quantized_matmul: the norm's weight is {list(norm.weight.shape)} with eps {norm.eps},"
+            f" not [I] = [{i}] with a positive one"
+        )
     if bias is not None and bias.shape != (o,):
         raise ValueError(f"quantized_matmul: bias {list(bias.shape)} is not [O] = [{o}]")
     shape = (*x.shape[:-1], o // 2 if epilogue == "swiglu" else o)
@@ -299,15 +328,20 @@ def _check(x, packed: Packed, *, bias, epilogue, residual, out_dtype) -> None:
         )
 
 
-def _plain(static: Static, x, packed, bias, residual):
-    epilogue = "swiglu" if static.gated else None
+def _plain(static: Static, x, packed, norm, bias, residual):
     return quantized_matmul_reference(
-        x, packed, bias=bias, epilogue=epilogue, residual=residual, out_dtype=static.out_dtype
+        x,
+        packed,
+        norm=None if static.eps is None else Norm(norm, static.eps, static.zero_centered),
+        bias=bias,
+        epilogue="swiglu" if static.gated else None,
+        residual=residual,
+        out_dtype=static.out_dtype,
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _quantized_matmul(static: Static, x, packed, bias, residual):
+def _quantized_matmul(static: Static, x, packed, norm, bias, residual):
     if static.config.form == "split":
 
         def finish(total):
@@ -316,7 +350,7 @@ def _quantized_matmul(static: Static, x, packed, bias, residual):
 
         return split.split_products(static, x, packed, bias, residual, finish=finish)
     plain = functools.partial(_plain, static)
-    return kernel.warp_products(static, x, packed, bias, residual, plain=plain)
+    return kernel.warp_products(static, x, packed, norm, bias, residual, plain=plain)
 
 
 def _forward(static, *arrays):
@@ -324,13 +358,13 @@ def _forward(static, *arrays):
 
 
 def _backward(static, arrays, dy):
-    x, packed, bias, residual = arrays
+    x, packed, *rest = arrays
 
-    def plain(x, bias, residual):
-        return _plain(static, x, packed, bias, residual)
+    def plain(x, *rest):
+        return _plain(static, x, packed, *rest)
 
-    d_x, d_bias, d_residual = jax.vjp(plain, x, bias, residual)[1](dy)
-    return d_x, None, d_bias, d_residual
+    d_x, *d_rest = jax.vjp(plain, x, *rest)[1](dy)
+    return d_x, None, *d_rest
 
 
 _quantized_matmul.defvjp(_forward, _backward)

@@ -6,7 +6,8 @@ warp) with x, which lies on chip, in the order in which the codes come out of th
 scales of the next turns, of the next rows too, are on their way into a ring on chip. The warps'
 sums meet on chip and are added in the order of the warps, so that the same call gives the same
 bits. A scale of a group that is half a turn or more multiplies its float32 sums; that of a smaller
-group multiplies the numbers. Imported only by quantized_matmul.py.
+group multiplies the numbers. A norm of x costs no launch: its weight multiplies x on the way on
+chip, its root the sums. Imported only by quantized_matmul.py.
 """
 
 from __future__ import annotations
@@ -31,10 +32,18 @@ from pallas_kernels.quantized_matmul_lanes import Block
 
 
 def warp_products(
-    static: Static, x, packed: Packed, bias=None, residual=None, *, plain: Callable[..., jax.Array]
+    static: Static,
+    x,
+    packed: Packed,
+    norm=None,
+    bias=None,
+    residual=None,
+    *,
+    plain: Callable[..., jax.Array],
 ):
-    """[M, N] of x [M, K]. plain: (x, weight, bias, residual) -> the same of a block's rows in plain
-    JAX, for the interpreter, which knows neither a warp's products nor a lane's registers.
+    """[M, N] of x [M, K]. norm: the weight [K] of an RMSNorm of x. plain: (x, weight, norm, bias,
+    residual) -> the same of a block's rows in plain JAX, for the interpreter, which knows neither a
+    warp's products nor a lane's registers.
     """
     c, interpret = static.config, static.interpret
     m, halves = x.shape[0], 1 + static.gated
@@ -45,7 +54,7 @@ def warp_products(
     arrays |= {"bias": (bias, -1)}
     arrays = {name: x for name, x in arrays.items() if x[0] is not None}
 
-    def body(x_ref, residual_ref, *refs, **scratch):
+    def body(x_ref, norm_ref, residual_ref, *refs, **scratch):
         *given, out_ref = refs
         given = dict(zip(arrays, given, strict=True))
         if interpret:
@@ -62,11 +71,12 @@ def warp_products(
             added = whole.pop("bias", None)
             weight = dataclasses.replace(packed, **whole)
             more = None if residual_ref is None else residual_ref[:, place[0]]
-            out_ref[:, place[0]] = plain(x_ref[...], weight, added, more)
+            scale = None if norm_ref is None else norm_ref[...]
+            out_ref[:, place[0]] = plain(x_ref[...], weight, scale, added, more)
             return
         refs = {"x": x_ref, **given, "out": out_ref, **scratch}
-        if residual_ref is not None:
-            refs["residual"] = residual_ref
+        optional = {"norm": norm_ref, "residual": residual_ref}
+        refs |= {name: ref for name, ref in optional.items() if ref is not None}
 
         @plgpu.inline_mgpu(arg_types=(jax.tree.map(lambda _: plgpu.RefType(), refs),))
         def multiply(*given: Any) -> Any:
@@ -96,4 +106,4 @@ def warp_products(
         interpret=interpret,
         approx_math=True,
         **threads,
-    )(x, residual, *(x for x, _ in arrays.values()))
+    )(x, norm, residual, *(x for x, _ in arrays.values()))

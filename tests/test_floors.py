@@ -82,10 +82,11 @@ MAY_IMPORT = {
         "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_matmul": (
-        "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantize "
-        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_matmul_kernel "
-        "pallas_kernels.quantized_matmul_split pallas_kernels.quantized_unpack "
-        "pallas_kernels.ternary_matmul pallas_kernels.tuned pallas_kernels.wgmma_tiles"
+        "pallas_kernels.around_product pallas_kernels.device pallas_kernels.packed "
+        "pallas_kernels.quantize pallas_kernels.quantized_matmul_config "
+        "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_matmul_split "
+        "pallas_kernels.quantized_unpack pallas_kernels.rms_norm pallas_kernels.ternary_matmul "
+        "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.lane_code": "",
     "pallas_kernels.lane_norm": "pallas_kernels.lane_code",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -51,10 +52,9 @@ def fused_linear(
 ) -> Any:
     """epilogue(norm(x) @ weight.T + bias) + residual: [*B, F] in x's dtype.
 
-    epilogue "swiglu", of a ternary weight "relu2_glu" too: the outputs are gate, then up, and F is
-    half of them. "rope": they are the heads of q, k and v; those of q and k are turned, and the
-    result is (q, k, v), each [*B, heads, H]; with a `cache`, k and v are its own, [B, S, K, H],
-    with these in their slots.
+    epilogue "swiglu" or "relu2_glu": the outputs are gate, then up, and F is half of them. "rope":
+    they are the heads of q, k and v; those of q and k are turned, and the result is (q, k, v), each
+    [*B, heads, H]; with a `cache`, k and v are its own, [B, S, K, H], with these in their slots.
     "xla" computes it by the ops of its parts, which round between them, by the same
     `implementation`.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
@@ -69,7 +69,9 @@ def fused_linear(
     }
     if not isinstance(weight, Packed):
         weight = weight.astype(x.dtype)
-        check(x, weight, bias=bias, out_dtype=None, **around)
+    shape: Any = jax.ShapeDtypeStruct(weight.shape, x.dtype)
+    who = {"who": "fused_linear", "gates": tuple(GATES)}
+    check(x, shape, bias=bias, out_dtype=None, **around, **who)
     name = choose("fused_linear", FUSED_LINEAR, implementation, x, weight, bias, **around)
     y = FUSED_LINEAR[name].run(x, weight, bias, **around, implementation=implementation)
     if rotary is None:
@@ -89,7 +91,7 @@ def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, cache, imple
     if epilogue in GATES:
         y = glu(y, activation=GATES[epilogue], **same)
     if rotary is None:
-        return y if residual is None else y + residual
+        return y if residual is None else y + residual.astype(y.dtype)
     return _turn(y, rotary, cache, implementation)
 
 
@@ -106,25 +108,29 @@ def _turn(y, rotary: Rotary, cache: Cache | None, implementation):
     return tuple(part.reshape(*y.shape[:-1], -1) for part in (q, kv))
 
 
-def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
+def _pallas(x, weight, bias, *, norm_inside=False, implementation=None, interpret=False, **around):
     if isinstance(weight, Packed):
-        return _packed(x, weight, bias, interpret=interpret, **around)
+        inside = {"norm_inside": norm_inside, "interpret": interpret}
+        return _packed(x, weight, bias, **around, **inside)
     del implementation
     return gemv(x, weight, bias=bias, interpret=interpret, **around)
 
 
-def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpret):
+def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, norm_inside, interpret):
     """A kernel for the norm, one for the product and what follows it, one that turns the heads.
 
-    The kernel of a ternary weight has norms in it.
+    The kernel of a ternary weight has norms in it; that of another takes one with `norm_inside`.
     """
     epilogue = None if rotary is not None else epilogue
-    after = {"bias": bias, "epilogue": epilogue, "residual": residual}
+    residual = None if residual is None else residual.astype(x.dtype)
+    after: dict[str, Any] = {"bias": bias, "epilogue": epilogue, "residual": residual}
     if weight.scheme == "ternary":
         before = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
         y = ternary_linear(x, weight, **before, **after, interpret=interpret)
         return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
-    if norm is not None:
+    if norm_inside:
+        after["norm"] = norm
+    elif norm is not None:
         norms = {"eps": norm.eps, "zero_centered": norm.zero_centered}
         x = rms_norm_kernel(x, norm.weight, **norms, interpret=interpret)
     y = quantized_matmul(x, weight, **after, interpret=interpret)
@@ -142,8 +148,10 @@ def _turn_packed(y, rotary: Rotary, cache: Cache | None, interpret):
 
 
 def _why_not_pallas(
-    x, weight, bias, *, device, norm, epilogue, rotary, cache, **rest
+    x, weight, bias, *, device, norm, epilogue, rotary, cache, norm_inside=False, **rest
 ) -> str | None:
+    if epilogue == "relu2_glu" and not (isinstance(weight, Packed) and weight.scheme == "ternary"):
+        return "only ternary weights have 'relu2_glu'"
     if not isinstance(weight, Packed):
         around = {"norm": norm, "epilogue": epilogue, "rotary": rotary, "cache": cache, **rest}
         return why_not_gemv(x, weight, bias=bias, **around, device=device)
@@ -156,13 +164,12 @@ def _why_not_pallas(
         if norm is not None and norm.zero_centered:
             return "the norm before a ternary weight adds no 1 to its own"
         return why_not_ternary(x, weight, epilogue=epilogue, device=device)
-    if epilogue == "relu2_glu":
-        return "only ternary weights have 'relu2_glu'"
-    if norm is not None:
+    inside = norm if norm_inside else None
+    if norm is not None and not norm_inside:
         reason = why_not_rms_norm(x, norm.weight, eps=norm.eps, device=device)
         if reason is not None:
             return f"its norm: {reason}"
-    return why_not_quantized(x, weight, bias=bias, epilogue=epilogue, device=device)
+    return why_not_quantized(x, weight, norm=inside, bias=bias, epilogue=epilogue, device=device)
 
 
 def _not_auto(x, weight, bias, **around) -> str | None:
@@ -175,7 +182,19 @@ def _not_auto(x, weight, bias, **around) -> str | None:
     return f"of {rows} rows XLA's products are faster where weights are large"
 
 
+def _not_auto_inside(*arrays, **around) -> str | None:
+    del arrays, around
+    return "no GPU has run a packed weight's product with the norm in it"
+
+
+_INSIDE = pallas(
+    functools.partial(_pallas, norm_inside=True),
+    functools.partial(_why_not_pallas, norm_inside=True),
+    _not_auto_inside,
+)
 FUSED_LINEAR: Table = {
     **pallas(_pallas, _why_not_pallas, _not_auto),
+    # One launch fewer where a norm stands before a packed weight; else the same
+    **{name.replace("pallas", "pallas-norm-inside"): entry for name, entry in _INSIDE.items()},
     "xla": Implementation(_in_parts),
 }

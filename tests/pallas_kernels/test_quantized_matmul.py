@@ -18,6 +18,7 @@ from numerics import assert_as_accurate
 
 from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
+from pallas_kernels.around_product import Norm
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_matmul import (
@@ -64,12 +65,17 @@ def numbers(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -
 def call(
     m: int, o: int, i: int, form: str = "int4", dtype: Any = BF16, extra: str = "", **keywords: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays and keywords of a call; `extra` names further arrays: bias residual."""
+    """Arrays and keywords of a call; `extra` names further arrays: norm (centred) bias
+    residual.
+    """
     scheme, group, zeros = FORMATS[form]
     weight = quantize(numbers(1, (o, i), dtype, i**-0.5), scheme, group, zero_points=zeros)
     out = keywords.get("out_dtype") or dtype
     f = o // 2 if keywords.get("epilogue") == "swiglu" else o
     arrays: dict[str, Any] = {"x": numbers(0, (m, i), dtype), "packed": weight}
+    if "norm" in extra:
+        weight = numbers(4, (i,), dtype, 0.1 if "centred" in extra else 1.0)
+        arrays["norm"] = Norm(weight, 1e-5, "centred" in extra)
     if "bias" in extra:
         arrays["bias"] = numbers(2, (o,), out)
     if "residual" in extra:
@@ -78,8 +84,13 @@ def call(
 
 
 def truth(arrays: dict[str, Any], keywords: dict[str, Any]) -> np.ndarray:
-    exact = {k: np.asarray(v).astype(np.float64) for k, v in arrays.items() if k != "packed"}
-    x, weight = exact.pop("x"), oracles.packed_numbers(arrays["packed"])
+    arrays = dict(arrays)
+    norm, packed = arrays.pop("norm", None), arrays.pop("packed")
+    exact = {k: np.asarray(v).astype(np.float64) for k, v in arrays.items()}
+    if norm is not None:
+        scale = np.asarray(norm.weight).astype(np.float64) + norm.zero_centered
+        exact["x"] = oracles.rms_norm(exact["x"], scale, eps=norm.eps)
+    x, weight = exact.pop("x"), oracles.packed_numbers(packed)
     return oracles.matmul(x, weight, transpose_b=True, epilogue=keywords.get("epilogue"), **exact)
 
 
@@ -89,10 +100,24 @@ def assert_right(arrays: dict[str, Any], keywords: dict[str, Any], ours: jax.Arr
     assert_as_accurate(ours, plain, truth(arrays, keywords))
 
 
+def interpret(arrays: dict[str, Any], keywords: dict[str, Any], **more: Any) -> jax.Array:
+    norm = arrays.get("norm")
+
+    def run(arrays: dict[str, Any]) -> jax.Array:
+        if norm is not None:
+            arrays = {**arrays, "norm": norm._replace(weight=arrays["norm"])}
+        return quantized_matmul(**arrays, **keywords, **more, interpret=True)
+
+    return interpreted(run, arrays if norm is None else {**arrays, "norm": norm.weight})
+
+
 CALLS: Any = {
     "one row": call(1, 64, 256),
     "a prime of rows, K of 896, bias": call(7, 96, 896, "int4", F16, "bias"),
     "all": call(3, 64, 512, "int8", BF16, "bias residual", epilogue="swiglu"),
+    "norm": call(2, 64, 256, "int4, zero points", BF16, "norm bias residual"),
+    "norm of one row, gate": call(1, 64, 896, "int8", BF16, "norm", epilogue="swiglu"),
+    "norm that adds 1": call(3, 32, 256, "mxfp4", BF16, "norm centred"),
     "float32 result": call(2, 32, 256, "nvfp4", BF16, "residual", out_dtype=F32),
 }
 
@@ -118,26 +143,23 @@ SPLIT: Any = {
 @pytest.mark.parametrize("name", CALLS)
 def test_forward(name: str):
     arrays, keywords = CALLS[name]
-    run = lambda arrays: quantized_matmul(**arrays, **keywords, interpret=True)  # noqa: E731
-    assert_right(arrays, keywords, interpreted(run, arrays))
+    assert_right(arrays, keywords, interpret(arrays, keywords))
 
 
 @transposed
 @pytest.mark.parametrize("name", SPLIT)
 def test_split(name: str):
     config, (arrays, keywords) = SPLIT[name]
-    run = lambda a: quantized_matmul(**a, **keywords, config=config, interpret=True)  # noqa: E731
-    assert_right(arrays, keywords, interpreted(run, arrays))
+    assert_right(arrays, keywords, interpret(arrays, keywords, config=config))
 
 
 @transposed
 def test_split_fails_where_a_scale_is_another():
     """The twin: the check sees a result that is not the one that was asked for."""
     config, (arrays, keywords) = SPLIT["nvfp4"]
-    run = lambda a: quantized_matmul(**a, **keywords, config=config, interpret=True)  # noqa: E731
     packed = arrays["packed"]
     other = dataclasses.replace(packed, row_scale=packed.row_scale * 1.02)
-    y = interpreted(run, {**arrays, "packed": other})
+    y = interpret({**arrays, "packed": other}, keywords, config=config)
     with pytest.raises(AssertionError, match="error is"):
         assert_right(arrays, keywords, y)
 
@@ -152,6 +174,13 @@ def test_the_reference_is_the_mathematics(form: str, dtype: str):
     np.testing.assert_allclose(ours, exact, rtol=0, atol=2**-7 * np.abs(exact).max())
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(ours * 1.02, exact, rtol=0, atol=2**-7 * np.abs(exact).max())
+
+
+def test_the_check_sees_another_norm():
+    arrays, keywords = CALLS["norm"]
+    other = {**arrays, "norm": arrays["norm"]._replace(eps=0.05)}
+    with pytest.raises(AssertionError, match="error is"):
+        assert_right(arrays, keywords, interpret(other, keywords))
 
 
 def test_leading_dimensions():
@@ -191,6 +220,32 @@ def test_gradients():
         assert_as_accurate(ours[name], plain[of], want[of])
 
 
+def test_gradients_of_a_norm():
+    arrays, _ = call(3, 64, 256, "int8", BF16, "norm")
+    packed, norm, x = arrays["packed"], arrays["norm"], arrays["x"]
+    d_out = numbers(9, (3, 64), BF16)
+
+    def run(x: jax.Array, weight: jax.Array, d_out: jax.Array) -> Any:
+        def f(x: jax.Array, weight: jax.Array) -> jax.Array:
+            return quantized_matmul(x, packed, norm=norm._replace(weight=weight), interpret=True)
+
+        return jax.vjp(f, x, weight)[1](d_out)
+
+    ours = interpreted(run, x, norm.weight, d_out)
+
+    def steps(dtype: Any) -> Any:
+        """The gradients of x and the norm's weight, rounded to the dtype between two steps."""
+        x_, weight, d = (np.asarray(a).astype(dtype) for a in (x, norm.weight, d_out))
+        normed = oracles.rms_norm(x_, weight, eps=norm.eps, dtype=dtype)
+        w = oracles.packed_numbers(packed)
+        d = oracles.matmul(normed, w, transpose_b=True, d_out=d, dtype=dtype)["a"]
+        return [a.astype(dtype) for a in oracles.rms_norm(x_, weight, eps=norm.eps, d_out=d)]
+
+    for y, plain, want in zip(ours, steps(BF16), steps(np.float64), strict=True):
+        assert y.dtype == BF16
+        assert_as_accurate(y, plain, want)
+
+
 def shaped(o: int, i: int, form: str = "int4", dtype: Any = BF16) -> Packed:
     scheme, group, zeros = FORMATS[form]
     weight = jax.ShapeDtypeStruct((o, i), dtype)
@@ -199,6 +254,11 @@ def shaped(o: int, i: int, form: str = "int4", dtype: Any = BF16) -> Packed:
 
 def shape(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def norm(width: int, *, eps: float = 1e-5, zero_centered: bool = False, dtype: Any = BF16) -> Norm:
+    weight: Any = shape(width, dtype=dtype)
+    return Norm(weight, eps, zero_centered)
 
 
 X, W = shape(3, 256), shaped(64, 256)
@@ -215,6 +275,13 @@ TERNARY = jax.eval_shape(lambda w: quantize(w, "ternary"), shape(64, 256))
         (X, {"residual": shape(3, 63)}, r"residual is bfloat16\[3, 63\], but the result is"),
         (X, {"residual": shape(3, 64, dtype=F32)}, "residual is float32"),
         (X, {"out_dtype": jnp.int8}, "out_dtype int8 is not bfloat16, float16 or float32"),
+        (
+            X,
+            {"norm": norm(255)},
+            r"norm's weight is \[255\] with eps 1e-05, not \[I\] =",
+        ),
+        (X, {"norm": norm(256, eps=0.0)}, r"norm's weight is \[256\] with eps 0.0, not"),
+        (X, {"norm": norm(256, dtype=jnp.int32)}, "the norm's weight is int32"),
         (X, {"epilogue": "relu"}, "no epilogue is named 'relu'; there is 'swiglu'"),
     ],
 )
@@ -276,6 +343,29 @@ def test_wrong_configs_for_the_call(rows: int, config: Config, keywords: Any, se
         (shape(0, 256), W, {}, H200, "nothing to multiply"),
         (shape(17, 256), W, {}, H200, "takes 16 rows of x at most, which must lie on chip; got 17"),
         (shape(8, 14336), shaped(64, 14336), {}, H200, "got 8 of 14336 numbers"),
+        (X, W, {"norm": norm(256)}, H200, None),
+        (
+            shape(3, 256, dtype=F16),
+            shaped(64, 256, dtype=F16),
+            {"norm": norm(256, dtype=F16)},
+            H200,
+            "may pass what float16 holds",
+        ),
+        (
+            X,
+            W,
+            {"norm": norm(256, dtype=F32)},
+            H200,
+            "a norm's weight in bfloat16, got float32",
+        ),
+        (
+            shape(17, 256),
+            W,
+            {"norm": norm(256), "config": split()},
+            H200,
+            "norms 16 rows of x at most, which must lie on chip; got 17 of 256 numbers",
+        ),
+        (X, TERNARY, {"norm": norm(256, zero_centered=True)}, H200, "adds no 1 to its own"),
         (shape(65, 256), W, {"config": split()}, H200, "takes 64 rows of x at most, got 65"),
         (shape(17, 256), W, {"config": split()}, H200, None),
         (
@@ -387,7 +477,10 @@ def test_on_a_gpu(rows: int, form: str, dtype: str):
     if dtype == "float16" and form.startswith("mx"):
         pytest.skip("not taken")
     for i in (1024, 3584) if form == "int4, groups of 512" else (896, 4864):
-        for epilogue, extra in ((None, ""), ("swiglu", "bias residual")):
+        calls = [(None, ""), ("swiglu", "bias residual")]
+        if dtype == "bfloat16" and rows <= 16 and i <= 1024:
+            calls += [(None, "norm residual"), ("swiglu", "norm centred")]
+        for epilogue, extra in calls:
             arrays, keywords = call(rows, 256, i, form, DTYPES[dtype], extra, epilogue=epilogue)
             config = default_config(arrays["x"], arrays["packed"], **keywords, device=H200)
             y = quantized_matmul(**arrays, **keywords, config=config)

@@ -65,8 +65,21 @@ def test_every_implementation_is_the_parts(epilogue, implementation, dtype, atol
         np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol)
 
 
+def test_the_parts_are_told_apart():
+    """The twin: a product that is 2 % off is more than 0.06 away."""
+    x, weight, bias, around = case(None, jnp.bfloat16)
+    right, wrong = (
+        in_parts(x, w, bias, **around)[0].astype(jnp.float32) for w in (weight, weight * 1.02)
+    )
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(right, wrong, atol=0.06)
+
+
 @pytest.mark.parametrize("epilogue", [None, "swiglu", "rope"])
-@pytest.mark.parametrize(("implementation", "atol"), [("xla", 0), ("pallas-interpret", 0.06)])
+@pytest.mark.parametrize(
+    ("implementation", "atol"),
+    [("xla", 0), ("pallas-interpret", 0.06), ("pallas-norm-inside-interpret", 0.06)],
+)
 def test_a_packed_weight(epilogue, implementation, atol):
     x, weight, bias, around = case(epilogue, jnp.bfloat16)
     packed = quantize(weight, "int8")
@@ -144,7 +157,10 @@ def test_which_one_runs():
         assert ops.chosen("fused_linear", x, weight, **around) == "xla"  # two rows
         wide = jax.ShapeDtypeStruct((1, MAX_ROWS + 1, 128), jnp.bfloat16)
         reasons = ops.explain("fused_linear", wide, packed, norm=around["norm"])
-    assert list(reasons) == ["pallas", "pallas-interpret", "xla"]
+        inside = ops.explain("fused_linear", x, packed, **around)["pallas-norm-inside"]
+    names = ["pallas", "pallas-interpret", "pallas-norm-inside", "pallas-norm-inside-interpret"]
+    assert list(reasons) == [*names, "xla"]
+    assert inside == "no GPU has run a packed weight's product with the norm in it"
     assert "rows of x at most" in str(reasons["pallas"])
     if jax.default_backend() == "cpu":
         here = ops.explain("fused_linear", x, weight, **around)
@@ -163,5 +179,22 @@ def test_how_many_rows_it_is_for():
 @pytest.mark.own_errors
 def test_a_wrong_call_is_refused():
     x, weight, bias, around = case("swiglu", jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"^gemv: residual must be \[2, 1, 64\], got"):
-        fused_linear(x, weight, bias, **{**around, "residual": x})
+    for w in (weight, quantize(weight, "int8")):
+        wrong = {**around, "residual": x}
+        with pytest.raises(ValueError, match=r"^fused_linear: residual must be \[2, 1, 64\], got"):
+            fused_linear(x, w, bias, **wrong)
+        wrong = {"norm": around["norm"], "epilogue": "gelu"}
+        said = "^fused_linear: epilogue 'gelu' is not None, 'swiglu', 'relu2_glu' or 'rope'"
+        with pytest.raises(ValueError, match=said):
+            fused_linear(x, w, bias, **wrong, implementation="xla")
+
+
+def test_a_residual_of_another_dtype_leaves_the_results_alone():
+    x, weight, bias, around = case(None, jnp.bfloat16)
+    for w in (weight, quantize(weight, "int8")):
+        wide = {**around, "residual": around["residual"].astype(jnp.float32)}
+        y = fused_linear(x, w, bias, **wide, implementation="xla")
+        assert y.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(
+            np.float32(y), np.float32(fused_linear(x, w, bias, **around, implementation="xla"))
+        )
