@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -302,7 +304,11 @@ def _why(result: dict[str, Any] | None) -> str:
         return "not run"
     for word in ("failed", "not_run", "absent"):
         if word in result:
-            return f"{word.replace('_', ' ')}: {result[word]}"[:120]
+            # A rival that says why it is none is wrapped on its way through the processes
+            said = re.sub(r"^(?:RuntimeError: )+(?=\w+Error: )", "", result[word])
+            cannot = said.removeprefix("NotImplementedError: ")
+            word = "cannot" if cannot != said else word.replace("_", " ")
+            return textwrap.shorten(f"{word}: {cannot}", 120, placeholder=" ...")
     return "not run"
 
 

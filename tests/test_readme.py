@@ -1,13 +1,21 @@
-"""The README's Python runs as it stands, in its order."""
+"""The README: its Python runs, in its order; its commands exist, and its figures are measured."""
 
+import importlib.util
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 import jaxllm
+from benchmarks import __main__ as benchmark
+from benchmarks import report
+from jaxllm import cli
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+REPO = Path(__file__).resolve().parent.parent
+README = REPO / "README.md"
+RESULTS = REPO / "benchmarks" / "results"
 
 
 @pytest.mark.slow
@@ -32,3 +40,77 @@ def test_what_the_readme_names_is_there():
 
     for family in FAMILIES:
         assert f"`{family}`" in text
+
+
+def commands(text, program):
+    """Of lines and of `spans`; then each with the options that its comment names."""
+    lines = re.findall(rf"^(?: {{4}})?{program} (.+)$", text, re.M)
+    for line in [*lines, *re.findall(rf"`{program} ([^`]+)`", text)]:
+        line, _, comment = line.partition("#")
+        yield shlex.split(line)
+        for option in re.findall(r"--[^:;|]+", comment):
+            yield [*shlex.split(line), *shlex.split(option)]
+
+
+def test_the_commands_of_the_readme_exist():
+    parser = cli._parser()
+    found = list(commands(README.read_text(), "jaxllm"))
+    assert ["finetune", *"MODEL --data FILE.jsonl --out DIR --qlora int4".split()] in found
+    assert len({words[0] for words in found}) == 6  # generate, chat, inspect and three of training
+    for words in found:
+        parser.parse_args(words)  # else it ends the process
+    with pytest.raises(SystemExit):
+        parser.parse_args([*found[0], "--sundial"])
+
+
+def test_the_commands_of_the_benchmarks_have_work_to_do():
+    text = (REPO / "benchmarks" / "README.md").read_text()
+    found = [words for words in commands(text, "python -m benchmarks") if "--missing" not in words]
+    assert ["rope", "--only", "32 [+] 8 heads", "--out", "FILE.json"] in found
+    for words in found:
+        plan = benchmark._plan(benchmark._arguments(words))
+        assert any(benchmark._has_work(module, plan) for module in benchmark.MODULES), words
+    for file in (README, REPO / "benchmarks" / "README.md", REPO / "CONTRIBUTING.md"):
+        for module in re.findall(r"python -m ([\w.]+)", file.read_text()):
+            assert importlib.util.find_spec(module) is not None, module
+
+
+MEASURED = {
+    "RMSNorm, 8192 x 8192": "rms_norm: 8192 x 8192 bfloat16",
+    "with the residual": "rms_norm: 8192 x 8192 bfloat16, residual",
+    "its backward pass": "rms_norm: 8192 x 8192 bfloat16, backward",
+    "scale and softmax, 8 x 32 x 2048 x 2048": "scale_softmax: 8 x 32 x 2048 x 2048 bfloat16",
+    "SwiGLU, 8192 x 14336": "swiglu: 8192 x 14336 bfloat16",
+    "matmul, 4096 x 4096 x 4096": "matmul: 4096 x 4096 x 4096 bfloat16, transposed",
+    "attention, 4 x 4096 tokens, causal": (
+        "flash_attention: 4 x 4096 tokens, 32 / 8 heads of 128, bfloat16, causal"
+    ),
+    "its backward pass, 4 x 4096 tokens": (
+        "flash_attention_backward: 4 x 4096 tokens, 32 / 8 heads of 128, bfloat16, causal"
+    ),
+}
+
+
+def test_the_table_of_the_readme_is_of_committed_results():
+    figures = {}
+    for path in RESULTS.glob("*.json"):
+        results = json.loads(path.read_text())
+        for row in results["rows"]:
+            figures[f"{row['op']}: {row['label']}"] = row, report.figures(row, results["ceilings"])
+    table = re.findall(
+        r"^\| (\S.*?) \| ([\d.]+) us, (.*?) \| ([\d.]+) \| (.*?) \|$", README.read_text(), re.M
+    )
+    assert [name for name, *_ in table] == list(MEASURED)
+    for name, us, share, xla, best in table:
+        row, found = figures[MEASURED[name]]
+        assert is_rounded(us, found["us"]), name
+        assert is_rounded(xla, found["xla_us"]), name
+        assert is_rounded(best.split()[-1], found["best_us"]), name
+        number, unit = share.split()[:2]
+        rate = row["operations"] / found["us"] / 1e6
+        assert is_rounded(number, found["percent"] if unit == "%" else rate), name
+    assert not is_rounded("66.8", 66.9)
+
+
+def is_rounded(text, number):
+    return f"{number:.{len(text.partition('.')[2])}f}" == text

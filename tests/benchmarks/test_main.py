@@ -464,7 +464,7 @@ TINY = sections.dataclasses.replace(
 
 
 @pytest.mark.slow
-def test_the_sections_run(monkeypatch):
+def test_the_sections_run():
     watch = measure.Stopwatch("host")
     found = sections.layer(TINY, 8, watch)
     assert found["largest_difference"] < 0.1
