@@ -38,7 +38,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _compat, tuned
+from pallas_kernels import _compat
 from pallas_kernels import cross_entropy_kernel as kernels
 from pallas_kernels import device as device_lib
 from pallas_kernels.cross_entropy_kernel import LOG2E, TILE_K, TILE_M, TILE_N, Config
@@ -94,11 +94,7 @@ def linear_cross_entropy(
         raise NotImplementedError(f"linear_cross_entropy: cannot run this call: {reason}")
     if config is not None and (problem := _config_problem(config)):
         raise ValueError(f"linear_cross_entropy: {config}: {problem}")
-    config = (
-        config
-        or tuned.lookup("linear_cross_entropy", bucket(hidden, head), device, Config)
-        or default_config(hidden, head)
-    )
+    config = config or default_config(hidden, head)
     static = _Static(config, ignore_index, softcap, float(z_loss), device.num_sms, interpret)
     total = _loss(static, hidden, head, targets.astype(jnp.int32))
     if reduction == "sum":
@@ -141,7 +137,10 @@ def why_not(hidden, head, targets, *, device: Device | None = None) -> str | Non
 
 
 def default_config(hidden, head) -> Config:
-    """Chunks of equal size, the fewest that leave E within 1 GiB; one if that needs no memory."""
+    """Chunks of equal size, the fewest that leave E within 1 GiB; one if that needs no memory.
+
+    Tiles are one for all sizes: others measure the same (see `Config`), so that no row is tuned.
+    """
     config = Config()
     tokens, vocab = hidden.shape[0], head.shape[0]
     tile = TILE_M * config.cluster
@@ -154,12 +153,6 @@ def _fits_gradient(hidden, head, config: Config) -> bool:
     """Whether E, but for one slab, has room in the head's gradient."""
     (t, d), v = hidden.shape, head.shape[0]
     return head.dtype == jnp.bfloat16 and t <= d and v % 8 == 0 and v > 2 * config.slab
-
-
-def bucket(hidden, head) -> str:
-    """The key of a tuned row: tokens up to a power of two, V and D as they are."""
-    (t, d), v = hidden.shape, head.shape[0]
-    return f"{hidden.dtype.name}-{head.dtype.name}-t{tuned.power_of_two(t)}-v{v}-d{d}"
 
 
 def check(op: str, hidden, head, targets, softcap, z_loss: float = 0.0) -> None:

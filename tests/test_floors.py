@@ -162,7 +162,7 @@ MAY_IMPORT = {
     "pallas_kernels.cross_entropy_kernel": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
     "pallas_kernels.cross_entropy": (
         "pallas_kernels._compat pallas_kernels.cross_entropy_kernel pallas_kernels.device "
-        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.tuned"
+        "pallas_kernels.packed pallas_kernels.quantize"
     ),
     "pallas_kernels.rope_kernel": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.rope": "pallas_kernels.device pallas_kernels.rope_kernel pallas_kernels.tuned",

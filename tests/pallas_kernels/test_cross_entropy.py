@@ -14,11 +14,10 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 
 from jaxllm import aot
-from pallas_kernels import _compat, cross_entropy, tuned
+from pallas_kernels import _compat, cross_entropy
 from pallas_kernels import device as device_lib
 from pallas_kernels.cross_entropy import (
     Config,
-    bucket,
     default_config,
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -328,11 +327,6 @@ def test_default_chunks():
     assert chunk(65_536, 128_256, 4096) == 4096
     assert chunk(5, 300, 64) == 128
     assert chunk(1000, 2**24, 64, F32) == 128
-
-
-def test_bucket():
-    assert bucket(shape(5, 64), shape(32, 64, dtype=F32)) == "bfloat16-float32-t8-v32-d64"
-    assert tuned.power_of_two(5) == 8
 
 
 def program(t: int, v: int, d: int, head: Any = BF16) -> aot.Program:
