@@ -235,13 +235,13 @@ def _load(args: argparse.Namespace) -> tuple[jaxllm.Transformer, Any]:
     path = _path(args)
     dtype = _dtype(args.dtype)
     runtime = Runtime(param_dtype=dtype, implementation=_implementation(args.implementation))
-    packed = args.quantize is not None
+    how = cli_quantize.arguments(args)
     # The device need not have room for what is packed as it was
-    place = on_host() if packed else contextlib.nullcontext()
+    place = contextlib.nullcontext() if how is None else on_host()
     with place, _bar(f"loading {path}", DownloadColumn()) as progress:
         model, tokenizer = jaxllm.load(path, dtype=dtype, runtime=runtime, progress=progress)
-    if packed:
-        cli_quantize.apply(args, model, from_host=True)
+    if how is not None:
+        jaxllm.quantize(model, **how, from_host=True)
     jaxllm.fuse(model)
     return model, tokenizer
 

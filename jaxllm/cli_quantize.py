@@ -51,10 +51,12 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{option.replace('_', '-')} needs --quantize")
 
 
-def apply(args: argparse.Namespace, model: nnx.Module, *, from_host: bool = False) -> None:
-    """Packs the model as the options say."""
-    head, keep = args.quantize_head, args.keep or ()
-    quantize(model, args.quantize, args.group_size, head=head, keep=keep, from_host=from_host)
+def arguments(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What the options say, as `jaxllm.quantize` takes it; None without --quantize."""
+    if args.quantize is None:
+        return None
+    size, head, keep = args.group_size, args.quantize_head, args.keep or ()
+    return {"scheme": args.quantize, "group_size": size, "head": head, "keep": keep}
 
 
 def in_memory(args: argparse.Namespace, folder: Path, dtype: str) -> Transformer:
@@ -68,8 +70,8 @@ def in_memory(args: argparse.Namespace, folder: Path, dtype: str) -> Transformer
     def build() -> Transformer:
         model = Transformer(config, Runtime(dtype), rngs=nnx.Rngs(0))
         pack_as_stored(model, folder)
-        if args.quantize is not None:
-            apply(args, model)
+        if (how := arguments(args)) is not None:
+            quantize(model, **how)
         return model
 
     return nnx.eval_shape(build)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from jaxllm.checkpoint.folder import (
-    find_folder,
-    read_config,
-    read_json,
-    read_quantization,
-)
+from jaxllm import cli_quantize
+from jaxllm.checkpoint.folder import find_folder, read_config, read_json, read_quantization
 from jaxllm.config import REMAT, ModelConfig
 from jaxllm.families import from_hf
 from jaxllm.precision import POLICIES
@@ -84,6 +81,7 @@ def _add_plan(commands: Any) -> None:
     add("--card", default="h200", metavar="NAME|SIZE", help="such as 24GB (default h200)")
     _add_method(parser, default_rank=16)
     _add_memory(parser, remat="auto")
+    cli_quantize.add_options(parser)
     parser.set_defaults(run=_plan)
 
 
@@ -91,7 +89,8 @@ def _plan(args: argparse.Namespace) -> int:
     from jaxllm.plan import plan
 
     method = _method(args)
-    config, packed = _config(args.model)
+    cli_quantize.check(args)
+    config, checkpoint = _config(args.model)
     print(
         plan(
             config,
@@ -99,6 +98,8 @@ def _plan(args: argparse.Namespace) -> int:
             seq=args.seq,
             lora=None if method == "full" else 16 if args.lora is None else args.lora,
             qlora=method == "qlora",
+            quantize=cli_quantize.arguments(args),
+            checkpoint=checkpoint,
             policy=args.precision or "bf16",
             remat=args.remat or "auto",
             optimizer=args.optimizer or "adamw",
@@ -106,19 +107,24 @@ def _plan(args: argparse.Namespace) -> int:
             card=args.card,
         )
     )
-    if packed and method != "qlora":
-        print("The weights that the checkpoint has packed are counted as plain ones.")
     return 0
 
 
-def _config(model: str) -> tuple[ModelConfig, bool]:
-    """The config, and whether weights are packed."""
+def _config(model: str) -> tuple[ModelConfig, Path | None]:
+    """The config, and the folder if there is one with packed weights."""
     file = Path(model)
     if file.is_file():
-        return from_hf(read_json(file), owner=model), False
+        hf = read_json(file)
+        said = hf.get("quantization_config")
+        if isinstance(said, Mapping) and said.get("quantization_mode") != "online":
+            raise ValueError(
+                f"{model}: the weights are packed, and how large they are stands in the files "
+                "beside it; give the folder"
+            )
+        return from_hf(hf, owner=model), None
     folder = find_folder(model)
     config, hf = read_config(folder)
-    return config, read_quantization(folder, hf) is not None
+    return config, None if read_quantization(folder, config, hf) is None else folder
 
 
 def _add_finetune(commands: Any) -> None:

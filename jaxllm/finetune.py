@@ -23,7 +23,7 @@ from rich.console import Console
 
 from jaxllm import data, fp8, lora, metrics, optimizers, precision, train
 from jaxllm.checkpoint import hf
-from jaxllm.checkpoint.folder import find_folder, read_config, stated_dtype
+from jaxllm.checkpoint.folder import find_folder, read_config, read_quantization, stated_dtype
 from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.config import DTYPES, ModelConfig, Runtime
 from jaxllm.generate import generate
@@ -143,7 +143,13 @@ def finetune(
         recipe = dataclasses.replace(recipe, model=str(folder))
     if resume:
         recipe = _resumed(recipe, out, given)
-    config, _ = read_config(find_folder(recipe.model))
+    folder = find_folder(recipe.model)
+    config, said = read_config(folder)
+    if recipe.method != "lora" and read_quantization(folder, config, said) is not None:
+        raise ValueError(
+            f"finetune: the weights of {recipe.model} are packed, and stay as they are; take "
+            f"method 'lora' (--lora), which trains adapters beside them, and not {recipe.method!r}"
+        )
     recipe = _with_model(recipe, config)
     assert recipe.precision is not None
     policy = precision.policy(recipe.precision)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,11 +26,13 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxllm import aot, fp8, lora, train
+from jaxllm.checkpoint.hf import pack_as_stored
 from jaxllm.config import REMAT, ModelConfig, Runtime
 from jaxllm.model import Transformer
 from jaxllm.optimizers import adamw_8bit
 from jaxllm.precision import policy as policy_named
-from jaxllm.quantize import QLORA_GROUP_SIZE, WORKING_BYTES, quantize
+from jaxllm.quantize import QLORA_GROUP_SIZE, WORKING_BYTES, packed_weights
+from jaxllm.quantize import quantize as pack
 
 # From what costs no time to what costs most; each needs less memory than the one before
 ORDER = ("none", "dots", "save_attention", "full", "offload")
@@ -47,8 +51,9 @@ _OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 class Plan:
     """Bytes of one training step on one device.
 
-    weights: trained and frozen, as stored. moments: the optimiser's state. activations: what the
-    forward pass leaves for the backward pass, on the device. gradients: of what is trained.
+    weights: trained and frozen, as stored; packed: of these, codes and scales. moments: the
+    optimiser's state. activations: what the forward pass leaves for the backward pass, on the
+    device. gradients: of what is trained.
     temporaries: the rest of the peak (copies of weights in the compute dtype, results that are used
     at once, a library's space; or, where that is more, what packing the largest weight takes).
     Activations and gradients may lie in the same place, the ones gone when the others come: then
@@ -59,6 +64,7 @@ class Plan:
 
     remat: str
     weights: int
+    packed: int
     moments: int
     activations: int
     gradients: int
@@ -86,6 +92,8 @@ class Plan:
         """A table of the kinds, and in sentences what it means for the card."""
         lines = [f"{kind:12} {size / 2**30:8.2f} GiB" for kind, size in self.rows()]
         lines[-1:] = ["-" * 25, lines[-1]]
+        if self.packed:
+            lines[0] += f" ({self.packed / 2**30:.2f} of them packed)"
         if self.host:
             lines.append(f"{'on the host':12} {self.host / 2**30:8.2f} GiB")
         trained = f"{self.trained / self.parameters:.2%} of {self.parameters / 1e9:.2f} billion"
@@ -113,11 +121,12 @@ def plan(
     seq: int,
     lora: int | None = None,
     qlora: bool = False,
+    quantize: Mapping[str, Any] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     policy: str = "bf16",
     remat: str = "none",
     optimizer: str | optax.GradientTransformation = "adamw",
     micro_batches: int = 1,
-    group_size: int = QLORA_GROUP_SIZE,
     card: str = "h200",
     target: str | None = "h200",
     **adapters: Any,
@@ -126,15 +135,20 @@ def plan(
 
     lora: the rank of adapters beside all linear layers (`adapters` goes to `lora.add_adapters`);
         all weights are trained if None. With it the base is frozen and in the compute dtype.
-    qlora: the base's linear layers packed in 4 bits; the rank is 16 if `lora` is None. The base is
-        taken to come from the host's memory, weight by weight, as `jaxllm finetune` loads it.
+    qlora: the base's linear layers packed in 4 bits; the rank is 16 if `lora` is None.
+    quantize: the arguments by which `jaxllm.quantize` packs the base, such as {"scheme": "int8"}.
+        The base is taken to come from the host's memory, weight by weight, as `jaxllm finetune`
+        loads one for qlora.
+    checkpoint: a folder or hub id of this config, whose packed weights are counted as they are
+        stored there.
     policy: of `precision.POLICIES`. optimizer: "adamw", "adamw_8bit", "sgd", or any of optax.
     remat: of `config.REMAT`; "auto" takes the first of `ORDER` that fits on the card, or the last
         (with adapters without "dots", which then keeps more than "none").
     card: one of `CARDS`, or a size such as "24GB" (a GB has 10^9 bytes).
     target: the GPU to compile for; None: the CPU, as without JAX's CUDA plugin.
     Takes from half a minute to some minutes a policy for a model of 32 layers.
-    Raises: ValueError for a name that does not exist, or sizes that do not divide.
+    Raises: ValueError for a name that does not exist, sizes that do not divide, packed weights
+    without adapters; as `jaxllm.load` for a checkpoint.
     """
     card_bytes = card_size(card)
     if remat != "auto" and remat not in REMAT:
@@ -150,15 +164,24 @@ def plan(
             f"plan: {batch} rows of {seq} tokens cannot be split into {micro_batches} equal "
             "micro-batches"
         )
-    if qlora and policy_named(policy).fp8:
+    if qlora and quantize is not None:
+        raise ValueError("plan: qlora packs the base in int4; give it or quantize, not both")
+    if qlora:
+        quantize = {"scheme": "int4", "group_size": QLORA_GROUP_SIZE}
+    if quantize is not None and policy_named(policy).fp8:
         raise ValueError(
-            f"plan: policy {policy!r} is of plain weights, and qlora packs them in int4; take "
-            "policy 'bf16', or leave qlora out"
+            f"plan: policy {policy!r} is of plain weights, and {quantize['scheme']} packs them; "
+            "take policy 'bf16', or leave them plain"
         )
     if target is not None and aot.why_not() is not None:
         target = None
     rank = 16 if qlora and lora is None else lora
-    recipe = _Recipe(config, policy, rank, group_size if qlora else None, adapters)
+    recipe = _Recipe(config, policy, rank, quantize, checkpoint, adapters)
+    some = quantize is not None or checkpoint is not None
+    if rank is None and some and packed_weights(recipe.model("none")):
+        raise ValueError(
+            "plan: packed weights are not trained; give the rank of adapters beside them (lora)"
+        )
     names = ORDER if remat == "auto" else (remat,)
     if rank is not None and len(names) > 1:
         # Beside each product stands the adapter's, and "dots" keeps both: more than "none"
@@ -195,7 +218,8 @@ class _Recipe:
     config: ModelConfig
     policy: str
     rank: int | None
-    group_size: int | None
+    quantize: Mapping[str, Any] | None
+    checkpoint: str | os.PathLike[str] | None
     adapters: dict[str, Any]
 
     def model(self, remat: str) -> Transformer:
@@ -208,8 +232,10 @@ class _Recipe:
         model = Transformer(
             self.config, Runtime(chosen.compute_dtype, stored, remat=remat), rngs=nnx.Rngs(0)
         )
-        if self.group_size is not None:
-            quantize(model, "int4", self.group_size)
+        if self.checkpoint is not None:
+            pack_as_stored(model, self.checkpoint)
+        if self.quantize is not None:
+            pack(model, **self.quantize)
         elif chosen.fp8:
             fp8.use_fp8(model)
         if self.rank is not None:
@@ -233,9 +259,13 @@ class _Step:
         self.rows = _rows(batch, seq)
         trained, frozen = self.state.params, self.state.frozen
         self.weights = _bytes((trained, frozen))
-        packed = [x.size for name, x in frozen.items() if name.endswith(".codes")]
+        packed = packed_weights(self.model).values()
+        self.packed = _bytes(list(packed))
         wide = jnp.dtype(chosen.compute_dtype).itemsize
-        self.packing = self.weights + 2 * max(packed, default=0) * (wide + WORKING_BYTES)
+        largest = max((math.prod(x.shape) for x in packed), default=0)
+        self.packing = self.weights
+        if recipe.quantize is not None:
+            self.packing += largest * (wide + WORKING_BYTES)
         self.moments = _bytes(self.state.opt_state)
         self.trained = _count(trained)
         self.parameters = _parameters(recipe)
@@ -261,6 +291,7 @@ class _Step:
         return Plan(
             self.remat,
             self.weights,
+            self.packed,
             self.moments,
             activations,
             gradients,
@@ -300,7 +331,8 @@ def _count(tree: Any) -> int:
 
 def _parameters(recipe: _Recipe) -> int:
     """How many numbers the model has, adapters included; packed ones are as many as they were."""
-    return _count(train.parameters(dataclasses.replace(recipe, group_size=None).model("none")))
+    plain = dataclasses.replace(recipe, quantize=None, checkpoint=None)
+    return _count(train.parameters(plain.model("none")))
 
 
 def _residuals(model: Transformer, trainable: Callable[[str], bool], rows: Any) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from jaxllm.layers import Embedding, Linear
 from jaxllm.model import Transformer
 from jaxllm.optimizers import apply_updates_stochastically
 from jaxllm.precision import NoScale, Scale
-from jaxllm.quantize import PackedEmbedding, PackedLinear
+from jaxllm.quantize import PackedEmbedding, PackedLinear, packed_weights
 
 IGNORE = -100  # a target that is not counted
 
@@ -90,13 +90,21 @@ def init_state(
     again until `update` has put parameters back. `trainable` tells by its name whether a parameter
     is trained (None: all are). The optimiser's moments are float32, also those of bfloat16 weights.
     Of a model of shapes alone (`nnx.eval_shape`) it is a state of shapes, to compile steps for.
-    Raises: ValueError if nothing is to be trained, or something that is no floating-point array.
+    Raises: ValueError if nothing is to be trained, or a packed weight, or something else that is no
+    floating-point array.
     """
     every = parameters(model)
     params = {name: x for name, x in every.items() if trainable is None or trainable(name)}
     if not params:
         raise ValueError(f"train: none of the {len(every)} parameters is to be trained")
+    packed = packed_weights(model)
     for name, x in params.items():
+        owner, _, part = name.rpartition(".")
+        if owner in packed and part != "bias":
+            raise ValueError(
+                f"train: {owner} is packed in {packed[owner].scheme}, which has no gradient; "
+                "leave it out with trainable=, as lora.is_adapter does"
+            )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
                 f"train: {name} is {x.dtype}, which has no gradient; leave it out with trainable="

@@ -285,8 +285,8 @@ MAY_IMPORT = {
         "jaxllm.layers jaxllm.model jaxllm.ops"
     ),
     "jaxllm.plan": (
-        "jaxllm.aot jaxllm.config jaxllm.fp8 jaxllm.lora jaxllm.model jaxllm.optimizers "
-        "jaxllm.precision jaxllm.quantize jaxllm.train"
+        "jaxllm.aot jaxllm.checkpoint.hf jaxllm.config jaxllm.fp8 jaxllm.lora jaxllm.model "
+        "jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.train"
     ),
     "jaxllm.dpo": "jaxllm.data jaxllm.layers jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
     "jaxllm.finetune": (
@@ -300,8 +300,8 @@ MAY_IMPORT = {
         "jaxllm.model jaxllm.quantize"
     ),
     "jaxllm.cli_train": (
-        "jaxllm.checkpoint.folder jaxllm.config jaxllm.families jaxllm.finetune jaxllm.plan "
-        "jaxllm.precision jaxllm.trainer"
+        "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.families "
+        "jaxllm.finetune jaxllm.plan jaxllm.precision jaxllm.trainer"
     ),
     "jaxllm.checkpoint": "jaxllm.checkpoint.*",
     "jaxllm": "jaxllm.*",

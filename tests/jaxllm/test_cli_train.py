@@ -255,6 +255,19 @@ def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("method", [("--full",), ("--qlora", "int4")])
+def test_packed_weights_are_not_trained_nor_packed_again(run, tmp_path, method):
+    packed, _ = quantised_checkpoints.write(tmp_path, "int4")
+    code, _, err = run("finetune", packed, "--data", tmp_path, "--out", tmp_path / "out", *method)
+    assert code == 2
+    name = "full" if method == ("--full",) else "qlora"
+    assert err == (
+        f"jaxllm: finetune: the weights of {packed} are packed, and stay as they are; take method "
+        f"'lora' (--lora), which trains adapters beside them, and not '{name}'\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_with_something_else_in_it_is_left_alone(tune, tmp_path):
     (tmp_path / "letter.txt").write_text("mine")
     code, _, err = tune(tmp_path)
@@ -289,11 +302,22 @@ def test_plan(run, folder):
 
 def test_plan_says_what_it_makes_of_packed_weights(run, tmp_path, monkeypatch):
     packed, plain = quantised_checkpoints.write(tmp_path, "gptq")
-    monkeypatch.setattr(plan, "plan", lambda config, **options: config.model_type)
-    note = "The weights that the checkpoint has packed are counted as plain ones.\n"
-    assert run("plan", packed, "--lora", 4)[1] == f"llama\n{note}"
-    assert run("plan", packed, "--qlora", "int4")[1] == "llama\n"
-    assert run("plan", plain, "--lora", 4)[1] == "llama\n"
+    asked = []
+    monkeypatch.setattr(plan, "plan", lambda config, **options: asked.append(options))
+    assert run("plan", packed)[0] == run("plan", plain)[0] == run("plan", plain / "config.json")[0]
+    assert [options["checkpoint"] for options in asked] == [packed, None, None]
+    assert [options["quantize"] for options in asked] == [None, None, None]
+    code, _, err = run("plan", packed / "config.json")
+    assert code == 2
+    assert (
+        "the weights are packed, and how large they are stands in the files beside it; giv" in err
+    )
+    options = ("--quantize", "int4", "--group-size", 32, "--quantize-head", "int8")
+    assert run("plan", plain, *options, "--keep", "o_proj")[0] == 0
+    how = {"scheme": "int4", "group_size": 32, "head": "int8", "keep": ["o_proj"]}
+    assert asked[-1]["quantize"] == how
+    code, _, err = run("plan", plain, "--group-size", 32)
+    assert (code, err) == (2, "jaxllm: --group-size needs --quantize\n")
 
 
 def test_keys():

@@ -4,18 +4,23 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import quantised_checkpoints
 import tiny_models
 from flax import nnx
+from quantised_checkpoints import LLAMA
 from tiny_models import TINY
 
+import jaxllm
 from benchmarks.models import LLAMA_8B
 from jaxllm import lora, train
 from jaxllm import plan as plan_module
 from jaxllm.plan import Plan, card_size, plan
+from jaxllm.quantize import packed_weights
 
 WIDE = dataclasses.replace(
     TINY, vocab_size=512, hidden_size=64, intermediate_size=128, num_attention_heads=2, head_dim=32
 )
+LINEAR = WIDE.num_hidden_layers * (2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 128)
 COUNT = sum(x.size for x in jax.tree.leaves(nnx.state(tiny_models.build(WIDE))))
 ON_CPU = {"batch": 2, "seq": 32, "target": None}
 
@@ -77,10 +82,46 @@ def test_adapters_are_all_that_is_trained():
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_packed_base_weighs_half_a_byte_and_its_scales():
-    plain, packed = (plan(WIDE, **ON_CPU, lora=16, qlora=q, group_size=32) for q in (False, True))
-    linear = WIDE.num_hidden_layers * (2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 128)
-    assert plain.weights - packed.weights == 2 * linear - linear // 2 - 2 * linear // 32
+    plain, packed = (plan(WIDE, **ON_CPU, lora=16, qlora=q) for q in (False, True))
+    assert plain.weights - packed.weights == 2 * LINEAR - LINEAR // 2 - 2 * LINEAR // 64
+    assert packed.packed == LINEAR // 2 + 2 * LINEAR // 64
+    assert plain.packed == 0
     assert plain.parameters == packed.parameters
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(
+    ("quantize", "bits", "tables"),
+    [
+        ({"scheme": "int8"}, 8 + 32 / 64, 0),
+        ({"scheme": "int4", "group_size": 32}, 4 + 16 / 32, 0),
+        ({"scheme": "mxfp4", "head": "mxfp8"}, 4 + 8 / 32, 1),
+    ],
+)
+def test_a_base_that_is_packed_as_quantize_does(quantize, bits, tables):
+    square = dataclasses.replace(WIDE, intermediate_size=64)  # a scale a row is one in 64 numbers
+    count = WIDE.num_hidden_layers * 7 * 64 * 64
+    ours = plan(square, **ON_CPU, lora=4, quantize=quantize)
+    assert ours.packed == count * bits / 8 + tables * 512 * 64 * (8 + 8 / 32) / 8
+    assert f"({ours.packed / 2**30:.2f} of them packed)" in str(ours).splitlines()[0]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("layout", ["int8", "int4 zero", "fp8 block", "nvfp4", "gptq", "awq"])
+def test_a_packed_checkpoint_weighs_what_it_loads(layout, tmp_path):
+    packed, plain = quantised_checkpoints.write(tmp_path, layout)
+    model, _ = jaxllm.load(packed, "bfloat16")
+    stored = sum(x.nbytes for x in jax.tree.leaves(packed_weights(model)))
+    if layout == "gptq":  # whose zero points are all 8, and need no room: a plan does not read them
+        assert model.layers[0].mlp.up_proj.packed.zero is None
+    ours = plan(LLAMA, **ON_CPU, lora=4, checkpoint=packed)
+    assert ours.packed == stored
+    assert plan(LLAMA, **ON_CPU, lora=4, checkpoint=plain).packed == 0
+    adapters = 4 * 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96))
+    others = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert ours.weights == others + adapters
+    with pytest.raises(ValueError, match="^plan: packed weights are not trained; give the rank"):
+        plan(LLAMA, **ON_CPU, checkpoint=packed)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -127,6 +168,7 @@ def test_what_is_printed():
     ours = Plan(
         remat="none",
         **{name: size * gib for name, size in kinds.items()},
+        packed=0,
         peak=19 * gib,
         host=0,
         trained=10**7,
@@ -161,7 +203,12 @@ def test_what_is_printed():
         ({"policy": "fp64"}, "^precision: no policy is named 'fp64'"),
         ({"micro_batches": 3}, "^plan: 2 rows of 32 tokens cannot be split into 3 equal micro-"),
         ({"lora": 4, "targets": ["w_proj"]}, "^lora: "),
-        ({"qlora": True, "group_size": 48}, "^quantize: groups of 48 do not divide the "),
+        (
+            {"lora": 4, "quantize": {"scheme": "int4", "group_size": 48}},
+            "^quantize: groups of 48 do not divide the ",
+        ),
+        ({"quantize": {"scheme": "int4"}}, "^plan: packed weights are not trained; give the rank"),
+        ({"qlora": True, "quantize": {"scheme": "int8"}}, "^plan: qlora packs the base in int4; "),
     ],
 )
 def test_what_cannot_be_planned_is_said(keywords, sentence):
@@ -171,7 +218,7 @@ def test_what_cannot_be_planned_is_said(keywords, sentence):
 
 def test_nothing_is_allocated():
     huge = dataclasses.replace(WIDE, hidden_size=2**20, num_attention_heads=2**15)
-    recipe = plan_module._Recipe(huge, "bf16", 16, 64, {})
+    recipe = plan_module._Recipe(huge, "bf16", 16, {"scheme": "int4"}, None, {})
     model = recipe.model("none")
     names = [name for name in train.parameters(model) if lora.is_adapter(name)]
     assert len(names) == 2 * 7 * WIDE.num_hidden_layers
@@ -205,13 +252,13 @@ def test_offload_moves_the_inputs_of_blocks_to_the_host():
 
 
 def test_a_packed_base_and_fp8_are_not_both():
-    with pytest.raises(ValueError, match="^plan: policy 'fp8' is of plain weights, and qlora"):
+    with pytest.raises(ValueError, match="^plan: policy 'fp8' is of plain weights, and int4"):
         plan(WIDE, **ON_CPU, qlora=True, policy="fp8")
 
 
 def test_packing_counts_where_it_takes_more_than_the_step(monkeypatch):
     monkeypatch.setattr(plan_module._Step, "peak", lambda self, target: self.weights)
-    ours = plan(WIDE, **ON_CPU, qlora=True, policy="bf16", group_size=32)
+    ours = plan(WIDE, **ON_CPU, qlora=True, policy="bf16")
     largest = 64 * 128 * (2 + 2)  # up_proj in bfloat16, codes, and parts of them
     assert ours.peak == ours.weights + largest
     assert sum(size for kind, size in ours.rows() if kind != "peak") >= ours.peak

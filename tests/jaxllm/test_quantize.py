@@ -215,7 +215,18 @@ def test_a_model_follows_its_dense_twin_to_the_same_tokens(config, scheme, head)
     assert results[0].tokens == results[1].tokens
 
 
-@pytest.mark.parametrize(("scheme", "head"), [("int4", "int8"), ("nvfp4", "fp8"), ("mxfp8", None)])
+@pytest.mark.parametrize(
+    ("scheme", "head"),
+    [
+        ("int8", "mxfp8"),
+        ("int4", "int8"),
+        ("fp8", "int4"),
+        ("nvfp4", "fp8"),
+        ("mxfp4", "nvfp4"),
+        ("mxfp8", None),
+        ("ternary", "int8"),
+    ],
+)
 def test_a_real_checkpoint_follows_its_dense_twin(scheme, head):
     folder = jaxllm.shipped_checkpoint()
     (model, tokenizer), (twin, _) = (jaxllm.load(folder, "float32") for _ in range(2))
@@ -365,6 +376,17 @@ def test_adapters_on_a_packed_base_train_and_the_base_stays():
     assert losses[-1] < 0.7 * losses[0]
     for name, weight in before.items():
         np.testing.assert_array_equal(state.frozen[name], weight)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "fp8", "mxfp8"])
+def test_packed_weights_are_not_trained(scheme):
+    """Codes of fp8 are floating-point numbers, and no weights."""
+    model = tiny_models.build(EVEN)
+    jaxllm.quantize(model, scheme)
+    with pytest.raises(
+        ValueError, match=f"^train: layers.0.mlp.* is packed in {scheme}, which has"
+    ):
+        train.init_state(model, optax.sgd(0.1))
 
 
 @pytest.mark.parametrize("from_host", [False, True])
