@@ -29,11 +29,13 @@ from pallas_kernels.quantize import quantize
 SECTIONS = ("decode", "packed-decode", "cuda-graphs")
 PROMPT, NEW_TOKENS = 64, 256
 FUSED = "auto, fused"  # what `jaxllm generate` runs
-# (format, rows): the first of each number of rows is what the others are compared with
+# (format, rows): bfloat16 with as many rows is what the others are compared with
 PACKED = (
-    *(("bfloat16", 1), ("int8", 1), ("int4", 1), ("ternary", 1)),
+    *(("bfloat16", 1), ("int8", 1), ("int4", 1), ("int4, norm inside", 1), ("ternary", 1)),
     *(("bfloat16", 16), ("int4", 16)),
 )
+# What "auto" does not take: the norm is part of the product behind it
+NORM_INSIDE = {"fused_linear": "pallas-norm-inside"}
 HEAD = "int8"  # of packed models
 # What XLA is told, for one compilation; its own default makes a graph of the loop's body
 GRAPHS: dict[str, Mapping[str, Any]] = {
@@ -105,8 +107,11 @@ def packed(
 ) -> dict[str, Any]:
     """`generate` for some rows of a model whose projections are packed, its head in HEAD."""
     del watch
-    make = random_model if scheme == "bfloat16" else functools.partial(packed_model, scheme=scheme)
-    model = make(config)
+    scheme, _, inside = scheme.partition(", ")
+    if scheme == "bfloat16":
+        model = random_model(config)
+    else:
+        model = packed_model(config, NORM_INSIDE if inside else "auto", scheme=scheme)
     weights = size_bytes(nnx.state(model, nnx.Param))
     found = generated(model, rows, prompt=prompt, new_tokens=new_tokens)
     return {**found, "rows": rows, "weight_bytes": weights}
@@ -123,18 +128,21 @@ def random_model(
     return model
 
 
-def packed_model(config: ModelConfig, *, scheme: str, head: str = HEAD) -> jaxllm.Transformer:
+def packed_model(
+    config: ModelConfig, implementation: Any = "auto", *, scheme: str, head: str = HEAD
+) -> jaxllm.Transformer:
     """A fused model with random weights that never were all there in bfloat16.
 
     The head stays in bfloat16 if it is the embedding's table.
     """
-    runtime = Runtime(dtype="bfloat16", param_dtype="bfloat16")
+    runtime = Runtime(dtype="bfloat16", param_dtype="bfloat16", implementation=implementation)
     model = nnx.eval_shape(lambda: jaxllm.Transformer(config, runtime, rngs=nnx.Rngs(0)))
     keys = (jax.random.fold_in(jax.random.key(0), i) for i in range(2**31))
     for name, (parent, attribute, module) in linears(model, ()).items():
         weight = _normal(next(keys), module.weight.get_value())
         weights = jax.block_until_ready(quantize(weight, head if name == "lm_head" else scheme))
-        setattr(parent, attribute, PackedLinear(weights, module.bias, dtype=jnp.bfloat16))
+        how: Any = {"dtype": jnp.bfloat16, "implementation": implementation}
+        setattr(parent, attribute, PackedLinear(weights, module.bias, **how))
     for _, parameter in nnx.iter_graph(model):
         spec = parameter.get_value() if isinstance(parameter, nnx.Param) else None
         if isinstance(spec, jax.ShapeDtypeStruct):

@@ -290,8 +290,8 @@ def pair(
     """Each kernel, in order, with the launch that it belongs to.
 
     Runs of one kind stand for each other. A library may launch several kernels a call, as many for
-    each call of a run; the bytes of a call are its first kernel's. Where the two do not agree, no
-    kernel has a launch.
+    each call of a run; the bytes of a call are its first kernel's. The driver's copies belong to no
+    launch; where the others do not agree, neither does any other kernel.
     """
     own = {launch.name for launch in launches if launch.kind == "xla"}
 
@@ -299,8 +299,10 @@ def pair(
         return "mosaic" if name.endswith(MOSAIC) else "xla" if name in own else "library"
 
     nothing: list[tuple[str, float, Launch | None]] = [(name, us, None) for name, us in kernels]
+    copies = [i for i, (name, _) in enumerate(kernels) if re.match("mem(cpy|set)", name, re.I)]
+    launched = [kernel for i, kernel in enumerate(kernels) if i not in copies]
     wanted = [(k, list(run)) for k, run in itertools.groupby(launches, lambda x: x.kind)]
-    seen = [(k, list(run)) for k, run in itertools.groupby(kernels, lambda x: kind(x[0]))]
+    seen = [(k, list(run)) for k, run in itertools.groupby(launched, lambda x: kind(x[0]))]
     if [k for k, _ in wanted] != [k for k, _ in seen]:
         return nothing
     pairs: list[tuple[str, float, Launch | None]] = []
@@ -311,6 +313,8 @@ def pair(
         for i, (name, us) in enumerate(run):
             call = calls[i // each]
             pairs.append((name, us, call if i % each == 0 else _rest_of(call)))
+    for i in copies:
+        pairs.insert(i, nothing[i])
     return pairs
 
 

@@ -95,6 +95,10 @@ def test_kernels_are_paired_with_launches():
     assert names([(k, 1.0) for k in kernels]) == list(
         zip(kernels, [call.name for call in CALLS], strict=True)
     )
+    copied = [*kernels[:2], "memcpy128", *kernels[2:], "Memset (Device)"]
+    found = names([(k, 1.0) for k in copied])
+    assert [k for k, _ in found] == copied
+    assert [x for x in found if x[1]] == names([(k, 1.0) for k in kernels])
     split = ["loop_add_fusion", gemv, "nvjet", "reduce", "nvjet", "reduce", "loop_add_fusion"]
     found = step_kernels.pair(CALLS, [(k, 1.0) for k in split])
     assert [x.name for _, _, x in found if x] == [
