@@ -1,42 +1,44 @@
-"""Matmul: a @ b with fp32 sums, and what follows it in a model before anything is written.
+"""Matmul: a @ b with wide sums, and what follows it in a model before anything is written.
 
 a [.., M, K], b [K, N] or, as a weight lies in a checkpoint, [N, K] with `transpose_b`.
 `matmul_kernel` says what a block does, `matmul_few_rows` what it does where a has few rows, as in
-decoding. The gradient is two more products, one of which reads a the other way round.
+decoding, `matmul_finish` what follows the sums and `matmul_backward` the gradient.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import device as device_lib
 from pallas_kernels import matmul_few_rows as few_rows
 from pallas_kernels import tuned
-from pallas_kernels.device import SHARED_BYTES, Device
-from pallas_kernels.matmul_kernel import (
-    FORMS,
-    Config,
-    Static,
-    product,
-    shared_bytes,
+from pallas_kernels.device import Device
+from pallas_kernels.matmul_backward import run
+from pallas_kernels.matmul_config import (
+    config_problem,
+    has_blocks,
+    num_vectors,
+    reads_weight,
+    result_dtype,
+    sizes,
+    tile_config,
 )
+from pallas_kernels.matmul_finish import BLOCK, EPILOGUES, FP8, MOST, finish, sums
+from pallas_kernels.matmul_kernel import Config, Static
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS
 
-FP8 = jnp.float8_e4m3fn
-DTYPES = (jnp.bfloat16, jnp.float16, FP8)
+DTYPES = (jnp.bfloat16, jnp.float16, FP8, jnp.int8)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-EPILOGUES = (None, "swiglu")
 
 
 def matmul(
-    a: Float[Array, "*B M K"],
+    a: Shaped[Array, "*B M K"],
     b: Array,
     *,
     transpose_b: bool = False,
@@ -46,26 +48,41 @@ def matmul(
     residual: Float[Array, "*B M F"] | None = None,
     a_scale: Array | None = None,
     b_scale: Array | None = None,
+    out_scale: Array | None = None,
     config: Config | None = None,
     interpret: bool = False,
-) -> Float[Array, "*B M F"]:
+) -> Shaped[Array, "*B M F"]:
     """epilogue(a @ b * scales + bias) + residual, summed in float32 and rounded once.
 
     b is [K, N], or [N, K] with `transpose_b`, which costs no copy; or one of these for each of a's
     leading dimensions. epilogue "swiglu": the N = 2F columns are gate, then up, and the result is
-    silu(gate) * up, [.., M, F]; otherwise F is N.
-    a_scale is one number or one a row [.., M], b_scale one number or one a column [N].
-    Dtypes: a and b both bfloat16, float16 or float8_e4m3fn; bias and scales any float; the result
-    and the residual have `out_dtype`: bfloat16, float16 or float32, a's if None (fp8: bfloat16).
-    Gradients: two more products by the same kernel, in a's dtype (fp8: bfloat16, and the gradient
-    of an fp8 array saturates at 448); "swiglu" and scales compute a @ b once more.
+    silu(gate) * up, [.., M, F]; otherwise F is N. "gelu" is x (1 + erf(x / sqrt(2))) / 2, and
+    "gelu_pytorch_tanh" x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, as configs name them.
+    a_scale is one number or one a row [.., M], b_scale one number or one a column [N]. A number a
+    row may come from a itself: of an RMSNorm in front, a_scale is 1 / rms of the rows that a holds
+    as they are, with the norm's weight multiplied into b's K beforehand.
+    Block scales, of float8: a_scale [.., M, K / 128] and b_scale [N / 128, K / 128], both rounded
+    up, of 128 numbers of a row of a and of 128 x 128 of b [N, K]; the sums of 128 of K are scaled
+    and added in float32.
+    Dtypes: a and b both bfloat16, float16, float8_e4m3fn or int8; bias and scales any float. int8
+    is summed in int32, exactly. The result and the residual have `out_dtype`: bfloat16, float16 or
+    float32, a's if None (float8: bfloat16). Of int8 it may be int32 too, which it is if None: the
+    sums alone. With out_scale, one number or one a column [F], the result is int8 or float8_e4m3fn:
+    what came out so far times out_scale, to the nearest, ties to even, at most 127 or 448; it
+    takes no residual.
+    Gradients: two more products by the same kernel, in a's dtype (float8: bfloat16, and the
+    gradient of a float8 array saturates at 448); an epilogue and scales compute a @ b once more.
+    With block scales they go through `matmul_reference`. int8 arrays have none, what follows their
+    product has; a result of out_scale passes none on, and float8 with it raises.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
+    Source of the block scales: DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2.
     """
-    rest = {"bias": bias, "residual": residual, "a_scale": a_scale, "b_scale": b_scale}
+    scales = {"a_scale": a_scale, "b_scale": b_scale, "out_scale": out_scale}
+    rest = {"bias": bias, "residual": residual, **scales}
     keywords = {"transpose_b": transpose_b, "out_dtype": out_dtype, "epilogue": epilogue, **rest}
     _check(a, b, **keywords)
-    if config is not None and (problem := _config_problem(config, a, b, **keywords)):
+    if config is not None and (problem := config_problem(config, a, b, **keywords)):
         raise ValueError(f"matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(a, b, **keywords, device=device)
@@ -76,27 +93,30 @@ def matmul(
         or tuned.lookup("matmul", bucket(a, b, **keywords), device, Config)
         or default_config(a, b, **keywords, device=device)
     )
-    gated = epilogue == "swiglu"
     static = Static(
-        "matmul_swiglu" if gated else "matmul",
+        "matmul" if epilogue is None else f"matmul_{epilogue}",
         config,
         device.num_sms,
         interpret,
-        jnp.dtype(_out_dtype(a, out_dtype)).name,
+        result_dtype(a, out_dtype).name,
         transpose_b=transpose_b,
-        gated=gated,
+        epilogue=epilogue,
     )
     lead = (math.prod(b.shape[:-2]),) if b.ndim > 2 else ()
     a2, residual2 = (
         None if x is None else x.reshape(*lead, -1, x.shape[-1]) for x in (a, residual)
     )
-    a_scale, b_scale = (
-        None if s is None else s.reshape(-1).astype(jnp.float32) for s in (a_scale, b_scale)
-    )
-    run = functools.partial(_matmul, static)
+    blocks = [-1, b_scale.shape[1]] if b_scale is not None and b_scale.ndim == 2 else [-1]
+    shapes = {"a_scale": blocks, "b_scale": blocks, "out_scale": [-1]}
+    flat = [
+        None if s is None else s.reshape(shapes[name]).astype(jnp.float32)
+        for name, s in scales.items()
+    ]
+    call = functools.partial(run, static)
     if lead:
-        run = jax.vmap(run, in_axes=(0, 0, None, None if residual is None else 0, None, None))
-    y = run(a2, b.reshape(*lead, *b.shape[-2:]), bias, residual2, a_scale, b_scale)
+        axes = (0, 0, None, None if residual is None else 0, None, None, None)
+        call = jax.vmap(call, in_axes=axes)
+    y = call(a2, b.reshape(*lead, *b.shape[-2:]), bias, residual2, *flat)
     return y.reshape(*a.shape[:-1], y.shape[-1])
 
 
@@ -111,28 +131,17 @@ def matmul_reference(
     residual=None,
     a_scale=None,
     b_scale=None,
+    out_scale=None,
 ):
     """The mathematics in plain JAX."""
-    out_dtype = _out_dtype(a, out_dtype)
-    if a.dtype == FP8:  # each of its numbers is a bfloat16 too
-        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-    b = jnp.swapaxes(b, -1, -2) if transpose_b else b
-    total = jnp.matmul(a, b, preferred_element_type=jnp.float32)
-    if a_scale is not None and a_scale.ndim:
+    out_dtype = result_dtype(a, out_dtype)
+    blocks = has_blocks(b_scale)
+    total = sums(a, b, transpose_b=transpose_b, a_scale=a_scale, b_scale=b_scale)
+    if blocks:  # they are in the sums
+        a_scale = b_scale = None
+    elif a_scale is not None and a_scale.ndim:
         a_scale = a_scale[..., None]
-    return _finish(total, bias, residual, a_scale, b_scale, epilogue == "swiglu", out_dtype)
-
-
-def _finish(total, bias, residual, a_scale, b_scale, gated, out_dtype):
-    """What becomes of the float32 sums; the backward pass differentiates this."""
-    wide = lambda x: x.astype(jnp.float32).reshape((1,) * (total.ndim - x.ndim) + x.shape)  # noqa: E731
-    for scale in (a_scale, b_scale):
-        total = total if scale is None else total * wide(scale)
-    total = total if bias is None else total + wide(bias)
-    if gated:
-        gate, up = jnp.split(total, 2, axis=-1)
-        total = jax.nn.silu(gate) * up
-    return (total if residual is None else total + wide(residual)).astype(out_dtype)
+    return finish(total, bias, residual, a_scale, b_scale, out_scale, epilogue, out_dtype)
 
 
 def why_not(
@@ -146,30 +155,35 @@ def why_not(
     residual=None,
     a_scale=None,
     b_scale=None,
+    out_scale=None,
     device: Device | None = None,
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
-    del out_dtype, bias, residual
+    del bias, residual
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
     if a.dtype == jnp.float32:
         return "the tensor cores would round float32 to 10 bits (tf32)"
     if a.dtype not in DTYPES:
-        return f"takes bfloat16, float16 or float8_e4m3fn, got {a.dtype}"
-    if a.dtype == FP8 and not transpose_b:
-        return "fp8 tensor cores want K innermost in both operands: b as [N, K], with transpose_b"
+        return f"takes bfloat16, float16, float8_e4m3fn or int8, got {a.dtype}"
+    if a.dtype.itemsize == 1 and not transpose_b:
+        return (
+            f"{a.dtype} tensor cores want K innermost in both operands: b as [N, K], with "
+            "transpose_b"
+        )
     if epilogue == "swiglu" and not transpose_b:
         return "'swiglu' takes gate and up as rows of a weight: b as [N, K], with transpose_b"
-    if b.ndim > 2 and not (a_scale is None and b_scale is None):
+    if b.ndim > 2 and any(scale is not None for scale in (a_scale, b_scale, out_scale)):
         return "takes scales for one b only, not for a batch of them"
     if 0 in (*a.shape, *b.shape):
         return f"nothing to multiply: a is {list(a.shape)}, b is {list(b.shape)}"
     n = b.shape[-2] if transpose_b else b.shape[-1]
+    width = n // 2 if epilogue == "swiglu" else n
+    if has_blocks(b_scale) and epilogue == "swiglu" and width % (BLOCK // 2):
+        return f"up begins within 64 columns that share a scale: F = {width}"
     # the gradient of N columns takes them as an operand of 16 bits
-    for name, size_bytes in (
-        ("K", a.shape[-1] * a.dtype.itemsize),
-        ("N", (n if epilogue is None else n // 2) * 2),
-    ):
+    out_bytes = 1 if result_dtype(a, out_dtype).itemsize == 1 else 2
+    for name, size_bytes in (("K", a.shape[-1] * a.dtype.itemsize), ("N", width * out_bytes)):
         if reason := device_lib.why_not_copied(f"rows along {name}", size_bytes):
             return reason
     return None
@@ -186,60 +200,34 @@ def default_config(
     residual=None,
     a_scale=None,
     b_scale=None,
+    out_scale=None,
     device: Device,
 ) -> Config:
-    """The tile with the least work in the last wave; as many stages as the shared memory holds."""
+    """What was ahead on an H200 where rows are few, else the least work in the last wave."""
     del residual
-    m, n, k = _sizes(a, b, transpose_b)
-    if m <= WGMMA_ROWS and _reads_weight(a, b, transpose_b, a_scale, b_scale):
+    m, n, k = sizes(a, b, transpose_b)
+    if m <= WGMMA_ROWS and reads_weight(a, b, transpose_b, epilogue, a_scale, b_scale, out_scale):
         few = few_rows.default_config(
             m,
             n,
             k,
-            _out_dtype(a, out_dtype),
+            result_dtype(a, out_dtype),
             gated=epilogue == "swiglu",
             num_sms=device.num_sms,
         )
         if few is not None:
             return few
-    return _tile_config(
+    return tile_config(
         m,
         n,
         a.dtype,
         b_rows=not transpose_b,
         gated=epilogue == "swiglu",
         num_sms=device.num_sms,
-        vectors=_vectors(bias, a_scale, b_scale),
+        vectors=num_vectors(bias, a_scale, b_scale, out_scale),
+        blocks=has_blocks(b_scale),
+        out_bytes=result_dtype(a, out_dtype).itemsize,
     )
-
-
-def _tile_config(m, n, dtype, *, b_rows, gated, num_sms, vectors) -> Config:
-    tile_k = LINE_BYTES // dtype.itemsize
-    if m <= WGMMA_ROWS:
-        # Few rows: the weight's bytes are the time. The widest tile that still gives three in four
-        # multiprocessors some of it to load; two times 128 bytes of K are worth a round.
-        least = 128 if gated else 64 if b_rows else 16
-        widths = [w for w in (128, 64, 32, 16) if w >= least]
-        width = next((w for w in widths if 4 * n >= 3 * w * num_sms), least)
-        choice = Config(WGMMA_ROWS, width, 2 * tile_k, consumers=1)
-    else:
-        # A tile of 128 x 256 reads least from shared memory a product (two of 64 x 256); smaller
-        # ones waste less of the last wave but feed the tensor cores worse by about this much.
-        tiles = [(128, 256, 2, 1.0), (256, 128, 2, 1.0), (128, 128, 2, 1.2), (64, 128, 1, 1.6)]
-        tiles += [] if gated else [(128, 64, 2, 1.6), (64, 64, 1, 2.2)]
-
-        def cost(tile):
-            tile_m, tile_n, _, slower = tile
-            waves = -(-(-(-m // tile_m) * -(-n // tile_n)) // num_sms)
-            return waves * tile_m * tile_n * slower
-
-        tile_m, tile_n, consumers, _ = min(tiles, key=cost)
-        choice = Config(tile_m, tile_n, tile_k, consumers)
-    for stages in range(12, 1, -1):  # more than about 100 KB in flight gain nothing
-        config = dataclasses.replace(choice, stages=stages)
-        if shared_bytes(config, dtype, vectors) <= SHARED_BYTES:
-            return config
-    raise AssertionError(f"matmul: no two stages of {choice} fit the shared memory")
 
 
 def bucket(
@@ -253,18 +241,19 @@ def bucket(
     residual=None,
     a_scale=None,
     b_scale=None,
+    out_scale=None,
 ) -> str:
     """The key of a tuned row: rows of a up to a power of two, N and K as they are."""
     del residual
-    m, n, k = _sizes(a, b, transpose_b)
+    m, n, k = sizes(a, b, transpose_b)
     names = [a.dtype.name, f"m{tuned.power_of_two(m)}", f"n{n}", f"k{k}"]
-    names += ["nk" if transpose_b else "kn", jnp.dtype(_out_dtype(a, out_dtype)).name]
+    names += ["nk" if transpose_b else "kn", result_dtype(a, out_dtype).name]
     if epilogue:
         names.append(epilogue)
-    if (vectors := _vectors(bias, a_scale, b_scale)) > 1:  # they take room on chip
+    if (vectors := num_vectors(bias, a_scale, b_scale, out_scale)) > 1:  # they take room on chip
         names.append(f"{vectors} vectors")
     if a_scale is not None or b_scale is not None:  # not every form takes them, nor several b
-        names.append("scaled")
+        names.append("blocks" if has_blocks(b_scale) else "scaled")
     if b.ndim > 2:
         names.append("batched")
     return "-".join(names)
@@ -273,7 +262,7 @@ def bucket(
 def candidates(a, b, *, transpose_b=False, device: Device, **keywords) -> list[Config]:
     """What is worth a measurement: the default's neighbours."""
     default = default_config(a, b, transpose_b=transpose_b, device=device, **keywords)
-    m, n, k = _sizes(a, b, transpose_b)
+    m, n, k = sizes(a, b, transpose_b)
     step = LINE_BYTES // a.dtype.itemsize
     if m <= WGMMA_ROWS:
         tiles = [(64, x, 1, y) for x in (16, 32, 64, 128) for y in (step, 2 * step, 4 * step)]
@@ -290,13 +279,13 @@ def candidates(a, b, *, transpose_b=False, device: Device, **keywords) -> list[C
                 config
                 for stages in range(12, 1, -1)
                 for config in [Config(tile_m, tile_n, tile_k, consumers, stages, snake)]
-                if _config_problem(config, a, b, transpose_b=transpose_b, **keywords) is None
+                if config_problem(config, a, b, transpose_b=transpose_b, **keywords) is None
             ]
             found += deep[:1]
     found += [
         config
         for config in few_rows.candidates(m, n, k, gated=keywords.get("epilogue") == "swiglu")
-        if _config_problem(config, a, b, transpose_b=transpose_b, **keywords) is None
+        if config_problem(config, a, b, transpose_b=transpose_b, **keywords) is None
     ]
     return [config for config in dict.fromkeys(found) if config != default]
 
@@ -313,17 +302,9 @@ def tuning_calls() -> list[tuned.Call]:
     return calls
 
 
-def _sizes(a, b, transpose_b) -> tuple[int, int, int]:
-    """M (of one product), N, K."""
-    m = a.shape[-2] if b.ndim > 2 else math.prod(a.shape[:-1])
-    return m, b.shape[-2] if transpose_b else b.shape[-1], a.shape[-1]
-
-
-def _out_dtype(a, out_dtype) -> jnp.dtype:
-    return jnp.dtype(out_dtype or (jnp.bfloat16 if a.dtype == FP8 else a.dtype))
-
-
-def _check(a, b, *, transpose_b, out_dtype, bias, epilogue, residual, a_scale, b_scale) -> None:
+def _check(
+    a, b, *, transpose_b, out_dtype, bias, epilogue, residual, a_scale, b_scale, out_scale
+) -> None:
     want = "[.., N, K]" if transpose_b else "[.., K, N]"
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(f"matmul: a {list(a.shape)} and b {list(b.shape)} need two dimensions")
@@ -333,169 +314,66 @@ def _check(a, b, *, transpose_b, out_dtype, bias, epilogue, residual, a_scale, b
             f"matmul: a {list(a.shape)} is [.., M, K], which b {list(b.shape)} as {want} "
             "does not fit"
         )
-    for name, x in (("a", a), ("b", b), ("bias", bias), ("a_scale", a_scale), ("b_scale", b_scale)):
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"matmul: {name} is {x.dtype}; it must be floating point")
+    scales = {"a_scale": a_scale, "b_scale": b_scale, "out_scale": out_scale}
+    for name, x in {"a": a, "b": b, "bias": bias, **scales}.items():
+        either = " or int8" if name in "ab" else ""
+        if x is None or jnp.issubdtype(x.dtype, jnp.floating) or (either and x.dtype == jnp.int8):
+            continue
+        raise ValueError(f"matmul: {name} is {x.dtype}; it must be floating point{either}")
     if a.dtype != b.dtype:
         raise ValueError(f"matmul: a is {a.dtype} and b is {b.dtype}; they must agree")
-    out_dtype = _out_dtype(a, out_dtype)
-    if out_dtype not in OUT_DTYPES:
-        raise ValueError(f"matmul: out_dtype {out_dtype} is not bfloat16, float16 or float32")
     if epilogue not in EPILOGUES:
-        raise ValueError(f"matmul: no epilogue is named {epilogue!r}; there is 'swiglu'")
+        names = ", ".join(repr(name) for name in EPILOGUES if name)
+        raise ValueError(f"matmul: no epilogue is named {epilogue!r}; there are {names}")
     if epilogue == "swiglu" and n % 2:
         raise ValueError(f"matmul: 'swiglu' takes gate and up columns, but N = {n} is odd")
+    rest = {"bias": bias, "epilogue": epilogue, "residual": residual, **scales}
+    out_dtype = result_dtype(a, out_dtype)
+    _check_out_dtype(a, out_dtype, [name for name, x in rest.items() if x is not None])
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"matmul: bias {list(bias.shape)} is not [N] = [{n}]")
     shape = (*a.shape[:-1], n // 2 if epilogue == "swiglu" else n)
-    if residual is not None and (residual.shape, residual.dtype) != (shape, out_dtype):
+    if residual is not None and (residual.shape != shape or residual.dtype != out_dtype):
         raise ValueError(
             f"matmul: the residual is {residual.dtype}{list(residual.shape)}, but the result is "
             f"{out_dtype}{list(shape)}"
         )
-    for name, scale, full in (("a_scale", a_scale, a.shape[:-1]), ("b_scale", b_scale, (n,))):
-        if scale is not None and scale.shape not in ((), full):
+    full = {"a_scale": a.shape[:-1], "b_scale": (n,), "out_scale": shape[-1:]}
+    if (a_scale is not None and a_scale.ndim == a.ndim) or has_blocks(b_scale):
+        _check_blocks(a, a_scale, b_scale, n, k, transpose_b)
+        del full["a_scale"], full["b_scale"]
+    for name, whole in full.items():
+        if scales[name] is not None and scales[name].shape not in ((), whole):
             raise ValueError(
-                f"matmul: {name} {list(scale.shape)} is neither one number nor {list(full)}"
+                f"matmul: {name} {list(scales[name].shape)} is neither one number nor {list(whole)}"
             )
 
 
-def _config_problem(
-    config: Config,
-    a,
-    b,
-    *,
-    transpose_b=False,
-    out_dtype=None,
-    epilogue=None,
-    bias=None,
-    a_scale=None,
-    b_scale=None,
-    **_,
-) -> str | None:
-    """What the hardware has against a tile, or a form against the call."""
-    c, step = config, LINE_BYTES // a.dtype.itemsize
-    if c.form not in FORMS:
-        return f"form must be one of {', '.join(FORMS)}"
-    if c.form != "tiles":
-        if not _reads_weight(a, b, transpose_b, a_scale, b_scale):
-            return f"{c.form!r} takes one weight [N, K] of 16 bits, with transpose_b, and no scales"
-        m, n, k = _sizes(a, b, transpose_b)
-        wide = _out_dtype(a, out_dtype)
-        return few_rows.problem(c, m, n, k, wide, gated=epilogue == "swiglu")
-    least = 128 if epilogue == "swiglu" else 64
-    small = transpose_b and epilogue is None and c.tile_n in (16, 32)
-    size_bytes = shared_bytes(config, a.dtype, _vectors(bias, a_scale, b_scale))
-    problems = {
-        "consumers must be 1 or 2": c.consumers not in (1, 2),
-        "tile_m must be 64, 128 or 256": c.tile_m not in (64, 128, 256),
-        "a consumer takes 64 rows at least": c.tile_m < WGMMA_ROWS * c.consumers,
-        f"tile_n must be a multiple of {least}, 256 at most (or 16 or 32 where b is [N, K])": (
-            not small and (not 0 < c.tile_n <= 256 or c.tile_n % least)
-        ),
-        f"tile_k must be a multiple of {step}": c.tile_k < 1 or c.tile_k % step,
-        "a consumer can hold 64 x 256 sums": c.tile_m * c.tile_n > c.consumers * 64 * 256,
-        "stages must be 2 at least, snake 1": c.stages < 2 or c.snake < 1,
-        "cluster must be 1 or 2": c.cluster not in (1, 2),
-        f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
-    }
-    return next((problem for problem, found in problems.items() if found), None)
-
-
-def _reads_weight(a, b, transpose_b, a_scale, b_scale) -> bool:
-    """Whether the forms for few rows could take the call, if its rows are few."""
-    scaled = not (a_scale is None and b_scale is None)
-    return bool(transpose_b) and b.ndim == 2 and a.dtype.itemsize == 2 and not scaled
-
-
-def _vectors(bias, a_scale, b_scale) -> int:
-    """How many of them have a number for each row or column."""
-    return sum(x is not None and x.size > 1 for x in (bias, a_scale, b_scale))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(static: Static, a, b, bias, residual, a_scale, b_scale):
-    if static.config.form == "vectors":
-        return few_rows.vector_products(static, a, b, bias, residual)
-    if static.config.form == "split":
-        return few_rows.split_products(
-            static,
-            a,
-            b,
-            bias,
-            residual,
-            finish=lambda total: _finish(
-                total, bias, residual, None, None, static.gated, static.out_dtype
-            ),
-        )
-    return product(static, a, b, bias, residual, a_scale, b_scale)
-
-
-def _matmul_forward(static, *arrays):
-    return _matmul(static, *arrays), arrays
-
-
-def _matmul_backward(static, arrays, dy):
-    a, b, bias, residual, a_scale, b_scale = arrays
-    dtype = jnp.dtype(jnp.bfloat16 if a.dtype == FP8 else a.dtype)
-    shape = (dy.shape[0], b.shape[0] if static.transpose_b else b.shape[1])
-    if static.gated or a_scale is not None or b_scale is not None:
-        config = static.config
-        if config.form != "tiles":
-            config = _tile_config(
-                *shape, a.dtype, b_rows=False, gated=False, num_sms=static.num_sms, vectors=0
+def _check_out_dtype(a, out_dtype, given: list[str]) -> None:
+    """`given` names what follows the product."""
+    if out_dtype.name in MOST:
+        if "out_scale" not in given:
+            raise ValueError(f"matmul: a result in {out_dtype} needs out_scale")
+        if "residual" in given:
+            raise ValueError(f"matmul: a result in {out_dtype} takes no residual")
+    elif "out_scale" in given:
+        raise ValueError(f"matmul: out_scale is for {' or '.join(MOST)}, not for {out_dtype}")
+    elif out_dtype == jnp.int32 and a.dtype == jnp.int8:
+        if given:
+            raise ValueError(
+                f"matmul: {given[0]} and int32 sums do not go together; out_dtype may be a float"
             )
-        again = dataclasses.replace(
-            static, name="matmul_recomputed", gated=False, out_dtype="float32", config=config
+    elif out_dtype not in OUT_DTYPES:
+        raise ValueError(f"matmul: out_dtype {out_dtype} is not bfloat16, float16 or float32")
+
+
+def _check_blocks(a, a_scale, b_scale, n: int, k: int, transpose_b: bool) -> None:
+    across = -(-k // BLOCK)
+    want = [(*a.shape[:-1], across), (-(-n // BLOCK), across)]
+    got = [None if scale is None else scale.shape for scale in (a_scale, b_scale)]
+    if got != want or a.dtype != FP8 or not transpose_b:
+        shapes = [None if shape is None else list(shape) for shape in got]
+        raise ValueError(
+            f"matmul: a_scale {shapes[0]} and b_scale {shapes[1]} are no scales of blocks: these "
+            f"are {list(want[0])} and {list(want[1])}, of float8_e4m3fn, with b as [N, K]"
         )
-        total = product(again, a, b)
-    else:  # what follows is linear: the sums do not matter
-        total = jnp.zeros(shape, jnp.float32)
-    columns = None if a_scale is None else a_scale[:, None]
-
-    def finish(total, bias, residual, columns, b_scale):
-        return _finish(total, bias, residual, columns, b_scale, static.gated, dy.dtype)
-
-    _, pull = jax.vjp(finish, total, bias, residual, columns, b_scale)
-    d_total, d_bias, d_residual, d_columns, d_b_scale = pull(dy)
-    d_total = d_total.astype(dtype)
-    a16, b16 = a.astype(dtype), b.astype(dtype)
-    d_a = _gradient(static, "a", d_total, b16, transpose_b=not static.transpose_b)
-    operands = (d_total, a16) if static.transpose_b else (a16, d_total)
-    d_b = _gradient(static, "b", *operands, transpose_a=True)
-    d_a_scale = None if d_columns is None else d_columns[:, 0]
-    return _saturate(d_a, a), _saturate(d_b, b), d_bias, d_residual, d_a_scale, d_b_scale
-
-
-def _gradient(static: Static, of: str, a, b, *, transpose_a=False, transpose_b=False):
-    m = a.shape[1] if transpose_a else a.shape[0]
-    n = b.shape[0] if transpose_b else b.shape[1]
-    config = _tile_config(
-        m, n, a.dtype, b_rows=not transpose_b, gated=False, num_sms=static.num_sms, vectors=0
-    )
-    return product(
-        Static(
-            f"matmul_backward_{of}",
-            config,
-            static.num_sms,
-            static.interpret,
-            a.dtype.name,
-            transpose_a,
-            transpose_b,
-        ),
-        a,
-        b,
-    )
-
-
-def _saturate(gradient, like):
-    """In the dtype of what it is the gradient of; fp8 would turn what it cannot hold into NaN."""
-    if like.dtype == FP8:
-        limit = jnp.asarray(jnp.finfo(FP8).max, gradient.dtype)
-        gradient = jnp.clip(gradient, -limit, limit)
-    return gradient.astype(like.dtype)
-
-
-_matmul.defvjp(_matmul_forward, _matmul_backward)
-# Calls alike share one compiled kernel
-_matmul = jax.jit(_matmul, static_argnums=0)  # pyright: ignore[reportAssignmentType]

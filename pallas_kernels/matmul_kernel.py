@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.matmul_finish import BLOCK, GELUS, saturated
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 VECTOR_BYTES = 1024  # a bias or scales of a tile, as aligned on chip
@@ -62,7 +63,11 @@ class Static:
     out_dtype: str
     transpose_a: bool = False
     transpose_b: bool = False
-    gated: bool = False
+    epilogue: str | None = None
+
+    @property
+    def gated(self) -> bool:
+        return self.epilogue == "swiglu"
 
 
 def shared_bytes(config: Config, dtype, vectors: int) -> int:
@@ -78,12 +83,19 @@ def _load(ref, layout):
     return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
 
 
-def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scale=None):
-    """One product of two matrices; a is [K, M] with transpose_a."""
+def product(
+    static: Static, a, b, bias=None, residual=None, a_scale=None, b_scale=None, out_scale=None
+):
+    """One product of two matrices; a is [K, M] with transpose_a.
+
+    With block scales, a_scale [M, K / 128] and b_scale [N / 128, K / 128], a stage is a block.
+    """
     c, gated, out_dtype = static.config, static.gated, jnp.dtype(static.out_dtype)
     m, k = a.shape[::-1] if static.transpose_a else a.shape
     n = b.shape[0] if static.transpose_b else b.shape[1]
     halves = 2 if gated else 1
+    blocks = b_scale is not None and b_scale.ndim == 2
+    sums = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
     width, tile_width = n // halves, c.tile_n // halves  # of the result
     rows = c.tile_m // c.consumers
     tiles = (-(-m // (c.tile_m * c.cluster)), -(-width // tile_width))
@@ -96,15 +108,31 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
         for row in range(0, rows, WGMMA_ROWS)
         for column in range(0, tile_width, slice_width)
     ]
-    # a vector: where it lies, and whether it has a number for each column or each row
+    given: Any = {"bias": bias, "a_scale": a_scale, "b_scale": b_scale, "out_scale": out_scale}
+    # a vector: of how many parts a tile has it; none where it has a number for each row
     vectors = {
-        name: name != "a_scale"
-        for name, x in (("bias", bias), ("a_scale", a_scale), ("b_scale", b_scale))
-        if x is not None and x.shape != (1,)
+        name: {"a_scale": 0, "out_scale": 1}.get(name, halves)
+        for name, x in given.items()
+        if x is not None and x.ndim == 1 and x.shape != (1,)
     }
 
-    def body(a_ref, b_ref, bias_ref, residual_ref, a_scale_ref, b_scale_ref, out_ref, **scratch):
-        sources = {"bias": bias_ref, "a_scale": a_scale_ref, "b_scale": b_scale_ref}
+    def body(
+        a_ref,
+        b_ref,
+        bias_ref,
+        residual_ref,
+        a_scale_ref,
+        b_scale_ref,
+        out_scale_ref,
+        out_ref,
+        **scratch,
+    ):
+        sources = {
+            "bias": bias_ref,
+            "a_scale": a_scale_ref,
+            "b_scale": b_scale_ref,
+            "out_scale": out_scale_ref,
+        }
         a_stages, b_stages, slots = scratch["a"], scratch["b"], scratch["out"]
         full, empty = scratch["full"], scratch["empty"]
         group = lax.axis_index("group")
@@ -169,14 +197,13 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
                     def _():
                         plgpu.barrier_wait(scratch["vectors_empty"])
 
-                    for name, of_columns in vectors.items():
+                    for name, count in vectors.items():
                         source, target = sources[name], scratch[name]
-                        parts = [(row, 0, c.tile_m)]
-                        if of_columns:
-                            parts = [
-                                (column + half * width, half * tile_width, tile_width)
-                                for half in range(halves)
-                            ]
+                        parts = [
+                            (column + half * width, half * tile_width, tile_width)
+                            for half in range(count)
+                        ]
+                        parts = parts or [(row, 0, c.tile_m)]
                         for start, to, size in parts:
                             size = _whole_lines(size, source.dtype)
                             plgpu.copy_gmem_to_smem(
@@ -226,22 +253,67 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
                 plgpu.barrier_arrive(empty.at[slot_of(end - 1)])
                 return total
 
-            def scaled(total, row, column):
-                def vector(name, dimension):
-                    start = (group * rows + row, column)[dimension]
-                    part = scratch[name].at[pl.ds(start, (WGMMA_ROWS, slice_width)[dimension])]
-                    layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
-                    part = _load(part, layout).astype(jnp.float32)
-                    part = lax.broadcast_in_dim(part, (WGMMA_ROWS, slice_width), (dimension,))
-                    return plgpu.layout_cast(part, plgpu.Layout.WGMMA)
+            def multiply_blocks(at, row, column):
+                """The sums of each half of the columns; those of a stage are scaled and added."""
+                places = [
+                    lax.div(column + half * width, jnp.int32(BLOCK)) for half in range(halves)
+                ]
 
-                y = total[row : row + WGMMA_ROWS, column : column + slice_width]
-                for name, dimension in (("a_scale", 0), ("b_scale", 1)):
-                    if name in vectors:
-                        y = y * vector(name, dimension)
-                    elif sources[name] is not None:
-                        y = y * sources[name][0]
-                return y + vector("bias", 1) if "bias" in vectors else y
+                def next_stage(i, carry):
+                    at, *totals = carry
+                    slot = slot_of(at)
+                    # asked for before the product, which takes longer than they
+                    of_rows = _compat.load(
+                        a_scale_ref.at[i, pl.ds(row, rows)],
+                        plgpu.Layout.WGMMA.reduce(1),
+                        optimized=False,
+                    )
+                    of_columns = [b_scale_ref[place, i] for place in places]
+                    plgpu.barrier_wait(full.at[slot])
+
+                    def multiply(acc):
+                        left, right = a_stages.at[slot, 0], b_stages.at[slot, 0]
+                        plgpu.wgmma(acc, left.at[mine], right.T)
+                        return acc[...]
+
+                    acc = plgpu.WGMMAAccumulatorRef((rows, c.tile_n), jnp.float32)
+                    part = pl.run_scoped(multiply, acc)
+                    plgpu.barrier_arrive(empty.at[slot])
+                    for half, of_column in enumerate(of_columns):
+                        scale = lax.broadcast_in_dim(of_rows * of_column, (rows, tile_width), (0,))
+                        scale = plgpu.layout_cast(scale, plgpu.Layout.WGMMA)
+                        columns = slice(half * tile_width, (half + 1) * tile_width)
+                        totals[half] = totals[half] + part[:, columns] * scale
+                    return at + 1, *totals
+
+                zeros = jnp.zeros((rows, tile_width), jnp.float32)
+                zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+                return lax.fori_loop(0, k_steps, next_stage, (at, *[zeros] * halves))[1:]
+
+            def times(y, name, dimension, row, column, by=jnp.multiply):
+                """A slice of the result with a scale, or with the bias."""
+                if name not in vectors:
+                    return y if sources[name] is None else by(y, sources[name][0])
+                start = (group * rows + row, column)[dimension]
+                part = scratch[name].at[pl.ds(start, (WGMMA_ROWS, slice_width)[dimension])]
+                layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
+                part = _load(part, layout).astype(jnp.float32)
+                part = lax.broadcast_in_dim(part, (WGMMA_ROWS, slice_width), (dimension,))
+                return by(y, plgpu.layout_cast(part, plgpu.Layout.WGMMA))
+
+            def scaled(total, row, column):
+                if blocks:
+                    half, start = divmod(column, tile_width)
+                    y = total[half][:, start : start + slice_width]
+                else:
+                    y = total[row : row + WGMMA_ROWS, column : column + slice_width]
+                if out_dtype == jnp.int32:
+                    return y
+                y = y.astype(jnp.float32)
+                if not blocks:
+                    y = times(y, "a_scale", 0, row, column)
+                    y = times(y, "b_scale", 1, row, column)
+                return times(y, "bias", 1, row, column, jnp.add)
 
             def tile(row, column, at):
                 row = row + group * rows
@@ -263,10 +335,13 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     for i in range(min(2, len(slices))):
                         load_residual(i)
-                total = pl.run_scoped(
-                    functools.partial(multiply, at),
-                    plgpu.WGMMAAccumulatorRef((rows, c.tile_n), jnp.float32),
-                )
+                if blocks:
+                    total = multiply_blocks(at, row, column)
+                else:
+                    total = pl.run_scoped(
+                        functools.partial(multiply, at),
+                        plgpu.WGMMAAccumulatorRef((rows, c.tile_n), sums),
+                    )
                 if vectors:
                     plgpu.barrier_wait(scratch["vectors_full"])
                 for i, (down, across) in enumerate(slices):
@@ -274,6 +349,8 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
                     y = scaled(total, down, across)
                     if gated:
                         y = jax.nn.silu(y) * scaled(total, down, across + tile_width)
+                    elif static.epilogue is not None:
+                        y = GELUS[static.epilogue](y)
                     if residual is not None:
                         plgpu.barrier_wait(scratch["residual"].at[group, i % 2])
                         y = y + _load(slot, plgpu.Layout.WGMMA).astype(jnp.float32)
@@ -281,7 +358,11 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
                         # the tile before this one ended in the same slot
                         again = i == 0 and len(slices) % 2
                         plgpu.wait_smem_to_gmem(0 if again else 1, wait_read_only=True)
-                    slot[...] = y.astype(out_dtype)
+                    if out_scale is None:
+                        slot[...] = y.astype(out_dtype)
+                    else:
+                        y = times(y, "out_scale", 1, down, across)
+                        slot[...] = saturated(y, out_dtype)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(slot_rows(i), target(out_ref, i))
                     if residual is not None and i + 2 < len(slices):
@@ -317,13 +398,15 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
             num_arrivals=c.consumers, num_barriers=c.stages
         ),
     }
-    given: Any = {"bias": bias, "a_scale": a_scale, "b_scale": b_scale}
-    for name, of_columns in vectors.items():
+    for name, count in vectors.items():
         dtype = given[name].dtype
-        size = _whole_lines(c.tile_n if of_columns else c.tile_m, dtype)
+        size = _whole_lines(count * tile_width or c.tile_m, dtype)
         scratch[name] = plgpu.SMEM((size,), dtype)
+    if blocks:  # whole tiles, rows side by side
+        assert a_scale is not None
+        a_scale = jnp.pad(a_scale, ((0, -m % (c.tile_m * c.cluster)), (0, 0))).T
     if vectors:
-        arrivals = sum(halves if of_columns else 1 for of_columns in vectors.values())
+        arrivals = sum(count or 1 for count in vectors.values())
         scratch["vectors_full"] = plgpu.Barrier(num_arrivals=arrivals)
         scratch["vectors_empty"] = plgpu.Barrier(num_arrivals=c.consumers)
     if residual is not None:
@@ -348,6 +431,7 @@ def product(static: Static, a, b, bias=None, residual=None, a_scale=None, b_scal
         residual,
         a_scale,
         b_scale,
+        out_scale,
     )
 
 

@@ -182,10 +182,28 @@ def matmul(
     residual: np.ndarray | None = None,
     a_scale: np.ndarray | None = None,
     b_scale: np.ndarray | None = None,
+    out_scale: np.ndarray | None = None,
     d_out: np.ndarray | None = None,
     dtype: DTypeLike = np.float64,
 ) -> Any:
-    """The result [.., M, F]; if its cotangent `d_out` is given, those of the arrays by name."""
+    """The result [.., M, F]; if its cotangent `d_out` is given, those of the arrays by name.
+
+    The sums are exact where a and b are integers. Scales of blocks of 128, a_scale [M, K / 128] and
+    b_scale [N / 128, K / 128], are told by their shape. With out_scale the result is not rounded
+    yet: `saturated` does that.
+    """
+    if b_scale is not None and np.ndim(b_scale) == 2:
+        return _matmul_of_blocks(
+            a,
+            b,
+            a_scale,
+            b_scale,
+            d_out,
+            epilogue=epilogue,
+            bias=bias,
+            residual=residual,
+            out_scale=out_scale,
+        )
     a, b = _load(dtype, a, b)
     b = np.swapaxes(b, -1, -2) if transpose_b else b
     product = a @ b
@@ -194,14 +212,17 @@ def matmul(
     total = product * rows * columns
     total = total if bias is None else total + np.asarray(bias, a.dtype)
     gate, up = np.split(total, 2, axis=-1) if epilogue == "swiglu" else (total, None)
-    sigmoid = 1 / (1 + np.exp(-gate))
+    activation = {None: None, "swiglu": "silu"}.get(epilogue, epilogue)
     if d_out is None:
-        out = total if up is None else gate * sigmoid * up
-        return _store(out if residual is None else out + np.asarray(residual, a.dtype), dtype)
+        out = gate if activation is None else activate(gate, activation)
+        out = out if up is None else out * up
+        out = out if residual is None else out + np.asarray(residual, a.dtype)
+        return _store(out if out_scale is None else out * out_scale, dtype)
     d_out = d_total = np.asarray(d_out, a.dtype)
+    if activation is not None:
+        d_total = d_out * (1 if up is None else up) * slope(gate, activation)
     if up is not None:
-        d_gate = d_out * up * sigmoid * (1 + gate * (1 - sigmoid))
-        d_total = np.concatenate([d_gate, d_out * gate * sigmoid], axis=-1)
+        d_total = np.concatenate([d_total, d_out * activate(gate, "silu")], axis=-1)
     d_product = _store(d_total * rows * columns, dtype)
     d_b = np.swapaxes(a, -1, -2) @ d_product
     result = {
@@ -219,6 +240,32 @@ def matmul(
         if scale is not None:
             result[name] = (d_total * product * other).sum(axis=axis if np.ndim(scale) else None)
     return result
+
+
+def _matmul_of_blocks(a, b, a_scale, b_scale, d_out, **rest: Any) -> Any:
+    """b is [N, K]: both are numbers times scales, and an ordinary product."""
+    a, b, a_scale, b_scale = _load(np.float64, a, b, a_scale, b_scale)
+    (n, k), block = b.shape, 128
+    wide_a = np.repeat(a_scale, block, axis=-1)[..., :k]
+    wide_b = np.repeat(np.repeat(b_scale, block, axis=0), block, axis=1)[:n, :k]
+    found = matmul(a * wide_a, b * wide_b, transpose_b=True, d_out=d_out, **rest)
+    if d_out is None:
+        return found
+    starts = np.arange(0, k, block)
+    found["a_scale"] = np.add.reduceat(found["a"] * a, starts, axis=-1)
+    along = np.add.reduceat(found["b"] * b, starts, axis=-1)
+    found["b_scale"] = np.add.reduceat(along, np.arange(0, n, block), axis=0)
+    return found | {"a": found["a"] * wide_a, "b": found["b"] * wide_b}
+
+
+def saturated(x: np.ndarray, dtype: str) -> np.ndarray:
+    """The nearest numbers of int8 (without -128) or float8_e4m3fn, as float64; ties go to even."""
+    if dtype == "int8":
+        return np.clip(np.rint(x), -127, 127)
+    assert dtype == "float8_e4m3fn"
+    _, exponent = np.frexp(x)  # x = m 2^e with m below 1; three bits follow the leading one
+    step = np.exp2(np.maximum(exponent - 1, -6) - 3.0)
+    return np.clip(np.rint(x / step) * step, -448, 448)
 
 
 E2M1 = np.asarray([sign * x for sign in (1, -1) for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])

@@ -26,6 +26,7 @@ from pallas_kernels.matmul import (
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
 BF16, F16, F32, FP8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn
+I8 = jnp.int8
 H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
 SMALL = Config(128, 64, 64, consumers=2, stages=2)
 NARROW = Config(64, 32, 64, consumers=1, stages=2)
@@ -292,6 +293,10 @@ def shape(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
 
 
 A, B, W = shape(3, 64), shape(64, 32), shape(32, 64)
+INTEGERS = shape(3, 64, dtype=I8), shape(32, 64, dtype=I8)
+BYTES8 = shape(3, 64, dtype=FP8), shape(32, 64, dtype=FP8)
+ONE = shape(dtype=F32)
+BLOCKS = {"a_scale": shape(3, 1, dtype=F32), "b_scale": shape(1, 1, dtype=F32)}
 
 
 @pytest.mark.parametrize(
@@ -301,11 +306,38 @@ A, B, W = shape(3, 64), shape(64, 32), shape(32, 64)
         (A, W, {}, r"a \[3, 64\] is \[.., M, K\], which b \[32, 64\] as \[.., K, N\] does not fit"),
         (A, B, WEIGHT, r"as \[.., N, K\] does not fit"),
         (shape(2, 3, 64), shape(5, 64, 32), {}, "does not fit"),
-        (shape(3, 64, dtype=jnp.int8), B, {}, "a is int8; it must be floating point"),
-        (A, shape(64, 32, dtype=jnp.int32), {}, "b is int32; it must be floating point"),
+        (shape(3, 64, dtype=I8), B, {}, "a is int8 and b is bfloat16; they must agree"),
+        (A, shape(64, 32, dtype=jnp.int32), {}, "b is int32; it must be floating point or int8"),
         (A, shape(64, 32, dtype=F16), {}, "a is bfloat16 and b is float16; they must agree"),
-        (A, B, {"out_dtype": jnp.int8}, "out_dtype int8 is not bfloat16, float16 or float32"),
-        (A, B, {"epilogue": "relu"}, "no epilogue is named 'relu'; there is 'swiglu'"),
+        (A, B, {"out_dtype": jnp.int32}, "out_dtype int32 is not bfloat16, float16 or float32"),
+        (A, B, {"out_dtype": I8}, "a result in int8 needs out_scale"),
+        (A, B, {"out_scale": ONE}, "out_scale is for int8 or float8_e4m3fn, not for bfloat16"),
+        (
+            A,
+            B,
+            {"out_dtype": I8, "out_scale": ONE, "residual": shape(3, 32)},
+            "a result in int8 takes no residual",
+        ),
+        (
+            A,
+            B,
+            {"out_dtype": FP8, "out_scale": shape(31, dtype=F32)},
+            r"out_scale \[31\] is neither one number nor \[32\]",
+        ),
+        (*INTEGERS, {**WEIGHT, "b_scale": ONE}, "b_scale and int32 sums do not go together"),
+        (*INTEGERS, {**WEIGHT, "epilogue": "gelu"}, "epilogue and int32 sums do not go together"),
+        (
+            *INTEGERS,
+            {**WEIGHT, **BLOCKS, "out_dtype": F32},
+            r"no scales of blocks: .* of float8_e4m3fn",
+        ),
+        (*BYTES8, {**WEIGHT, "a_scale": BLOCKS["a_scale"]}, r"a_scale \[3, 1\] and b_scale None"),
+        (
+            *BYTES8,
+            {**WEIGHT, **BLOCKS, "b_scale": shape(2, 1, dtype=F32)},
+            r"b_scale \[2, 1\] are no scales of blocks: these are \[3, 1\] and \[1, 1\]",
+        ),
+        (A, B, {"epilogue": "relu"}, "no epilogue is named 'relu'; there are 'swiglu', 'gelu', "),
         (A, shape(64, 33), {"epilogue": "swiglu"}, "gate and up columns, but N = 33 is odd"),
         (A, B, {"bias": shape(31)}, r"bias \[31\] is not \[N\] = \[32\]"),
         (A, B, {"bias": shape(32, dtype=jnp.int32)}, "bias is int32"),
@@ -368,6 +400,7 @@ def test_wrong_configs(config: Config, sentence: str):
         (split(64, 64, 40), (1, 64), (64, 64), {}, "takes [0-9]+ of 232448 bytes on chip"),
         (split(64, 64), (1, 64), (64, 64), {"epilogue": "swiglu"}, "a multiple of 128, 256 at"),
         (split(64, 64), (1, 64), (64, 64), {"a_scale": jnp.float32(2)}, "'split' takes one weight"),
+        (split(64, 64), (1, 64), (64, 64), {"epilogue": "gelu"}, "no scales and no GELU"),
         (split(64, 64), (2, 1, 64), (2, 64, 64), {}, "'split' takes one weight"),
         (vectors(16, 64), (1, 64), (64, 64), {"transpose_b": False}, "'vectors' takes one weight"),
     ],
@@ -403,14 +436,14 @@ def test_wrong_configs_of_other_operands():
             shape(32, 64, dtype=jnp.float8_e5m2),
             WEIGHT,
             H200,
-            "takes bfloat16, float16 or float8_e4m3fn, got float8_e5m2",
+            "takes bfloat16, float16, float8_e4m3fn or int8, got float8_e5m2",
         ),
         (
             shape(3, 64, dtype=FP8),
             shape(64, 32, dtype=FP8),
             {},
             H200,
-            "fp8 tensor cores want K innermost",
+            "float8_e4m3fn tensor cores want K innermost",
         ),
         (
             A,
@@ -425,6 +458,30 @@ def test_wrong_configs_of_other_operands():
             {**WEIGHT, "a_scale": shape(dtype=F32)},
             H200,
             "takes scales for one b only",
+        ),
+        (*INTEGERS, WEIGHT, H200, None),
+        (*BYTES8, {**WEIGHT, **BLOCKS}, H200, None),
+        (INTEGERS[0], shape(64, 32, dtype=I8), {}, H200, "int8 tensor cores want K innermost"),
+        (
+            shape(2, 3, 64),
+            shape(2, 32, 64),
+            {**WEIGHT, "out_dtype": FP8, "out_scale": ONE},
+            H200,
+            "takes scales for one b only",
+        ),
+        (
+            BYTES8[0],
+            shape(96, 64, dtype=FP8),
+            {**WEIGHT, **BLOCKS, "epilogue": "swiglu"},
+            H200,
+            "up begins within 64 columns that share a scale: F = 48",
+        ),
+        (
+            A,
+            shape(24, 64),
+            {**WEIGHT, "out_dtype": I8, "out_scale": ONE},
+            H200,
+            "rows along N of 24 bytes are no multiple of 16",
         ),
         (shape(0, 64), W, WEIGHT, H200, "nothing to multiply"),
         (
@@ -463,22 +520,45 @@ def test_without_a_gpu_the_call_says_so():
 SIZES = [(1, 16, 64), (64, 28672, 4096), (65, 896, 896), (8192, 28672, 4096)]
 
 
-@pytest.mark.parametrize("epilogue", [None, "swiglu"])
-@pytest.mark.parametrize("dtype", [BF16, FP8])
+@pytest.mark.parametrize(
+    ("config", "keywords", "sentence"),
+    [
+        (Config(64, 16, 128, 1), {"out_dtype": I8, "out_scale": ONE}, "tile_n must be 32 at least"),
+        (Config(128, 256, 128), BLOCKS, "for scales of blocks"),
+        (Config(128, 128, 256), BLOCKS, "for scales of blocks"),
+        (Config(128, 128, 128, consumers=1), BLOCKS, "for scales of blocks"),
+    ],
+)
+def test_wrong_configs_of_bytes(config: Config, keywords: dict[str, Any], sentence: str):
+    arrays = {name: x for name, x in keywords.items() if name != "out_dtype"}
+    rest = {**WEIGHT, "out_dtype": keywords.get("out_dtype")}
+    run = lambda a, b, x: matmul(a, b, **x, **rest, config=config, interpret=True)  # noqa: E731
+    with pytest.raises(ValueError, match=sentence):
+        jax.eval_shape(run, *BYTES8, arrays)
+
+
+@pytest.mark.parametrize("epilogue", [None, "swiglu", "gelu"])
+@pytest.mark.parametrize("dtype", [BF16, FP8, I8])
 @pytest.mark.parametrize("transpose_b", [True, False])
 def test_configs_that_are_proposed_can_run(epilogue: str | None, dtype: Any, transpose_b: bool):
-    if not transpose_b and (dtype == FP8 or epilogue is not None):
+    if not transpose_b and (dtype != BF16 or epilogue == "swiglu"):
         return  # as why_not says
     for m, n, k in SIZES:
         a = shape(m, k, dtype=dtype)
         b = shape(*((n, k) if transpose_b else (k, n)), dtype=dtype)
         kw: dict[str, Any] = {"transpose_b": transpose_b, "epilogue": epilogue}
+        kw["out_dtype"] = BF16
         vectors = {"bias": shape(n), "a_scale": shape(m, dtype=F32), "b_scale": shape(n, dtype=F32)}
-        extras: Any = ({}, vectors if dtype == FP8 else {"bias": vectors["bias"]})
+        extras: Any = [{}, {"bias": vectors["bias"]} if dtype == BF16 else vectors]
+        if dtype == FP8:
+            blocks = [(m, -(-k // 128)), (-(-n // 128), -(-k // 128))]
+            a_scale, b_scale = (shape(*sizes, dtype=F32) for sizes in blocks)
+            extras.append({"a_scale": a_scale, "b_scale": b_scale})
         for extra in extras:
             tried = [default_config(a, b, **kw, **extra, device=H200)]
             tried += candidates(a, b, **kw, **extra, device=H200)
-            assert len(set(tried)) == len(tried) > 2
+            of_blocks = extra.get("b_scale", ONE).ndim == 2
+            assert len(set(tried)) == len(tried) > (0 if of_blocks else 2)
             for config in tried:
                 # refused configs raise before a device is asked for
                 run = lambda a, b, x, c=config, kw=kw: matmul(a, b, **kw, **x, config=c)  # noqa: E731
@@ -492,6 +572,12 @@ def test_bucket():
     scales = {"a_scale": shape(2, 3, dtype=F32), "b_scale": shape(32, dtype=F32)}
     key = bucket(*fp8, transpose_b=True, out_dtype=F32, epilogue="swiglu", **scales)
     assert key == "float8_e4m3fn-m8-n32-k64-nk-float32-swiglu-2 vectors-scaled"
+    blocks = {"a_scale": shape(2, 3, 1, dtype=F32), "b_scale": shape(1, 1, dtype=F32)}
+    key = bucket(*fp8, transpose_b=True, **blocks)
+    assert key == "float8_e4m3fn-m8-n32-k64-nk-bfloat16-blocks"
+    scales["out_scale"] = shape(32, dtype=F32)
+    key = bucket(*INTEGERS, transpose_b=True, out_dtype=I8, epilogue="gelu", **scales)
+    assert key == "int8-m4-n32-k64-nk-int8-gelu-3 vectors-scaled"
     many = shape(3, 2, 64), shape(3, 32, 64)
     assert bucket(*many, transpose_b=True) == "bfloat16-m2-n32-k64-nk-bfloat16-batched"
     assert bucket(A, B) == "bfloat16-m4-n32-k64-kn-bfloat16"
