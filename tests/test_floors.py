@@ -44,14 +44,26 @@ MAY_IMPORT = {
         "pallas_kernels.tuned"
     ),
     "pallas_kernels.wgmma_tiles": "",
-    "pallas_kernels.matmul_kernel": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
+    "pallas_kernels.matmul_finish": "",
+    "pallas_kernels.matmul_kernel": (
+        "pallas_kernels._compat pallas_kernels.matmul_finish pallas_kernels.wgmma_tiles"
+    ),
     "pallas_kernels.matmul_few_rows": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.matmul_kernel "
         "pallas_kernels.wgmma_tiles"
     ),
+    "pallas_kernels.matmul_config": (
+        "pallas_kernels.device pallas_kernels.matmul_few_rows pallas_kernels.matmul_finish "
+        "pallas_kernels.matmul_kernel pallas_kernels.wgmma_tiles"
+    ),
+    "pallas_kernels.matmul_backward": (
+        "pallas_kernels.matmul_config pallas_kernels.matmul_few_rows "
+        "pallas_kernels.matmul_finish pallas_kernels.matmul_kernel"
+    ),
     "pallas_kernels.matmul": (
-        "pallas_kernels.device pallas_kernels.matmul_few_rows pallas_kernels.matmul_kernel "
-        "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
+        "pallas_kernels.device pallas_kernels.matmul_backward pallas_kernels.matmul_config "
+        "pallas_kernels.matmul_few_rows pallas_kernels.matmul_finish "
+        "pallas_kernels.matmul_kernel pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_unpack": "pallas_kernels.lane_code pallas_kernels.packed",
     "pallas_kernels.quantized_matmul_config": (
