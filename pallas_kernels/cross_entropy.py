@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _compat
 from pallas_kernels import cross_entropy_kernel as kernels
@@ -58,7 +58,7 @@ LEAST_WEIGHT = 2.0**-20  # of a row: z_loss may bring it to 0, by which nothing 
 def linear_cross_entropy(
     hidden: Float[Array, "T D"],
     head: Float[Array, "V D"] | Packed,
-    targets: Int[Array, " T"],
+    targets: Integer[Array, " T"],
     *,
     ignore_index: int = -100,
     softcap: float | None = None,

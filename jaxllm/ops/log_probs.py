@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jaxllm.ops.linear import linear
 from jaxllm.ops.loss import check_linear, chunk_tokens, logits_at
@@ -16,7 +16,7 @@ from pallas_kernels.packed import Packed
 def linear_log_probs(
     hidden: Float[Array, "*B D"],
     head: Float[Array, "V D"] | Packed,
-    targets: Int[Array, "*B"],
+    targets: Integer[Array, "*B"],
     *,
     ignore_index: int = -100,
     softcap: float | None = None,

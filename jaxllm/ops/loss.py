@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from jaxllm.ops.linear import precision
@@ -35,7 +35,7 @@ FLOAT16_SCALE = 2.0**12
 
 
 def cross_entropy(
-    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], *, ignore_index: int = -100
+    logits: Float[Array, "B T V"], targets: Integer[Array, "B T"], *, ignore_index: int = -100
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Sum of -log softmax(logits)[target] in nats, and how many targets it is over.
 
@@ -60,7 +60,7 @@ def cross_entropy(
 def linear_cross_entropy(
     hidden: Float[Array, "*B D"],
     head: Float[Array, "V D"] | Packed,
-    targets: Int[Array, "*B"],
+    targets: Integer[Array, "*B"],
     *,
     ignore_index: int = -100,
     softcap: float | None = None,
@@ -125,7 +125,7 @@ def _check_concrete(op: str, targets, vocab: int, ignore_index: int) -> None:
 
 
 def logits_at(
-    logits: Float[Array, "*B V"], targets: Int[Array, "*B"], counted: Bool[Array, "*B"]
+    logits: Float[Array, "*B V"], targets: Integer[Array, "*B"], counted: Bool[Array, "*B"]
 ) -> Float[Array, "*B"]:
     """Each target's logit: of word 0 if it is not counted, NaN if it is outside the vocabulary."""
     ids = jnp.where(counted, targets, 0)[..., None]
