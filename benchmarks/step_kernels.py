@@ -366,5 +366,5 @@ def _line(
 ) -> str:
     us, floor = row.get("us"), floor_us(row, ceilings)
     share = "" if floor is None or not us else f"{100 * floor / us:.0f} %"
-    cells = ("" if x is None else f"{x:.1f}" for x in (us, floor))
+    cells = ("" if x is None else f"{x:.2f}" for x in (us, floor))
     return f"| {kernel} | {reads} | {launches} | {' | '.join(cells)} | {share} |"

@@ -221,9 +221,9 @@ def test_the_table():
         return str(result)
 
     text = "\n".join(step_kernels.lines(found, ceilings, why))
-    assert "| gemv | mlp.down_proj.weight | 24 | 200.0 | 100.0 | 50 % |" in text
-    assert "| gemv | mlp.down_proj.weight | 24 | 50.0 | 10.0 | 20 % |" in text  # by operations
-    assert "| memset | ? | 1 | 50.0 |  |  |" in text
-    assert "| all | every weight once, and the cache | 49 | 300.0 | 200.0 | 67 % |" in text
+    assert "| gemv | mlp.down_proj.weight | 24 | 200.00 | 100.00 | 50 % |" in text
+    assert "| gemv | mlp.down_proj.weight | 24 | 50.00 | 10.00 | 20 % |" in text  # by operations
+    assert "| memset | ? | 1 | 50.00 |  |  |" in text
+    assert "| all | every weight once, and the cache | 49 | 300.00 | 200.00 | 67 % |" in text
     assert "a step after the other: 0.450 ms (aim: 0.5 ms)." in text
     assert "Kernels of one step, Phi-3-mini, prefill: {'failed': 'x'}" in text
