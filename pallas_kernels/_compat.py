@@ -120,9 +120,10 @@ def wgmma(
 ) -> jax.Array:
     """acc + a @ b, not done yet: nothing may touch the result before `wgmma_wait` has handed it on.
 
-    acc: float32 [M, N] in Layout.WGMMA, None for zeros. a: registers [M, K] in Layout.WGMMA, or
-    shared memory as b is. b: shared memory [K, N], tiled and swizzled for wgmma; in several parts
-    one beside the other, it is [parts, K, N / parts]. Transposed: [N, K], or [parts, N, K / parts].
+    acc: float32 [M, N] in Layout.WGMMA, None for zeros. a: registers [M, K] in Layout.WGMMA (of 8
+    bits WGMMA_8BIT), or shared memory as b is. b: shared memory [K, N], tiled and swizzled for
+    wgmma; in several parts one beside the other, it is [parts, K, N / parts]. Transposed: [N, K],
+    or [parts, N, K / parts]; of 8 bits b always is, and a never.
     Of K only `depth` are summed, a multiple of 16, and of N only `columns` computed, one of 8.
     One call is one group for `wgmma_wait`. acc and a in registers have come through `wgmma_ready`
     since anything else wrote them.
@@ -142,6 +143,7 @@ def wgmma(
             x = x if isinstance(x, jax.Array) else x[...]
             if x.ndim == 3:
                 x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1)
+            x = x.astype(jnp.bfloat16) if x.dtype == jnp.float8_e4m3fn else x
             return x.T if transpose else x
 
         left, right = whole(a, transpose_a), whole(b, transpose_b)
@@ -168,7 +170,8 @@ def wgmma(
 
     layout, swizzle = plgpu.Layout.WGMMA, swizzle_of(b)
     types = [layout] if acc is not None else []
-    types += [layout if in_registers else type_of(a), type_of(b)]
+    left = plgpu.Layout.WGMMA_8BIT if jnp.dtype(a.dtype).itemsize == 1 else layout
+    types += [left if in_registers else type_of(a), type_of(b)]
 
     @plgpu.inline_mgpu(
         arg_types=tuple(types),

@@ -24,7 +24,8 @@ def issue(acc: Any, a: Any, b: Any, swizzle: int, depth: int, columns: int) -> A
     """acc + a @ b as one group of instructions, float32 [M, N]; zeros if acc is None.
 
     a: registers [M, K], or shared memory as tiles [M / 8, K / line, 8, line]. b: tiles
-    [K / 8, N / line, 8, line]. Both are bfloat16 or float16 and may be views that transpose.
+    [K / 8, N / line, 8, line]. Both are bfloat16 or float16 and may be views that transpose; or
+    both are float8_e4m3fn, and in shared memory K is innermost.
     Of K only `depth` are summed, of N only `columns` computed.
     """
     in_registers = isinstance(a, mgpu.FragmentedArray)
@@ -108,10 +109,14 @@ def _instruction(acc, a, b, n, step, dtype, reads, a_transposed, b_transposed) -
     sums, _, left, right = take(len(acc)), take(len(acc)), take(len(a)), take(1)
     left = "{" + ",".join(left) + "}" if len(a) > 1 else left[0]
     transposes = [a_transposed] * (len(a) == 1) + [b_transposed]
+    kind = str(dtype)
+    if kind == "f8E4M3FN":  # of 8 bits there is one order, K innermost, and no flag
+        assert not any(transposes), transposes
+        kind, transposes = "e4m3", []
     flags = "".join(f", {int(flag)}" for flag in transposes)
     text = (
         f"{{ .reg .pred p; setp.ne.b32 p, {int(reads)}, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{n}k{step}.f32.{dtype}.{dtype} "
+        f"wgmma.mma_async.sync.aligned.m64n{n}k{step}.f32.{kind}.{kind} "
         f"{{{','.join(sums)}}}, {left}, {right[0]}, p, 1, 1{flags}; }}\n"
     )
     constraints = ["=f"] * len(acc) + [str(i) for i in range(len(acc))]

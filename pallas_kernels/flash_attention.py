@@ -2,7 +2,8 @@
 
 q [B, T, N, H], k and v [B, S, K, H]; query head n reads key head n // (N // K). What is computed,
 and which keys a query sees, `attention_reference` says; what a block does,
-`flash_attention_forward` and `flash_attention_backward`.
+`flash_attention_forward` and `flash_attention_backward`; for float8 `attention_fp8` and
+`flash_attention_fp8`.
 Sources: Dao 2023, arXiv:2307.08691; Shah et al. 2024 (FlashAttention-3), arXiv:2407.08608.
 """
 
@@ -18,8 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import attention_fp8, tuned
 from pallas_kernels import device as device_lib
-from pallas_kernels import tuned
+from pallas_kernels import flash_attention_fp8 as of_bytes
+from pallas_kernels.attention_fp8 import FP8
 from pallas_kernels.attention_reference import attention_reference, check
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.flash_attention_backward import backward
@@ -28,7 +31,7 @@ from pallas_kernels.flash_attention_plan import Config, Static
 from pallas_kernels.flash_attention_tiles import REGISTERS
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
-DTYPES = (jnp.bfloat16, jnp.float16)
+DTYPES = (jnp.bfloat16, jnp.float16, FP8)
 WIDEST = 256
 
 
@@ -45,6 +48,9 @@ def flash_attention(
     kv_segment_ids: Int[Array, "B S"] | None = None,
     kv_lengths: Int[Array, " B"] | None = None,
     sinks: Float[Array, " N"] | None = None,
+    q_scale: Float[Array, "*N"] | None = None,
+    k_scale: Float[Array, "*K"] | None = None,
+    v_scale: Float[Array, "*K"] | None = None,
     return_lse: bool = False,
     config: Config | None = None,
     interpret: bool = False,
@@ -59,21 +65,27 @@ def flash_attention(
     sinks are a score a head that has no value. A query that sees no key gives zeros.
     Dtypes: bfloat16 or float16; scores, sums and statistics are float32, and the weights are
     rounded to v's dtype for their product with v; the result has q's dtype.
-    Gradients: of q, k, v and sinks, also through the logarithm.
-    Raises: ValueError if shapes or dtypes disagree, or a known length is not in [0, S] (a traced
-    one means what `attention_reference.visible` says). NotImplementedError without a Hopper GPU
-    (unless `interpret`), or for what `why_not` says.
+    Or q, k and v are all float8_e4m3fn: `attention_fp8` says what the scales are (float32, one
+    number or one a head, 1 if None) and how far the result, bfloat16, may be from the exact one.
+    Gradients: of q, k, v and sinks, also through the logarithm; float8 has none.
+    Raises: ValueError if shapes or dtypes disagree, a known length is not in [0, S] (a traced one
+    means what `attention_reference.visible` says), or a known scale is not positive and finite.
+    NotImplementedError without a Hopper GPU (unless `interpret`), for what `why_not` says, or if a
+    gradient of float8 is asked for.
     """
     masks = {
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
         "kv_lengths": kv_lengths,
     }
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     check("flash_attention", q, k, v, window=window, softcap=softcap, sinks=sinks, **masks)
+    attention_fp8.check_scales("flash_attention", q, k, v, **scales)
     if config is not None and (problem := _config_problem(config, q)):
         raise ValueError(f"flash_attention: {config}: {problem}")
     keywords: dict[str, Any] = {"causal": causal, "scale": scale, "window": window}
     keywords |= {"softcap": softcap, **masks, "sinks": sinks, "return_lse": return_lse}
+    keywords |= scales
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(q, k, v, **keywords, device=device)
     if reason is not None:
@@ -93,12 +105,19 @@ def flash_attention(
         softcap=softcap,
         save_lse=return_lse,
     )
-    results: Any = _attention(static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks)
+    arrays = (q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks)
+    if q.dtype == FP8:
+        arrays, scales = attention_fp8.forward_only("flash_attention", (arrays, scales))
+        results: Any = _attention_fp8(static, arrays, **scales)
+    else:
+        results = _attention(static, *arrays)
     return (results[0], jnp.swapaxes(results[1], 1, 2)) if return_lse else results[0]
 
 
 def flash_attention_reference(q, k, v, **keywords):
     """The mathematics in plain JAX."""
+    if q.dtype == FP8:
+        return attention_fp8.attention_fp8_reference(q, k, v, **keywords)
     return attention_reference(q, k, v, **keywords)
 
 
@@ -115,21 +134,26 @@ def why_not(
     kv_segment_ids=None,
     kv_lengths=None,
     sinks=None,
+    q_scale=None,
+    k_scale=None,
+    v_scale=None,
     return_lse=False,
     device: Device | None = None,
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
     del causal, window, softcap, q_segment_ids, kv_segment_ids, kv_lengths, sinks, return_lse
+    del q_scale, k_scale, v_scale
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
     if q.dtype == jnp.float32:
         return "the tensor cores would round float32 to 10 bits (tf32)"
     if q.dtype not in DTYPES:
-        return f"takes bfloat16 or float16, got {q.dtype}"
+        return f"takes bfloat16, float16 or float8_e4m3fn, got {q.dtype}"
     if not q.dtype == k.dtype == v.dtype:
         return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
-    if q.shape[-1] % 8 or q.shape[-1] > WIDEST:
-        return f"head width {q.shape[-1]} is not a multiple of 8 up to {WIDEST}"
+    multiple = 16 // q.dtype.itemsize  # of a head, 16 bytes: what the copy engine takes
+    if q.shape[-1] % multiple or q.shape[-1] > WIDEST:
+        return f"head width {q.shape[-1]} is not a multiple of {multiple} up to {WIDEST}"
     if 0 in (*q.shape, *k.shape):
         return f"nothing to attend to: q is {list(q.shape)}, k is {list(k.shape)}"
     if isinstance(scale, Tracer):
@@ -144,6 +168,8 @@ def default_config(
     where each can have a multiprocessor of its own.
     """
     del k, v, keywords
+    if q.dtype == FP8:
+        return _default_fp8(q, device, some=q_segment_ids is not None or softcap is not None)
     (b, t, n, _), width = q.shape, padded_width(q.shape[-1])
     some = q_segment_ids is not None or softcap is not None  # they need registers in the loop
     full = q_segment_ids is not None and softcap is not None
@@ -159,6 +185,15 @@ def default_config(
         return Config(64 if some else 96, q_stages=1)
     # the sums alone take 128 registers
     return Config(32 if some else 64, q_stages=1, turns=False)
+
+
+def _default_fp8(q, device: Device, *, some: bool) -> Config:
+    """As many keys at a time as the registers hold beside the sums."""
+    (b, t, n, _), width = q.shape, of_bytes.padded_width(q.shape[-1])
+    kv_block = 128 if width <= 64 or (width <= 128 and not some) else 64
+    if b * n * -(-t // WGMMA_ROWS) <= device.num_sms:
+        return Config(kv_block, consumers=1, stages=3, q_stages=1)
+    return Config(kv_block, stages=4 if width <= 128 else 3, q_stages=2 if width <= 128 else 1)
 
 
 def bucket(q, k, v, *, causal=True, window=None, **keywords) -> str:
@@ -200,22 +235,36 @@ def tuning_calls() -> list[tuned.Call]:
 
 def _config_problem(config: Config, q) -> str | None:
     """What the hardware has against a tile."""
-    c, width = config, padded_width(q.shape[-1])
-    size_bytes = shared_bytes(config, q.shape[-1])
-    # of a consumer's thread: sums, scores and the weights of the block before
-    registers = width // 2 + c.kv_block // 2 + c.kv_block // 4
+    c, h = config, q.shape[-1]
+    if fp8 := q.dtype == FP8:
+        size_bytes, registers = of_bytes.shared_bytes(config, h), of_bytes.registers(config, h)
+    else:
+        size_bytes = shared_bytes(config, h)
+        # of a consumer's thread: sums, scores and the weights of the block before
+        registers = padded_width(h) // 2 + c.kv_block // 2 + c.kv_block // 4
     room = {1: 200, 2: 210, 3: 136}.get(c.consumers, 0)
     problems = {
         f"consumers must be one of {list(REGISTERS)}": c.consumers not in REGISTERS,
         "kv_block must be a multiple of 32, from 32 to 256": (  # 128 bytes of segment ids
             c.kv_block % 32 or not 32 <= c.kv_block <= 256
         ),
+        "kv_block must be a multiple of 64 for float8": fp8 and c.kv_block % 64 > 0,
+        "ahead is not for float8": fp8 and c.ahead,
         "stages must be 2 at least, q_stages 1": c.stages < 2 or c.q_stages < 1,
         "ahead needs two q_stages": c.ahead and c.q_stages < 2,
         f"sums, scores and weights take {registers} of {room} registers": registers > room,
         f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
     }
     return next((problem for problem, found in problems.items() if found), None)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attention_fp8(static: Static, arrays, *, q_scale, k_scale, v_scale):
+    """As `_attention`, of its arrays and the scales."""
+    heads, kv_heads = (x.shape[2] for x in arrays[:2])
+    of_scores = attention_fp8.score_scale(q_scale, k_scale, heads, kv_heads)
+    of_values = attention_fp8.value_scale(v_scale, kv_heads)
+    return of_bytes.forward(static, arrays, of_scores, of_values)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

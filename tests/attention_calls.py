@@ -78,7 +78,7 @@ NOTHING: dict[str, Any] = {
     **dict.fromkeys(
         ("window", "softcap", "q_segment_ids", "kv_segment_ids", "kv_lengths", "sinks")
     ),
-    **dict.fromkeys(("k_scale", "v_scale")),
+    **dict.fromkeys(("q_scale", "k_scale", "v_scale")),
     "return_weights": False,
 }
 

@@ -125,6 +125,7 @@ MAY_IMPORT = {
     "pallas_kernels.packed": "",
     "pallas_kernels.quantize": "pallas_kernels.packed",
     "pallas_kernels.attention_reference": "",
+    "pallas_kernels.attention_fp8": "pallas_kernels.attention_reference",
     "pallas_kernels.flash_attention_blocks": "",
     "pallas_kernels.flash_attention_schedule": "",
     "pallas_kernels.flash_attention_plan": (
@@ -139,6 +140,10 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.flash_attention_plan "
         "pallas_kernels.flash_attention_tiles pallas_kernels.wgmma_tiles"
     ),
+    "pallas_kernels.flash_attention_fp8": (
+        "pallas_kernels._compat pallas_kernels.attention_fp8 pallas_kernels.flash_attention_plan "
+        "pallas_kernels.flash_attention_tiles pallas_kernels.wgmma_tiles"
+    ),
     "pallas_kernels.flash_attention_backward_kernel": (
         "pallas_kernels._compat pallas_kernels.attention_reference pallas_kernels.wgmma_tiles"
     ),
@@ -148,8 +153,9 @@ MAY_IMPORT = {
         "pallas_kernels.flash_attention_blocks"
     ),
     "pallas_kernels.flash_attention": (
-        "pallas_kernels.attention_reference pallas_kernels.device "
+        "pallas_kernels.attention_fp8 pallas_kernels.attention_reference pallas_kernels.device "
         "pallas_kernels.flash_attention_backward pallas_kernels.flash_attention_forward "
+        "pallas_kernels.flash_attention_fp8 "
         "pallas_kernels.flash_attention_plan pallas_kernels.flash_attention_tiles "
         "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),

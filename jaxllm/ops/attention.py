@@ -12,15 +12,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Num
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
+from pallas_kernels import attention_fp8
 from pallas_kernels import attention_reference as reference
 from pallas_kernels import device as device_lib
 from pallas_kernels import softmax as softmax_kernels
+from pallas_kernels.attention_fp8 import FP8
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import why_not as why_not_decode
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention import why_not as why_not_flash
 
-CODES = (jnp.int8, jnp.float8_e4m3fn)
+CODES = (jnp.int8, FP8)
 
 
 def attention(
@@ -28,8 +30,9 @@ def attention(
     k: Num[Array, "B S K H"],
     v: Num[Array, "B S K H"],
     *,
-    k_scale: Float[Array, "B S K"] | None = None,
-    v_scale: Float[Array, "B S K"] | None = None,
+    q_scale: Float[Array, "*N"] | None = None,
+    k_scale: Float[Array, "*scale"] | None = None,
+    v_scale: Float[Array, "*scale"] | None = None,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -52,14 +55,18 @@ def attention(
     A traced length may be larger than S, as a chunk's is whose padding lies past the end of the
     cache: it still says where the queries sit, and the keys past S are not there. (Of a single
     query it counts as S.)
-    With k_scale and v_scale, float32, k and v are codes of int8 or float8_e4m3fn: a key is its
-    scale times what is stored, rounded to q's dtype where an implementation makes numbers of them.
-    No gradient goes to codes.
+    With k_scale and v_scale, float32 [B, S, K], k and v are codes of int8 or float8_e4m3fn: a key
+    is its scale times what is stored, rounded to q's dtype where an implementation makes numbers of
+    them. No gradient goes to codes.
+    If q is float8_e4m3fn, so are k and v, and each may have a scale of one number or one a head,
+    float32, 1 if None: q_scale [N], k_scale and v_scale [K]. The result is bfloat16, how far from
+    the exact one `attention_fp8` says, and has no gradient.
     Returns [B, T, N, H]; with `return_weights` also what the softmax gave, float32 [B, N, T, S].
     Dtypes: float32, bfloat16, float16; scores and softmax in float32; the result has q's dtype.
-    Raises: ValueError if shapes or dtypes disagree, only one side has segment ids, or a length that
-    is not traced is outside [0, S]. NotImplementedError if the named implementation cannot run the
-    call.
+    Raises: ValueError if shapes or dtypes disagree, only one side has segment ids, a length that is
+    not traced is outside [0, S], or a scale of float8 queries, keys or values that is not traced is
+    not positive and finite. NotImplementedError if the named implementation cannot run the call,
+    or if a gradient of float8 queries is asked for.
     """
     masks = {
         "window": window,
@@ -68,15 +75,20 @@ def attention(
         "kv_lengths": kv_lengths,
     }
     keys: Any = (k, v)
-    if k_scale is not None or v_scale is not None:
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    coded = q.dtype != FP8 and not (k_scale is None and v_scale is None)
+    if coded:
         _check_codes(k, v, k_scale, v_scale)
         keys = _like_numbers(q, k, v, k_scale)
     reference.check("attention", q, *keys, **masks, softcap=softcap, sinks=sinks)
+    own = {"q_scale": q_scale, "k_scale": None, "v_scale": None} if coded else scales
+    attention_fp8.check_scales("attention", q, k, v, **own)
     if kv_lengths is not None and q.shape[1] == 1:
         masks["kv_lengths"] = jnp.clip(kv_lengths, 0, k.shape[1])
+    if q.dtype == FP8:
+        q, k, v, sinks, scales = attention_fp8.forward_only("attention", (q, k, v, sinks, scales))
     kwargs = {
-        "k_scale": k_scale,
-        "v_scale": v_scale,
+        **scales,
         "causal": causal,
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         **masks,
@@ -123,12 +135,15 @@ def _like_numbers(q, k, v, k_scale) -> Any:
 def _over_codes(entry: Implementation) -> Implementation:
     """The entry, which reads numbers only, for a cache of codes too: it is given their numbers."""
 
-    def run(q, k, v, *, k_scale, v_scale, **kwargs):
+    def run(q, k, v, *, q_scale, k_scale, v_scale, **kwargs):
+        del q_scale
         return entry.run(q, *_numbers(q, k, v, k_scale, v_scale), **kwargs)
 
     def asked(why):
-        def why_not(q, k, v, *, k_scale, v_scale, **kwargs):
-            del v_scale
+        def why_not(q, k, v, *, q_scale, k_scale, v_scale, **kwargs):
+            del q_scale, v_scale
+            if q.dtype == FP8:
+                return "takes no queries of float8_e4m3fn"
             return why(q, *_like_numbers(q, k, v, k_scale), **kwargs)
 
         return why_not
@@ -136,7 +151,12 @@ def _over_codes(entry: Implementation) -> Implementation:
     return Implementation(run, asked(entry.why_not), asked(entry.not_auto))
 
 
-def _attention_xla(q, k, v, *, k_scale, v_scale, return_weights, **kwargs):
+def _attention_xla(q, k, v, *, q_scale, k_scale, v_scale, return_weights, **kwargs):
+    if q.dtype == FP8:
+        kwargs |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        return attention_fp8.attention_fp8_reference(
+            q, k, v, **kwargs, weights_dtype=jnp.bfloat16, return_weights=return_weights
+        )
     k, v = _numbers(q, k, v, k_scale, v_scale)
     if not return_weights:
         out = reference.attention_reference(q, k, v, **kwargs)
@@ -149,8 +169,10 @@ def _attention_xla(q, k, v, *, k_scale, v_scale, return_weights, **kwargs):
 
 
 def _decodes(q, q_segment_ids) -> bool:
-    """Whether the call is one new token a row: a kernel of its own, which has no segments."""
-    return q.shape[1] == 1 and q_segment_ids is None
+    """Whether the call is one new token a row: a kernel of its own, which has no segments and no
+    float8 queries.
+    """
+    return q.shape[1] == 1 and q_segment_ids is None and q.dtype != FP8
 
 
 def _as_decoding(q, k, *, causal, scale, window, softcap, kv_lengths, sinks, **segments):
@@ -163,8 +185,13 @@ def _as_decoding(q, k, *, causal, scale, window, softcap, kv_lengths, sinks, **s
     return kv_lengths, {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
 
 
-def _attention_pallas(q, k, v, *, k_scale, v_scale, return_weights, interpret=False, **kwargs):
+def _attention_pallas(
+    q, k, v, *, q_scale, k_scale, v_scale, return_weights, interpret=False, **kwargs
+):
     del return_weights
+    if q.dtype == FP8:
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        return flash_attention(q, k, v, **scales, **kwargs, interpret=interpret)
     if _decodes(q, kwargs["q_segment_ids"]):
         kv_lengths, rest = _as_decoding(q, k, **kwargs)
         rest |= {"k_scale": k_scale, "v_scale": v_scale}
@@ -173,14 +200,18 @@ def _attention_pallas(q, k, v, *, k_scale, v_scale, return_weights, interpret=Fa
     return flash_attention(q, k, v, **kwargs, interpret=interpret)
 
 
-def _why_not_pallas(q, k, v, *, device, k_scale, v_scale, return_weights, **kwargs) -> str | None:
+def _why_not_pallas(
+    q, k, v, *, device, q_scale, k_scale, v_scale, return_weights, **kwargs
+) -> str | None:
+    del q_scale
     if return_weights:
         return "returns no weights: it never has them all"
     if _decodes(q, kwargs["q_segment_ids"]):
         lengths = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return why_not_decode(q, k, v, lengths, **scales, scale=kwargs["scale"], device=device)
-    return why_not_flash(q, *_like_numbers(q, k, v, k_scale), **kwargs, device=device)
+    keys = (k, v) if q.dtype == FP8 else _like_numbers(q, k, v, k_scale)
+    return why_not_flash(q, *keys, **kwargs, device=device)
 
 
 def _has_own_mask(window, q_segment_ids, kv_lengths, kv_len) -> bool:
@@ -231,6 +262,8 @@ def _why_not_unfused_interpret(q, k, v, *, device, **kwargs) -> str | None:
 
 def _pallas_not_auto(q, k, v, *, device, **kwargs) -> str | None:
     del k, v, device
+    if q.dtype == FP8:
+        return "its kernel for float8_e4m3fn was never run on a GPU, only interpreted and compiled"
     t, width = q.shape[1], q.shape[-1]
     names = "q_segment_ids kv_lengths softcap sinks".split()
     alone = all(kwargs.get(name) is None for name in names)

@@ -219,7 +219,7 @@ WANTED = shapes(2, 64, 64, 4, 2, 64)
         (WANTED, device_lib.Device("gpu", "NVIDIA A100", 8.0, 108), "needs a Hopper GPU"),
         (WANTED, device_lib.Device("gpu", "NVIDIA B200", 10.0, 148), "needs a Hopper GPU"),
         (shapes(1, 64, 64, 1, 1, 64, dtype=F32), H200, "would round float32"),
-        (shapes(1, 64, 64, 1, 1, 64, dtype=jnp.float8_e4m3fn), H200, "takes bfloat16 or float16"),
+        (shapes(1, 64, 64, 1, 1, 64, dtype=jnp.float8_e5m2), H200, "or float8_e4m3fn, got"),
         ((*WANTED[:2], shapes(2, 64, 64, 4, 2, 64, dtype=F16)[2]), H200, "takes one dtype"),
         (shapes(1, 64, 64, 1, 1, 60), H200, "head width 60 is not a multiple of 8 up to 256"),
         (shapes(1, 64, 64, 1, 1, 264), H200, "head width 264 is not a multiple of 8 up to 256"),
