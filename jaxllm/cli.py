@@ -1,36 +1,29 @@
 """The `jaxllm` command: generate, chat, inspect; `cli_train.py` adds those that train.
 
 It parses, prints and calls; the library does the work. It is over its budget of 250 lines, for the
-options with their help and the tables of `inspect` are half of it.
+options with their help are a third of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
-from rich.text import Text
 
 import jaxllm
-from jaxllm import cli_quantize, cli_train, ops
-from jaxllm.cache import KV_DTYPES, KVCache
-from jaxllm.checkpoint import folder as checkpoint_folder
+from jaxllm import cli_inspect, cli_quantize, cli_train, ops
+from jaxllm.cache import KV_DTYPES
 from jaxllm.checkpoint.shipped import shipped_checkpoint
 from jaxllm.compile_cache import enable_compile_cache
-from jaxllm.config import DTYPES, ModelConfig, Runtime
+from jaxllm.config import DTYPES, Runtime
 from jaxllm.quantize import on_host
 
 DEFAULT_PROMPT = "ROMEO:\n"
@@ -402,106 +395,5 @@ def _answer(pieces: jaxllm.TextStream, terminal: bool) -> str | None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    cli_quantize.check(args)
-    folder = checkpoint_folder.find_folder(_path(args))
-    config, hf = checkpoint_folder.read_config(folder)
-    quantization = checkpoint_folder.read_quantization(folder, config, hf)
-    tensors = checkpoint_folder.list_tensors(folder)
-    out = _Console()
-    by_dtype: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
-    for tensor in tensors.values():
-        by_dtype[tensor.dtype][0] += math.prod(tensor.shape)
-        by_dtype[tensor.dtype][1] += tensor.size_bytes
-
-    facts = Table(title=Text(str(folder)), show_header=False, title_justify="left")
-    for name, value in _facts(config).items():
-        facts.add_row(name, value)
-    parameters = sum(count for count, _ in by_dtype.values())
-    # A word of a packed weight holds several
-    name = "parameters" if quantization is None else f"{quantization.method}, numbers"
-    facts.add_row(name, f"{parameters:,} in {len(tensors)} tensors")
-    for dtype, (count, size) in sorted(by_dtype.items()):
-        facts.add_row(f"stored as {dtype}", f"{count:,} numbers, {decimal(size)}")
-    dtype = _dtype(args.dtype)
-    model = cli_quantize.in_memory(args, folder, dtype)
-    for name, value in cli_quantize.facts(model).items():
-        facts.add_row(name, value)
-    out.print(facts)
-
-    device = jax.devices()[0]
-    choice = Table(title=Text(f"on {device.device_kind}, {dtype}"), title_justify="left")
-    for column in ("op", "call", "runs with", "why not the others"):
-        choice.add_column(column)
-    for op, call, reasons in _explained(config, dtype, cli_quantize.weight(model)):
-        taken = next(name for name, reason in reasons.items() if reason is None)
-        others = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
-        choice.add_row(op, call, taken, others or "-")
-    out.print(choice)
+    cli_inspect.inspect(args, _path(args), _dtype(args.dtype), _Console())
     return 0
-
-
-def _facts(config: ModelConfig) -> dict[str, str]:
-    kinds = collections.Counter(config.layer_types)
-    rope = config.rope
-    n, k, h = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    head = "tied" if config.tie_word_embeddings else "own"
-    layers = (f"{count} {kind.removesuffix('_attention')}" for kind, count in kinds.items())
-    positions = f"{config.max_position_embeddings:,}"
-    facts = {
-        "family": config.model_type,
-        "layers": ", ".join(layers),
-        "width (D)": f"{config.hidden_size:,}",
-        "MLP width (F)": f"{config.intermediate_size:,}, {config.hidden_act}",
-        "heads (N, K, H)": f"{n} query, {k} key/value, {h} wide",
-        "vocabulary (V)": f"{config.vocab_size:,}, {head} head",
-        "positions": f"{positions}, {rope.rope_type} rope, theta {rope.rope_theta:g}",
-    }
-    if config.bit_linear:
-        facts["projections"] = "ternary times int8 (BitNet b1.58)"
-    if config.sliding_window and "sliding_attention" in kinds:
-        facts["window"] = f"{config.sliding_window:,} tokens"
-    token = 2 * config.num_hidden_layers * k
-    facts["cache"] = (
-        f"{decimal(2 * token * h)} a token in 16 bits, {decimal(token * (h + 4))} in 8, before "
-        "windows"
-    )
-    return facts
-
-
-def _explained(
-    config: ModelConfig, dtype: str, weight: Any
-) -> Iterator[tuple[str, str, dict[str, str | None]]]:
-    """Each op as this model calls it, with the reasons of `ops.explain`.
-
-    weight: shapes of a projection's [F, D], packed or not.
-    """
-
-    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-    d, f, n, k, h = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
-    positions = config.max_position_embeddings
-    t = min(512, positions)
-    for call, queries in (("prefill", t), ("decode", 1)):
-        calls = KVCache.calls(config, 1, positions, queries, jnp.dtype(dtype))
-        for kind, (q, keywords) in calls.items():
-            reasons = ops.explain("attention", q, **keywords)
-            yield "attention", f"{call}, {kind.removesuffix('_attention')}", reasons
-    x = array(1, t, d)
-    rotary = array(1, t, config.rotary_dim(config.layer_types[0]) // 2, dtype="float32")
-    gate = array(1, t, f)
-    for call, rows in (("prefill", x), ("decode", array(1, 1, d))):
-        yield "linear", call, ops.explain("linear", rows, weight)
-    for op, operands, named in (
-        ("embedding", (array(config.vocab_size, d), array(1, t, dtype="int32")), {}),
-        ("rms_norm", (x, array(d)), {"eps": config.rms_norm_eps}),
-        ("rope", (array(1, t, n, h), array(1, t, k, h), rotary, rotary), {}),
-        ("glu", (gate, gate), {"activation": config.hidden_act}),
-    ):
-        yield op, "both", ops.explain(op, *operands, **named)

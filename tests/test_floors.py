@@ -313,9 +313,10 @@ MAY_IMPORT = {
         "jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.records jaxllm.tokenizer "
         "jaxllm.train jaxllm.trainer"
     ),
-    "jaxllm.cli_quantize": (
-        f"{KERNELS} jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.config jaxllm.layers "
-        "jaxllm.model jaxllm.quantize"
+    "jaxllm.cli_quantize": "pallas_kernels.packed",
+    "jaxllm.cli_inspect": (
+        "jaxllm.cache jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.cli_quantize "
+        "jaxllm.config jaxllm.layers jaxllm.model jaxllm.ops jaxllm.quantize"
     ),
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.families "

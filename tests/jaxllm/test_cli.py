@@ -17,7 +17,7 @@ from absent_device import absent
 from tiny_models import SLIDING, TINY
 
 import jaxllm
-from jaxllm import cli
+from jaxllm import cli, cli_inspect
 from jaxllm.cli import main
 from jaxllm.config import Runtime
 
@@ -245,7 +245,7 @@ def test_inspect_of_packed_weights(tmp_path, capsys, monkeypatch):
     said = [f"{(size + rest) / 1000:.1f} kB", f"{rest / 1000:.1f} kB of float32"]
     assert f"{said[0]}: {said[1]}, {size / 1000:.1f} kB of int4" in " ".join(out.split())
     assert main(["inspect", str(packed), "--quantize", "int8"]) == 2
-    assert "no linear layer that is not packed" in capsys.readouterr().err
+    assert "down_proj is packed in int4 already, and not again in int8" in capsys.readouterr().err
     assert main(["inspect", str(plain)]) == 0
     out = capsys.readouterr().out
     assert "gptq" not in out
@@ -276,7 +276,7 @@ def test_inspect_describes_the_calls_that_the_cache_makes():
     config = dataclasses.replace(SLIDING, sliding_window=33, max_position_embeddings=64)
     weight = jax.ShapeDtypeStruct((64, 24), "bfloat16")
     with absent():
-        explained = list(cli._explained(config, "bfloat16", weight))
+        explained = list(cli_inspect.explained(config, "bfloat16", weight))
     cudnn = {call: reasons["cudnn"] for op, call, reasons in explained if op == "attention"}
     assert cudnn == {
         "prefill, full": None,

@@ -1,0 +1,178 @@
+"""`jaxllm inspect`: what a checkpoint holds, and what would run it here."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from jaxllm import cli_quantize, ops
+from jaxllm.cache import KVCache
+from jaxllm.checkpoint.folder import find_folder, list_tensors, read_config, read_quantization
+from jaxllm.checkpoint.hf import pack_as_stored
+from jaxllm.config import ModelConfig, Runtime
+from jaxllm.layers import BitLinear
+from jaxllm.model import Transformer
+from jaxllm.quantize import packed_weights, quantize
+
+
+def inspect(
+    args: argparse.Namespace, checkpoint: str | os.PathLike[str], dtype: str, out: Console
+) -> None:
+    """Prints two tables: the checkpoint's facts, and which implementation each op has here."""
+    cli_quantize.check(args)
+    folder = find_folder(checkpoint)
+    config, hf = read_config(folder)
+    quantization = read_quantization(folder, config, hf)
+    tensors = list_tensors(folder)
+    by_dtype: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for tensor in tensors.values():
+        by_dtype[tensor.dtype][0] += math.prod(tensor.shape)
+        by_dtype[tensor.dtype][1] += tensor.size_bytes
+
+    facts = Table(title=Text(str(folder)), show_header=False, title_justify="left")
+    for name, value in _facts(config).items():
+        facts.add_row(name, value)
+    parameters = sum(count for count, _ in by_dtype.values())
+    # A word of a packed weight holds several
+    name = "parameters" if quantization is None else f"{quantization.method}, numbers"
+    facts.add_row(name, f"{parameters:,} in {len(tensors)} tensors")
+    for stored, (count, size) in sorted(by_dtype.items()):
+        facts.add_row(f"stored as {stored}", f"{count:,} numbers, {decimal(size)}")
+    model = _in_memory(args, folder, config, dtype)
+    for name, value in _sizes(model).items():
+        facts.add_row(name, value)
+    out.print(facts)
+
+    device = jax.devices()[0]
+    choice = Table(title=Text(f"on {device.device_kind}, {dtype}"), title_justify="left")
+    for column in ("op", "call", "runs with", "why not the others"):
+        choice.add_column(column)
+    for op, call, reasons in explained(config, dtype, _weight(model)):
+        taken = next(name for name, reason in reasons.items() if reason is None)
+        others = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+        choice.add_row(op, call, taken, others or "-")
+    out.print(choice)
+
+
+def _facts(config: ModelConfig) -> dict[str, str]:
+    kinds = collections.Counter(config.layer_types)
+    rope = config.rope
+    n, k, h = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    head = "tied" if config.tie_word_embeddings else "own"
+    layers = (f"{count} {kind.removesuffix('_attention')}" for kind, count in kinds.items())
+    positions = f"{config.max_position_embeddings:,}"
+    facts = {
+        "family": config.model_type,
+        "layers": ", ".join(layers),
+        "width (D)": f"{config.hidden_size:,}",
+        "MLP width (F)": f"{config.intermediate_size:,}, {config.hidden_act}",
+        "heads (N, K, H)": f"{n} query, {k} key/value, {h} wide",
+        "vocabulary (V)": f"{config.vocab_size:,}, {head} head",
+        "positions": f"{positions}, {rope.rope_type} rope, theta {rope.rope_theta:g}",
+    }
+    if config.bit_linear:
+        facts["projections"] = "ternary times int8 (BitNet b1.58)"
+    if config.sliding_window and "sliding_attention" in kinds:
+        facts["window"] = f"{config.sliding_window:,} tokens"
+    token = 2 * config.num_hidden_layers * k
+    facts["cache"] = (
+        f"{decimal(2 * token * h)} a token in 16 bits, {decimal(token * (h + 4))} in 8, before "
+        "windows"
+    )
+    return facts
+
+
+def explained(
+    config: ModelConfig, dtype: str, weight: Any
+) -> Iterator[tuple[str, str, dict[str, str | None]]]:
+    """Each op as this model calls it, with the reasons of `ops.explain`.
+
+    weight: shapes of a projection's [F, D], packed or not.
+    """
+
+    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    d, f, n, k, h = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
+    positions = config.max_position_embeddings
+    t = min(512, positions)
+    for call, queries in (("prefill", t), ("decode", 1)):
+        calls = KVCache.calls(config, 1, positions, queries, jnp.dtype(dtype))
+        for kind, (q, keywords) in calls.items():
+            reasons = ops.explain("attention", q, **keywords)
+            yield "attention", f"{call}, {kind.removesuffix('_attention')}", reasons
+    x = array(1, t, d)
+    rotary = array(1, t, config.rotary_dim(config.layer_types[0]) // 2, dtype="float32")
+    gate = array(1, t, f)
+    for call, rows in (("prefill", x), ("decode", array(1, 1, d))):
+        yield "linear", call, ops.explain("linear", rows, weight)
+    for op, operands, named in (
+        ("embedding", (array(config.vocab_size, d), array(1, t, dtype="int32")), {}),
+        ("rms_norm", (x, array(d)), {"eps": config.rms_norm_eps}),
+        ("rope", (array(1, t, n, h), array(1, t, k, h), rotary, rotary), {}),
+        ("glu", (gate, gate), {"activation": config.hidden_act}),
+    ):
+        yield op, "both", ops.explain(op, *operands, **named)
+
+
+def _in_memory(
+    args: argparse.Namespace, folder: Path, config: ModelConfig, dtype: str
+) -> Transformer:
+    """The model as `generate` would have it, of shapes alone: packed as it is stored, and as the
+    options say.
+
+    Raises: ValueError if it cannot be packed so, or its tensors contradict its config.
+    """
+
+    def build() -> Transformer:
+        model = Transformer(config, Runtime(dtype), rngs=nnx.Rngs(0))
+        pack_as_stored(model, folder)
+        if (how := cli_quantize.arguments(args)) is not None:
+            quantize(model, **how)
+        return model
+
+    return nnx.eval_shape(build)
+
+
+def _sizes(model: Transformer) -> dict[str, str]:
+    """A row of the table of `inspect`: the bytes of the weights in memory, by dtype or scheme."""
+    sizes: dict[str, int] = collections.Counter()
+    for array in jax.tree.leaves(nnx.state(model, nnx.Param)):
+        sizes[array.dtype.name] += array.size * array.dtype.itemsize
+    total = decimal(sum(sizes.values()))
+    for packed in packed_weights(model).values():
+        for array in jax.tree.leaves(packed):
+            sizes[array.dtype.name] -= array.size * array.dtype.itemsize
+            sizes[packed.scheme] += array.size * array.dtype.itemsize
+    parts = [f"{decimal(size)} of {name}" for name, size in sorted(sizes.items()) if size]
+    return {"weights in memory": f"{total}: {', '.join(parts)}"}
+
+
+def _weight(model: Transformer) -> Any:
+    """The shapes of a projection's weight, packed or not; of the head's where the projections are
+    BitNet's in training, which run in one way alone.
+    """
+    head = model.embed_tokens if model.lm_head is None else model.lm_head
+    module: Any = model.layers[-1].mlp.up_proj
+    if isinstance(module, BitLinear):
+        module = head
+    return module.packed if hasattr(module, "packed") else module.weight.get_value()
