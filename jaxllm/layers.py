@@ -319,6 +319,9 @@ class Block(nnx.Module):
     With post_norms, what attention and the MLP return is normed too. Norms carry Hugging Face's
     names, which mean different things in the two kinds of block: without post_norms,
     post_attention_layernorm is the MLP's own norm; with them it norms what attention returns.
+    Its switches are three biases, norms that are there or not (qk_norm, sub_norms, post_norms), how
+    norms are centred, and the class of the projections (bit_linear): one path through the layer,
+    and so one block.
     """
 
     def __init__(
