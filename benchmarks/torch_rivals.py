@@ -66,6 +66,9 @@ def arguments(case: Case, seed: int, device: str) -> list[Any]:
             x = torch.randint(
                 low, high, spec.shape, generator=generator, device=device, dtype=dtype
             )
+        elif name == "int8":
+            kind = {"dtype": torch.int8, "device": device}
+            x = torch.randint(-128, 128, spec.shape, generator=generator, **kind)
         elif name.startswith(("int", "uint")):
             rows = case.arguments[0].shape[0]
             x = torch.randint(rows, spec.shape, generator=generator, device=device)
@@ -206,6 +209,28 @@ def _embedding(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
 
 def _matmul(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
     a = case.arguments[0]
+    if str(a.dtype) == "int8":
+
+        def integers(a, b, a_scale=None, b_scale=None, out_scale=None):
+            y = torch._int_mm(a, b.t())
+            if a_scale is None or b_scale is None:
+                return y
+            y = y * a_scale[:, None] * b_scale
+            if out_scale is None:
+                return y.to(torch.bfloat16)
+            y = nn.gelu(y, approximate="tanh") * out_scale
+            return torch.round(y).clamp(-127, 127).to(torch.int8)
+
+        # it takes no fewer than 17 rows
+        return {"torch": integers} if a.shape[0] > 16 else {}
+    if "blocks" in case.label:
+
+        def of_blocks(a, b, a_scale, b_scale):
+            a_scale = a_scale.t().contiguous().t()  # numbers of one block of K side by side
+            kind = {"out_dtype": torch.bfloat16}
+            return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), **kind)
+
+        return {"torch scaled_mm": of_blocks} if len(case.arguments) == 4 else {}
     if "float8" in str(a.dtype):
 
         def scaled(a, b, *_):

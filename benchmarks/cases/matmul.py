@@ -1,7 +1,8 @@
-"""Matmul: square products, the projections of real models at 8192 tokens and when decoding, fp8.
+"""Matmul: square products, the projections of real models at 8192 tokens and when decoding, bytes.
 
 A label is M x N x K; "transposed" has b as [N, K], as weights lie in checkpoints; "silu" has a
-weight of 2N rows, gate and up.
+weight of 2N rows, gate and up; "blocks" has scales of 1 x 128 of a and of 128 x 128 of b; "gelu" is
+the formula with tanh.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from benchmarks.case import Case
 from pallas_kernels.matmul import Config, Device, candidates, matmul, matmul_reference
+from pallas_kernels.matmul_finish import BLOCK
 from pallas_kernels.measure import size_bytes
 
 # [out, in] of the projections; the gate and up of an MLP are one weight of twice its width
@@ -27,6 +29,7 @@ PHI = {
     **{"query, key, value": (9216, 3072), "out": (3072, 3072)},
     **{"gate, up": (8192, 3072), "down": (3072, 8192)},
 }
+BYTES = ("float8_e4m3fn", "int8")
 HEADS = ((151936, 896), (128256, 4096))  # Qwen2.5-0.5B, Llama-3.1-8B
 ROWS = 8192
 FEW_ROWS = 64  # whose time is that of reading the weight
@@ -48,6 +51,12 @@ def cases() -> list[Case]:
             found.append(_case(rows, n, k, _words(name)))
     found += [_case(rows, *HEADS[0], out="float32") for rows in (1, 8)]
     found.append(_case(ROWS, 4096, 4096, "transposed, backward"))
+    found += [_case(size, size, size, dtype="int8") for size in (4096, 8192)]
+    found += [_case(size, size, size, "transposed, blocks", BYTES[0]) for size in (4096, 8192)]
+    for rows in (16, 64, ROWS):
+        found.append(_case(rows, *LLAMA["query"], "transposed, scales", "int8", out="bfloat16"))
+        found.append(_case(rows, *LLAMA["query"], "transposed, blocks", BYTES[0]))
+    found.append(_case(ROWS, 8192, 3072, "transposed, scales, gelu", "int8", out="int8"))
     named = {case.label for case in found}
     return found + [case for case in _compiled() + _tiles() if case.label not in named]
 
@@ -71,6 +80,25 @@ def _compiled() -> list[Case]:
     for words in ("transposed, scales", "transposed, scales, bias", "transposed, scales, silu"):
         found += [_case(m, 4864, 896, words, "float8_e4m3fn", **only) for m in (1, 1111)]
     found.append(_case(1111, 896, 896, "transposed, backward", "float8_e4m3fn", **only))
+    return found + _bytes()
+
+
+def _bytes() -> list[Case]:
+    only: dict[str, Any] = {"compile_only": True}
+    shapes = [model[name] for model in (QWEN, LLAMA, PHI) for name in ("gate, up", "down")]
+    found = []
+    for rows in (1, 300):
+        for n, k in (*shapes, HEADS[0]):
+            found.append(_case(rows, n, k, dtype="int8", **only))
+            found.append(_case(rows, n, k, "transposed, blocks", BYTES[0], **only))
+        for words in ("blocks, silu", "blocks, bias, residual", "blocks, gelu"):
+            found.append(_case(rows, 4864, 896, f"transposed, {words}", BYTES[0], **only))
+        for out in BYTES:
+            for words in ("transposed, scales, bias, gelu", "transposed, scales, silu"):
+                found.append(_case(rows, 4864, 896, words, "int8", out=out, **only))
+            found.append(_case(rows, 4864, 896, "transposed, gelu", BYTES[0], out=out, **only))
+        found.append(_case(rows, 4864, 896, "transposed, exact gelu, bias", **only))
+        found.append(_case(rows, 4864, 896, "exact gelu", **only))
     return found
 
 
@@ -109,22 +137,29 @@ def _case(
 ) -> Case:
     a, b = _operands(m, n, k, words, dtype)
     wide = 2 * n if "silu" in words else n
-    narrow = "bfloat16" if dtype == "float8_e4m3fn" else dtype
+    narrow = {"float8_e4m3fn": "bfloat16", "int8": "int32"}.get(dtype, dtype)
     result = jax.ShapeDtypeStruct((m, n), out or narrow)
     arguments = [a, b]
     names = []
     for name, shape, kind in (
         ("residual", (m, n), result.dtype),
-        ("bias", (wide,), result.dtype),
+        ("bias", (wide,), jnp.bfloat16 if result.dtype.itemsize == 1 else result.dtype),
         ("scales", (m,), jnp.float32),
         ("scales", (wide,), jnp.float32),
+        ("blocks", (m, -(-k // BLOCK)), jnp.float32),
+        ("blocks", (-(-wide // BLOCK), -(-k // BLOCK)), jnp.float32),
     ):
         if name in words:
             arguments.append(jax.ShapeDtypeStruct(shape, kind))
-            names.append(("a_scale", "b_scale")["a_scale" in names] if name == "scales" else name)
+            scales = name in ("scales", "blocks")
+            names.append(("a_scale", "b_scale")["a_scale" in names] if scales else name)
+    if out in BYTES:
+        arguments.append(jax.ShapeDtypeStruct((), jnp.float32))
+        names.append("out_scale")
+    epilogues = {"exact gelu": "gelu", "gelu": "gelu_pytorch_tanh", "silu": "swiglu"}
     keywords = {
         "transpose_b": "transposed" in words,
-        "epilogue": "swiglu" if "silu" in words else None,
+        "epilogue": next((name for word, name in epilogues.items() if word in words), None),
     }
     both = {**keywords, "out_dtype": None if out is None else jnp.dtype(out)}
     run = functools.partial(_call, matmul, tuple(names), {**both, "config": config})
@@ -153,10 +188,24 @@ def _case(
         ceiling="read" if m <= FEW_ROWS else None,
         truth=truth if operations <= MOST_EXACT and "backward" not in words else None,
         compile_only=compile_only,
+        make=functools.partial(_integers, arguments) if dtype == "int8" else None,
         # Hopper's tensor cores cut a sum off, instead of rounding it, each 16 products: after 62
         # steps as far off as four numbers of 4 * sqrt(K) rounded once.
         largest_term=16 * k**0.5 if out == "float32" else None,
     )
+
+
+def _integers(specs: list[jax.ShapeDtypeStruct], key: jax.Array) -> tuple[jax.Array, ...]:
+    """All of int8; scales that bring sums back to the size of one number."""
+    arrays = []
+    for one, spec in zip(jax.random.split(key, len(specs)), specs, strict=True):
+        if spec.dtype == jnp.int8:
+            arrays.append(jax.random.randint(one, spec.shape, -128, 128, jnp.int8))
+        elif spec.shape:
+            arrays.append(jax.random.uniform(one, spec.shape, spec.dtype, 1e-3, 2e-3))
+        else:
+            arrays.append(jnp.asarray(30, spec.dtype))
+    return tuple(arrays)
 
 
 def _call(f: Any, names: tuple[str, ...], keywords: dict[str, Any], a, b, *rest) -> Any:
@@ -170,11 +219,21 @@ def _backward(f: Any, count: int, *arguments: jax.Array) -> tuple[jax.Array, ...
 def _truth(names: tuple[str, ...], keywords: dict[str, Any], a, b, *rest: np.ndarray) -> Any:
     a, b = a.astype(np.float64), b.astype(np.float64)
     extra: Any = {name: x.astype(np.float64) for name, x in zip(names, rest, strict=True)}
+    rows, columns = (extra.get(name, np.ones(())) for name in ("a_scale", "b_scale"))
+    if columns.ndim == 2:
+        a = a * np.repeat(rows, BLOCK, axis=1)[:, : a.shape[1]]
+        wide = np.repeat(np.repeat(columns, BLOCK, axis=0), BLOCK, axis=1)
+        b = b * wide[: b.shape[0], : b.shape[1]]
+        rows = columns = np.ones(())
     y = a @ (b.T if keywords["transpose_b"] else b)
-    if "a_scale" in extra:
-        y = y * extra["a_scale"][:, None] * extra["b_scale"]
+    y = y * (rows[:, None] if rows.ndim else rows) * columns
     y = y + extra.get("bias", 0)
     if keywords["epilogue"] == "swiglu":
         gate, up = np.split(y, 2, axis=-1)
         y = gate * (1 + np.tanh(gate / 2)) / 2 * up
-    return y + extra.get("residual", 0)
+    elif keywords["epilogue"] == "gelu_pytorch_tanh":
+        y = y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3))) / 2
+    y = y + extra.get("residual", 0)
+    if "out_scale" in extra:  # not rounded: then a tie that fell the other way would count as wrong
+        return np.clip(y * extra["out_scale"], -127, 127)
+    return y
