@@ -1,7 +1,7 @@
 """Products with packed weights against float64: on the CPU what calls become, on a GPU the rest.
 
-The interpreter runs the kernel's frame; what a warp does in it is plain JAX there, so that numbers
-that leave their words wrong only show on a GPU.
+The interpreter runs the kernel's frame; what a warp does in it is plain JAX there, and is run lane
+by lane in test_quantized_lanes.py.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import oracles
 import pytest
 from kernels import interpreted
 from numerics import assert_as_accurate
+from quantized_calls import BF16, DTYPES, F16, F32, FORMATS, assert_right, call, numbers, truth
 
 from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
@@ -33,71 +34,12 @@ from pallas_kernels.quantized_matmul import (
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
-BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
 
 transposed = pytest.mark.skipif(
     not _compat.INTERPRETS_TRANSPOSED_WGMMA,
     reason="the interpreter of jax 0.10 has no transposed wgmma operand",
 )
-
-# scheme, group size and zero points
-FORMATS: Any = {
-    "int8": ("int8", None, False),
-    "int8, groups": ("int8", 128, False),
-    "int4": ("int4", 128, False),
-    "int4, groups of 32": ("int4", 32, False),
-    "int4, groups of 512": ("int4", 512, False),
-    "int4, zero points": ("int4", 128, True),
-    "int4, groups of 64, zero points": ("int4", 64, True),
-    "fp8": ("fp8", None, False),
-    "fp8, groups": ("fp8", 64, False),
-    **{scheme: (scheme, None, False) for scheme in ("nvfp4", "mxfp4", "mxfp8")},
-}
-DTYPES = {"bfloat16": BF16, "float16": F16}
-
-
-def numbers(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
-    x = np.random.default_rng(seed).normal(size=shape) * scale
-    return jnp.asarray(x, jnp.float32).astype(dtype)
-
-
-def call(
-    m: int, o: int, i: int, form: str = "int4", dtype: Any = BF16, extra: str = "", **keywords: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays and keywords of a call; `extra` names further arrays: norm (centred) bias
-    residual.
-    """
-    scheme, group, zeros = FORMATS[form]
-    weight = quantize(numbers(1, (o, i), dtype, i**-0.5), scheme, group, zero_points=zeros)
-    out = keywords.get("out_dtype") or dtype
-    f = o // 2 if keywords.get("epilogue") == "swiglu" else o
-    arrays: dict[str, Any] = {"x": numbers(0, (m, i), dtype), "packed": weight}
-    if "norm" in extra:
-        weight = numbers(4, (i,), dtype, 0.1 if "centred" in extra else 1.0)
-        arrays["norm"] = Norm(weight, 1e-5, "centred" in extra)
-    if "bias" in extra:
-        arrays["bias"] = numbers(2, (o,), out)
-    if "residual" in extra:
-        arrays["residual"] = numbers(3, (m, f), out)
-    return arrays, keywords
-
-
-def truth(arrays: dict[str, Any], keywords: dict[str, Any]) -> np.ndarray:
-    arrays = dict(arrays)
-    norm, packed = arrays.pop("norm", None), arrays.pop("packed")
-    exact = {k: np.asarray(v).astype(np.float64) for k, v in arrays.items()}
-    if norm is not None:
-        scale = np.asarray(norm.weight).astype(np.float64) + norm.zero_centered
-        exact["x"] = oracles.rms_norm(exact["x"], scale, eps=norm.eps)
-    x, weight = exact.pop("x"), oracles.packed_numbers(packed)
-    return oracles.matmul(x, weight, transpose_b=True, epilogue=keywords.get("epilogue"), **exact)
-
-
-def assert_right(arrays: dict[str, Any], keywords: dict[str, Any], ours: jax.Array) -> None:
-    plain = quantized_matmul_reference(**arrays, **keywords)
-    assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
-    assert_as_accurate(ours, plain, truth(arrays, keywords))
 
 
 def interpret(arrays: dict[str, Any], keywords: dict[str, Any], **more: Any) -> jax.Array:

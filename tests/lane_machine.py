@@ -1,0 +1,310 @@
+"""A machine that runs what lanes are told in PTX, all threads of a block in step, on the CPU.
+
+Pallas's interpreter knows no lanes: there a kernel whose blocks are told in PTX is plain JAX. Here
+the code of a block itself runs, on NumPy arrays of one number a thread, so that its addresses,
+masks, shuffles and products of warps are seen. What it does not see: races, and what a barrier or a
+copy's arrival is needed for, since every thread waits after each instruction. Memory that nothing
+was written to is NaN, and an access outside of an array is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+LANES = 32
+BITS = {"i1": 1, "i16": 16, "i32": 32, "i64": 64, "f32": 32}
+PAIRS = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
+HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+
+
+class Value:
+    """What every thread has under one name: bits, as unsigned numbers, and MLIR's type."""
+
+    def __init__(self, bits: np.ndarray, type_: str):
+        self.bits = bits.astype(np.uint64) & np.uint64(2 ** BITS[type_] - 1)
+        self.type = type_
+
+
+def f32(bits: np.ndarray) -> np.ndarray:
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def of_f32(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(np.float32).view(np.uint32).astype(np.uint64)
+
+
+def pair(bits: np.ndarray, dtype: Any) -> np.ndarray:
+    """The two numbers of a word, lower first, [threads, 2] in float64."""
+    return bits.astype(np.uint32).view(np.uint16).view(dtype).reshape(-1, 2).astype(np.float64)
+
+
+def of_pair(numbers: np.ndarray, dtype: Any) -> np.ndarray:
+    rounded = np.ascontiguousarray(numbers.astype(np.float32).astype(dtype))
+    return rounded.view(np.uint16).view(np.uint32).reshape(-1).astype(np.uint64)
+
+
+class Machine:
+    """Memory, and the threads of one block after another."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], shared: Mapping[str, int], threads: int):
+        """arrays: of global memory, by name. shared: bytes on chip, by name."""
+        self.threads, self.mask, self.block = threads, np.ones(threads, bool), 0
+        self.memory: dict[str, Any] = {"global": {}, "shared": {}}
+        self.at: dict[str, Value] = {}
+        start = 2**33  # an address of 32 bits is a mistake
+        for name, array in arrays.items():
+            content = np.frombuffer(array.tobytes(), np.uint8).copy()
+            self._place("global", name, start, content, "i64")
+            start += len(content) + 4096
+        start = 1024
+        for name, size_bytes in shared.items():
+            self._place("shared", name, start, np.full(size_bytes, 0xFF, np.uint8), "i32")
+            start += size_bytes + 1024
+
+    def _place(self, space: str, name: str, start: int, content: np.ndarray, kind: str) -> None:
+        self.memory[space][name] = (start, content)
+        self.at[name] = self.constant(start, kind)
+
+    def constant(self, value: Any, kind: str) -> Value:
+        if kind == "f32":
+            return Value(of_f32(np.full(self.threads, value, np.float32)), kind)
+        return Value(np.full(self.threads, int(value) % 2**64, np.uint64), kind)
+
+    def content(self, name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+        return self.memory["global"][name][1].view(dtype).reshape(shape)
+
+    def run(self, block: int, code: Callable[[], None]) -> None:
+        """The code of one block; nothing of another's is left on chip."""
+        self.block = block
+        for _, content in self.memory["shared"].values():
+            content[:] = 0xFF
+        code()
+
+    # memory
+
+    def _where(self, space: str, addresses: np.ndarray, size: int, mask: np.ndarray) -> Any:
+        some = addresses[mask].astype(np.int64)
+        assert (some % size == 0).all(), f"an access of {size} bytes is not aligned"
+        for start, content in self.memory[space].values():
+            if len(some) and start <= some[0] < start + len(content):
+                inside = (some >= start) & (some + size <= start + len(content))
+                assert inside.all(), f"an access leaves its array: {some[~inside][:4] - start}"
+                return content, (some - start)[:, None] + np.arange(size)
+        assert not len(some), f"nothing lies at {some[0]}"
+        return None, None
+
+    def load(self, space: str, addresses: np.ndarray, size: int, count: int) -> list[np.ndarray]:
+        found = np.full((self.threads, size * count), 0xFF, np.uint8)
+        content, places = self._where(space, addresses, size * count, self.mask)
+        if content is not None:
+            found[self.mask] = content[places]
+        words = np.ascontiguousarray(found).view(f"u{size}").reshape(self.threads, count)
+        return [words[:, i].astype(np.uint64) for i in range(count)]
+
+    def store(self, space: str, addresses: np.ndarray, size: int, values: list[Any]) -> None:
+        content, places = self._where(space, addresses, size * len(values), self.mask)
+        if content is not None:
+            words = np.stack([v.astype(f"u{size}") for v in values], axis=1)[self.mask]
+            content[places] = np.ascontiguousarray(words).view(np.uint8)
+
+    # instructions
+
+    def asm(self, text: str, results: str, *operands: Value, effects: bool = False) -> Any:
+        del effects
+        registers: dict[str, Any] = {f"${len(results) + i}": v.bits for i, v in enumerate(operands)}
+        for instruction in text.split(";"):
+            name, _, rest = instruction.lstrip("{} \n").partition(" ")
+            if name and name != ".reg":
+                arguments = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest)
+                self._execute(name.split("."), arguments, registers)
+        kinds = {"r": "i32", "f": "f32"}
+        outs = [Value(registers[f"${i}"], kinds[letter]) for i, letter in enumerate(results)]
+        return None if not outs else outs[0] if len(outs) == 1 else outs
+
+    def _execute(self, op: list[str], arguments: list[str], registers: dict[str, Any]) -> None:
+        def get(name: str) -> np.ndarray:
+            if name.startswith("0f"):
+                return np.full(self.threads, int(name[2:], 16), np.uint64)
+            if name[0].isdigit():
+                return np.full(self.threads, int(name, 0), np.uint64)
+            return registers[name]
+
+        def address(text: str) -> np.ndarray:
+            base, _, offset = text.strip("[] ").partition("+")
+            return registers[base.strip()] + np.uint64(int(offset or 0))
+
+        def several(text: str) -> list[str]:
+            return [name.strip() for name in text.strip("{}").split(",")]
+
+        kind, size = op[-1], {"8": 1, "16": 2, "32": 4}.get(re.sub(r"\D", "", op[-1]), 0)
+        if op[0] == "ld":
+            names = several(arguments[0])
+            found = self.load(op[1], address(arguments[1]), size, len(names))
+            registers.update(zip(names, found, strict=True))
+        elif op[0] == "st":
+            values = [get(name) for name in several(arguments[1])]
+            self.store(op[1], address(arguments[0]), size, values)
+        elif op[:2] == ["cp", "async"]:
+            if op[2] == "cg":
+                self._copy(address(arguments[0]), address(arguments[1]), get(arguments[3]))
+        elif op[0] == "bar":
+            pass
+        elif op[0] == "mma":
+            given = [[get(name) for name in several(text)] for text in arguments[1:]]
+            dtype = HALVES[op[-2]]
+            registers.update(zip(several(arguments[0]), self._mma(dtype, *given), strict=True))
+        elif op[0] == "mov" and "{" in arguments[1]:
+            low, high = (get(name) for name in several(arguments[1]))
+            registers[arguments[0]] = low | high << np.uint64(16)
+        elif op[0] == "mov" and "{" in arguments[0]:
+            low, high = several(arguments[0])
+            whole = get(arguments[1])
+            registers[low], registers[high] = whole & np.uint64(0xFFFF), whole >> np.uint64(16)
+        else:
+            done = self._compute(op, kind, [get(name) for name in arguments[1:]])
+            registers[arguments[0]] = done & np.uint64(0xFFFFFFFF)
+
+    def _compute(self, op: list[str], kind: str, x: list[np.ndarray]) -> np.ndarray:
+        name = op[0]
+        if name == "shfl":
+            return x[0].reshape(-1, LANES)[:, np.arange(LANES) ^ int(x[1][0])].reshape(-1)
+        if name == "cvt":
+            if "x2" in op[-2]:
+                return of_pair(np.stack([f32(x[1]), f32(x[0])], axis=1), PAIRS[op[-2]])
+            if kind == "f32" and op[-2] in HALVES:
+                rounded = f32(x[0]).astype(HALVES[op[-2]])
+                return rounded.view(np.uint16).astype(np.uint64)
+            if kind == "f16":
+                return of_f32(x[0].astype(np.uint16).view(np.float16))
+            return x[0]  # of whole numbers
+        if kind in PAIRS:
+            y = [pair(each, PAIRS[kind]) for each in x]
+            functions: Any = {"mul": lambda a, b: a * b, "sub": lambda a, b: a - b}
+            functions["fma"] = lambda a, b, c: a * b + c
+            return of_pair(functions[name](*y), PAIRS[kind])
+        if kind == "f32" and name != "mov":
+            y = [f32(each).astype(np.float64) for each in x]
+            functions: Any = {"mul": lambda a, b: a * b, "add": lambda a, b: a + b}
+            functions |= {"fma": lambda a, b, c: a * b + c, "ex2": np.exp2}
+            functions |= {"div": lambda a, b: a / b, "rsqrt": lambda a: a**-0.5}
+            return of_f32(functions[name](*y))
+        functions: Any = {"mov": lambda a: a, "and": np.bitwise_and, "or": np.bitwise_or}
+        functions |= {"xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift}
+        functions |= {"mul": lambda a, b: a * b, "add": lambda a, b: a + b, "min": np.minimum}
+        functions |= {"mad": lambda a, b, c: a * b + c, "lop3": _lop3, "prmt": _prmt}
+        return functions[name](*x)
+
+    def _copy(self, to: np.ndarray, source: np.ndarray, size: np.ndarray) -> None:
+        """16 bytes, or as many zeros; the address is a good one in either case."""
+        found = self.load("global", source, 4, 4)
+        self.store("shared", to, 4, [np.where(size == 16, words, 0) for words in found])
+
+    def _mma(self, dtype: Any, a: Any, b: Any, sums: Any) -> list[np.ndarray]:
+        """m16n8k16 of every warp, by PTX's table of who has what."""
+        assert self.mask.all()
+        down, across = np.arange(LANES) // 4, np.arange(LANES) % 4
+        left = np.zeros((self.threads // LANES, 16, 16))
+        right = np.zeros((self.threads // LANES, 16, 8))
+        for i, words in enumerate(a):
+            for e in range(2):
+                numbers = pair(words, dtype)[:, e].reshape(-1, LANES)
+                left[:, down + 8 * (i % 2), 2 * across + e + 8 * (i // 2)] = numbers
+        for i, words in enumerate(b):
+            for e in range(2):
+                numbers = pair(words, dtype)[:, e].reshape(-1, LANES)
+                right[:, 2 * across + e + 8 * i, down] = numbers
+        product = left @ right
+        return [
+            of_f32(f32(before) + product[:, down + 8 * (i // 2), 2 * across + i % 2].reshape(-1))
+            for i, before in enumerate(sums)
+        ]
+
+
+def _lop3(a: Any, b: Any, c: Any, table: Any) -> np.ndarray:
+    assert table[0] == 0xEA, "only (a & b) | c is known"
+    return (a & b) | c
+
+
+def _prmt(a: Any, b: Any, order: Any) -> np.ndarray:
+    whole = a | b << np.uint64(32)
+    found = np.zeros_like(a)
+    for i in range(4):
+        which = (order >> np.uint64(4 * i)) & np.uint64(7)
+        found |= (whole >> which * np.uint64(8) & np.uint64(255)) << np.uint64(8 * i)
+    return found
+
+
+def dialects(machine: Machine) -> dict[str, Any]:
+    """What stands for MLIR in modules of lane code, by the name that they have for it."""
+
+    def whole(function: Callable[..., np.ndarray]) -> Callable[..., Value]:
+        return lambda a, b: Value(function(a.bits, b.bits), a.type)
+
+    def floats(function: Callable[..., np.ndarray]) -> Callable[..., Value]:
+        return lambda a, b: Value(of_f32(function(f32(a.bits), f32(b.bits))), "f32")
+
+    def select(where: Value, a: Value, b: Value) -> Value:
+        return Value(np.where(where.bits != 0, a.bits, b.bits), a.type)
+
+    @contextlib.contextmanager
+    def when(where: Value) -> Iterator[None]:
+        before = machine.mask
+        machine.mask = before & (where.bits != 0)
+        yield
+        machine.mask = before
+
+    def fori(count: Value, carry: Any) -> Callable[..., Any]:
+        assert len(np.unique(count.bits)) == 1, "threads of a block turn differently often"
+
+        def loop(body: Callable[..., Any]) -> Any:
+            results = list(carry)
+            for i in range(int(count.bits[0])):
+                results = body(machine.constant(i, "i32"), results)
+            return types.SimpleNamespace(results=results)
+
+        return loop
+
+    arith = types.SimpleNamespace(
+        addi=whole(np.add),
+        subi=whole(np.subtract),
+        muli=whole(np.multiply),
+        divui=whole(np.floor_divide),
+        remui=whole(np.remainder),
+        minui=whole(np.minimum),
+        andi=whole(np.bitwise_and),
+        xori=whole(np.bitwise_xor),
+        addf=floats(np.add),
+        mulf=floats(np.multiply),
+        select=select,
+        extui=lambda kind, x: Value(x.bits, kind),
+        constant=lambda kind, x: machine.constant(x, kind),
+        CmpIPredicate=types.SimpleNamespace(ult="ult"),
+        cmpi=lambda _, a, b: Value(a.bits < b.bits, "i1"),
+    )
+    ir = types.SimpleNamespace(
+        F32Type=types.SimpleNamespace(get=lambda: "f32"),
+        IntegerType=types.SimpleNamespace(get_signless="i{}".format),
+        FloatAttr=types.SimpleNamespace(get=lambda kind, x: machine.constant(x, kind)),
+    )
+    utils = types.SimpleNamespace(
+        thread_idx=lambda: Value(np.arange(machine.threads), "i32"),
+        block_idx=lambda: machine.constant(machine.block, "i32"),
+        c=machine.constant,
+        when=when,
+        fori=fori,
+    )
+    return {
+        "asm": machine.asm,
+        "arith": arith,
+        "gpu": types.SimpleNamespace(barrier=lambda: None),
+        "ir": ir,
+        "llvm": types.SimpleNamespace(ConstantOp=lambda _, x: types.SimpleNamespace(result=x)),
+        "mgpu_utils": utils,
+    }

@@ -1,0 +1,123 @@
+"""The code of a block of `quantized_matmul`, lane by lane, against float64 (`lane_machine`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lane_machine import Machine, dialects
+from quantized_calls import BF16, DTYPES, F16, F32, FORMATS, assert_right, call
+
+from pallas_kernels import (
+    lane_code,
+    lane_norm,
+    quantized_finish,
+    quantized_matmul_lanes,
+    quantized_rows,
+    quantized_unpack,
+)
+from pallas_kernels import quantized_matmul_config as sizes
+from pallas_kernels.quantized_matmul_config import Config, Static
+
+MODULES = (
+    lane_code,
+    lane_norm,
+    quantized_finish,
+    quantized_matmul_lanes,
+    quantized_rows,
+    quantized_unpack,
+)
+
+
+def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> np.ndarray:
+    """The result, by two multiprocessors' blocks."""
+    x, packed, norm = arrays["x"], arrays["packed"], arrays.get("norm")
+    gated = keywords.get("epilogue") == "swiglu"
+    out = jnp.dtype(keywords.get("out_dtype") or x.dtype)
+    assert sizes.problem(config, len(x), packed, gated=gated) is None
+    around = () if norm is None else (norm.eps, norm.zero_centered)
+    static = Static("", config, False, out.name, 2, gated, *around)
+    m, n, c = len(x), packed.shape[0] // (1 + gated), config
+    given = {name: getattr(packed, name) for name in ("codes", "scale", "zero", "row_scale")}
+    given |= {"x": x, "norm": None if norm is None else norm.weight}
+    given |= {name: arrays.get(name) for name in ("bias", "residual")}
+    held = {name: np.asarray(a) for name, a in given.items() if a is not None}
+    held["out"] = np.full((m, n), np.nan, out)
+    shared = {
+        "ring": c.ahead * c.warps * sizes.warp_bytes(c, packed),
+        "kept": m * sizes.x_bytes(c, packed),
+        "sums": sizes.sums_bytes(c, m, packed),
+        "parts": 2 * c.warps * m * c.tile_n * 4,
+    }
+    machine = Machine(held, shared, c.warps * 32)
+    for module in MODULES:
+        for name, stand_in in dialects(machine).items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    for block in range(min(n // (c.tile_n // (1 + gated)), 2 * c.blocks)):
+
+        def code():
+            bias = arrays.get("bias")
+            quantized_matmul_lanes.Block(static, x, packed, bias, machine.at).run()
+
+        machine.run(block, code)
+    return machine.content("out", out, (m, n))
+
+
+CALLS: Any = {
+    "int4": (Config(16, 4, 2, 1), call(1, 64, 896, "int4")),
+    "norm": (Config(16, 4, 1, 2), call(1, 64, 896, "int4", BF16, "norm bias residual")),
+    "norm, gate": (
+        Config(32, 8, 2, 1),
+        call(3, 64, 1024, "int8", BF16, "norm", epilogue="swiglu"),
+    ),
+    "norm that adds 1": (Config(32, 4, 1, 1), call(9, 32, 640, "mxfp8", BF16, "norm centred")),
+    "norm, many accesses": (Config(16, 4, 2, 1), call(16, 16, 1152, "nvfp4", BF16, "norm bias")),
+    "zero points of small groups": (
+        Config(16, 4, 2, 1),
+        call(9, 32, 512, "int4, groups of 32", F16, "bias"),
+    ),
+    "zero points": (Config(32, 4, 2, 1), call(2, 64, 512, "int4, zero points", F16)),
+    "float32 result": (
+        Config(16, 4, 3, 1),
+        call(2, 32, 512, "mxfp4", BF16, "residual", out_dtype=F32),
+    ),
+    "fp8, groups": (Config(16, 8, 1, 1), call(7, 32, 896, "fp8, groups", F16)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_lanes(name: str, monkeypatch: Any):
+    config, (arrays, keywords) = CALLS[name]
+    with monkeypatch.context() as patched:
+        ours = by_lanes(patched, arrays, keywords, config)
+    assert_right(arrays, keywords, ours)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_code_by_lanes(form: str, dtype: str, monkeypatch: Any):
+    if dtype == "float16" and form.startswith("mx"):
+        pytest.skip("not taken")
+    arrays, keywords = call(1, 16, 1024, form, DTYPES[dtype])
+    packed = arrays["packed"]
+    codes = np.arange(packed.codes.size).reshape(packed.codes.shape).astype(np.uint8)
+    if packed.codes.dtype != jnp.uint8:
+        codes = codes.view(packed.codes.dtype)
+        codes = np.where(np.isnan(codes.astype(np.float32)), 0, codes).astype(codes.dtype)
+    arrays["packed"] = dataclasses.replace(packed, codes=jnp.asarray(codes))
+    with monkeypatch.context() as patched:
+        ours = by_lanes(patched, arrays, keywords, Config(16, 4, 2, 1))
+    assert_right(arrays, keywords, ours)
+
+
+def test_another_norm_is_seen(monkeypatch: Any):
+    config, (arrays, keywords) = CALLS["norm"]
+    other = {**arrays, "norm": arrays["norm"]._replace(eps=0.05)}
+    with monkeypatch.context() as patched:
+        ours = by_lanes(patched, other, keywords, config)
+    with pytest.raises(AssertionError, match="error is"):
+        assert_right(arrays, keywords, ours)

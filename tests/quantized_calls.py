@@ -1,0 +1,72 @@
+"""Calls of `quantized_matmul` by chance, and what is right of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+from numerics import assert_as_accurate
+
+from pallas_kernels.around_product import Norm
+from pallas_kernels.quantize import quantize
+from pallas_kernels.quantized_matmul import quantized_matmul_reference
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+# scheme, group size and zero points
+FORMATS: Any = {
+    "int8": ("int8", None, False),
+    "int8, groups": ("int8", 128, False),
+    "int4": ("int4", 128, False),
+    "int4, groups of 32": ("int4", 32, False),
+    "int4, groups of 512": ("int4", 512, False),
+    "int4, zero points": ("int4", 128, True),
+    "int4, groups of 64, zero points": ("int4", 64, True),
+    "fp8": ("fp8", None, False),
+    "fp8, groups": ("fp8", 64, False),
+    **{scheme: (scheme, None, False) for scheme in ("nvfp4", "mxfp4", "mxfp8")},
+}
+DTYPES = {"bfloat16": BF16, "float16": F16}
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
+    x = np.random.default_rng(seed).normal(size=shape) * scale
+    return jnp.asarray(x, jnp.float32).astype(dtype)
+
+
+def call(
+    m: int, o: int, i: int, form: str = "int4", dtype: Any = BF16, extra: str = "", **keywords: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays and keywords of a call; `extra` names further arrays: norm (centred) bias
+    residual.
+    """
+    scheme, group, zeros = FORMATS[form]
+    weight = quantize(numbers(1, (o, i), dtype, i**-0.5), scheme, group, zero_points=zeros)
+    out = keywords.get("out_dtype") or dtype
+    f = o // 2 if keywords.get("epilogue") == "swiglu" else o
+    arrays: dict[str, Any] = {"x": numbers(0, (m, i), dtype), "packed": weight}
+    if "norm" in extra:
+        weight = numbers(4, (i,), dtype, 0.1 if "centred" in extra else 1.0)
+        arrays["norm"] = Norm(weight, 1e-5, "centred" in extra)
+    if "bias" in extra:
+        arrays["bias"] = numbers(2, (o,), out)
+    if "residual" in extra:
+        arrays["residual"] = numbers(3, (m, f), out)
+    return arrays, keywords
+
+
+def truth(arrays: dict[str, Any], keywords: dict[str, Any]) -> np.ndarray:
+    arrays = dict(arrays)
+    norm, packed = arrays.pop("norm", None), arrays.pop("packed")
+    exact = {k: np.asarray(v).astype(np.float64) for k, v in arrays.items()}
+    if norm is not None:
+        scale = np.asarray(norm.weight).astype(np.float64) + norm.zero_centered
+        exact["x"] = oracles.rms_norm(exact["x"], scale, eps=norm.eps)
+    x, weight = exact.pop("x"), oracles.packed_numbers(packed)
+    return oracles.matmul(x, weight, transpose_b=True, epilogue=keywords.get("epilogue"), **exact)
+
+
+def assert_right(arrays: dict[str, Any], keywords: dict[str, Any], ours: Any) -> None:
+    plain = quantized_matmul_reference(**arrays, **keywords)
+    assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
+    assert_as_accurate(ours, plain, truth(arrays, keywords))
