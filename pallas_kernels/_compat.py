@@ -35,6 +35,13 @@ INTERPRETS_CUT_COPIES = VERSION >= (0, 11)
 WRITES_REFERENCES = VERSION >= (0, 11)
 
 
+def why_not_written() -> str | None:
+    """What keeps a kernel from writing into an array that it is given; ends with jax 0.10."""
+    if WRITES_REFERENCES:
+        return None
+    return "needs jax 0.11, where a kernel may write into an array that is there"
+
+
 def kernel(
     body: Callable[..., None],
     *,

@@ -131,9 +131,7 @@ def why_not(hidden, head, targets, *, device: Device | None = None) -> str | Non
         return f"D = {hidden.shape[1]} is no multiple of {TILE_K}"
     if 0 in (*hidden.shape, *head.shape):
         return f"nothing to multiply: hidden is {list(hidden.shape)}, head is {list(head.shape)}"
-    if not _compat.WRITES_REFERENCES:
-        return "needs jax 0.11, where a kernel may write into an array that is there"
-    return None
+    return _compat.why_not_written()
 
 
 def default_config(hidden, head) -> Config:

@@ -146,8 +146,8 @@ def why_not(
     del norm, bias, residual, out_dtype
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
-    if cache is not None and not _compat.WRITES_REFERENCES:
-        return "jax 0.10 has no kernels that write into what they are given"
+    if cache is not None and (reason := _compat.why_not_written()):
+        return reason
     if x.dtype not in DTYPES or weight.dtype != x.dtype:
         return f"takes bfloat16 or float16, got x {x.dtype} and a weight {weight.dtype}"
     m, (o, i) = math.prod(x.shape[:-1]), weight.shape

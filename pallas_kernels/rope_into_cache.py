@@ -58,8 +58,8 @@ def why_not(heads, rotary, cache, *, device: Device | None = None) -> str | None
     del cache
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
-    if not _compat.WRITES_REFERENCES:
-        return "jax 0.10 has no kernels that write into what they are given"
+    if reason := _compat.why_not_written():
+        return reason
     if heads.dtype not in DTYPES:
         return f"takes bfloat16 or float16, got {heads.dtype}"
     if 0 in heads.shape:
