@@ -142,8 +142,8 @@ def quantize(
         device never holds more than the packed model and one weight in work.
     Raises: ValueError for an unknown scheme, a group size that does not divide a weight's inputs,
     weights that are NaN or infinite (it names the first), a name in `keep` that is nobody's, a
-    projection that is BitNet's or packed in another scheme, or a model with nothing to pack; then
-    nothing is changed.
+    projection that is BitNet's or packed in another scheme and not in `keep`, or a model with
+    nothing to pack; then nothing is changed.
     """
     check_scheme(scheme)
     if head is not None:
@@ -153,8 +153,9 @@ def quantize(
     kinds = (Linear, BitLinear) if scheme == "ternary" else (Linear,)
     wanted = dict.fromkeys(linears(model, (*KEEP, *keep), kinds), (scheme, group_size))
     every = {**linears(model, (), kinds), **_tied_table(model)}
+    names = [*every, *packed_weights(model)]
     for pattern in keep:
-        if not any(_named(name, pattern) for name in every):
+        if not any(_named(name, pattern) for name in names):
             raise ValueError(f"quantize: keep names {pattern!r}, which no projection is called")
     if head is not None:
         heads = [name for name in _HEADS if name in every]
@@ -200,7 +201,9 @@ def _check_projections(model: nnx.Module, scheme: str, keep: Sequence[str]) -> N
             f"quantize: {name} is a ternary layer, which is packed in 'ternary', not in {scheme!r}"
         )
     for name, packed in packed_weights(model).items():
-        if name not in _HEADS and packed.scheme != scheme:
+        if any(_named(name, pattern) for pattern in (*_HEADS, *keep)):
+            continue
+        if packed.scheme != scheme:
             raise ValueError(
                 f"quantize: {name} is packed in {packed.scheme} already, and not again in {scheme}"
             )

@@ -8,6 +8,7 @@ from jaxllm.plan import Plan
 FOUND = Plan(
     remat="dots",
     weights=2**30,
+    packed=0,
     moments=2**28,
     activations=2**29,
     gradients=2**27,

@@ -387,7 +387,7 @@ def test_the_systems_errors_are_sentences(capsys, monkeypatch):
     def raises(name):
         raise IsADirectoryError(21, "Is a directory", "a/config.json")
 
-    monkeypatch.setattr(cli.checkpoint_folder, "find_folder", raises)
+    monkeypatch.setattr(cli_inspect, "find_folder", raises)
     assert main(["inspect"]) == 2
     assert capsys.readouterr().err == "jaxllm: a/config.json: Is a directory\n"
 

@@ -19,7 +19,7 @@ from jaxllm.config import Runtime
 from jaxllm.layers import Linear
 from jaxllm.model import Transformer
 from jaxllm.ops.linear import _packed_linear, _packed_xla
-from jaxllm.quantize import KEEP, PackedEmbedding, PackedLinear, linears
+from jaxllm.quantize import KEEP, PackedEmbedding, PackedLinear, linears, packed_weights
 from pallas_kernels.packed import SCHEMES
 from pallas_kernels.quantize import dequantize
 from pallas_kernels.quantize import quantize as pack
@@ -344,6 +344,19 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_is_changed(bad):
     with pytest.raises(ValueError, match=r"^quantize: layers.1.mlp.up_proj has numbers that are N"):
         jaxllm.quantize(model, "int8")
     assert tiny_models.weights(model).keys() == before
+
+
+def test_the_rest_of_a_packed_model_in_another_scheme():
+    model = tiny_models.build(TINY)
+    jaxllm.quantize(model, "int8", keep="down_proj")
+    before = packed_weights(model)
+    jaxllm.quantize(model, "int4", G, keep=list(before))
+    after = packed_weights(model)
+    for name, packed in before.items():
+        assert after[name].scheme == "int8"
+        np.testing.assert_array_equal(after[name].codes, packed.codes)
+    rest = {name: packed.scheme for name, packed in after.items() if name not in before}
+    assert rest == {f"layers.{i}.mlp.down_proj": "int4" for i in range(TINY.num_hidden_layers)}
 
 
 def test_packing_twice_finds_nothing_to_pack():
