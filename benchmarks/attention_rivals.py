@@ -22,6 +22,9 @@ from pallas_kernels.attention_reference import visible
 Forward = Callable[..., Any]  # (q, k, v, mask or segment ids or nothing) -> out
 IMPLEMENTED_BY = {  # by library, what has to be importable
     "cudnn": "jax",
+    "cudnn, bfloat16": "jax",
+    "cudnn, float8": "jax",
+    "tokamax, bfloat16": LIBRARIES["tokamax"],
     "jax attention_mgpu, float16": "jax",
     "tokamax": LIBRARIES["tokamax"],
     "jax-linear-attention": LIBRARIES["jax-linear-attention"],
@@ -32,8 +35,7 @@ IMPLEMENTED_BY = {  # by library, what has to be importable
 
 def of(case: Case) -> dict[str, Rival]:
     """The rivals of a case; one that does not import or refuses the call says so when it runs."""
-    table = {"flash_attention": FLASH, "flash_attention_backward": FLASH}.get(case.op, {})
-    table = DECODE if case.op == "decode_attention" else table
+    table = TABLES.get(case.op, {})
     rivals = {}
     for name, make in table.items():
         if importlib.util.find_spec(IMPLEMENTED_BY[name]) is None:
@@ -186,6 +188,46 @@ FLASH = {
 }
 
 
+def _in_bfloat16(make: Callable[[Case], Rival], case: Case) -> Rival:
+    """A rival that takes no float8: of the same numbers, made bfloat16 before the clock starts."""
+    rival = make(case)
+
+    def prepare(q, k, v, *rest):
+        wide = (*(x.astype(jnp.bfloat16) for x in (q, k, v)), *rest)
+        return wide if rival.prepare is None else rival.prepare(*wide)
+
+    return Rival(rival.run, prepare)
+
+
+def _flash_cudnn_fp8(case: Case) -> Rival | None:
+    """cuDNN's own, which JAX has no public name for; its result is float8."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    keywords = case.keywords
+    _refuse_softcap(case)
+    if keywords.get("window") is not None or keywords.get("documents"):
+        return None
+    one = jnp.ones((1, 1, 1, 1), jnp.float32)
+    scales: Any = dict.fromkeys(cudnn.fp8_params_keys, one)
+    scales |= {"scale_s": one * 256, "descale_s": one / 256}  # of weights, as ours are rounded
+    mask = cudnn.MaskType.CAUSAL if keywords["causal"] else cudnn.MaskType.NO_MASK
+
+    def forward(q, k, v):
+        scale = q.shape[-1] ** -0.5
+        kwargs: Any = {"scale": scale, "mask_type": mask, "use_fp8": True}
+        results: Any = cudnn.dot_product_attention(q, k, v, fp8_params=scales, **kwargs)
+        return results[0]
+
+    return Rival(forward)
+
+
+FLASH_FP8 = {
+    "cudnn, bfloat16": functools.partial(_in_bfloat16, _flash_cudnn),
+    "cudnn, float8": _flash_cudnn_fp8,
+    "tokamax, bfloat16": functools.partial(_in_bfloat16, _flash_tokamax),
+}
+
+
 def _decode_cudnn(case: Case) -> Rival | None:
     if len(case.arguments) != 4 or case.keywords.get("pages"):
         return None  # it reads no int8 and no pages
@@ -230,4 +272,10 @@ DECODE = {
     "cudnn": _decode_cudnn,
     "tokamax": _decode_tokamax,
     "jax decode_attention": _decode_example,
+}
+TABLES = {
+    "flash_attention": FLASH,
+    "flash_attention_backward": FLASH,
+    "flash_attention_fp8": FLASH_FP8,
+    "decode_attention": DECODE,
 }

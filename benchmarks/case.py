@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 KINDS = ("memory", "memory-reduce", "memory-read", "matmul")
+DIFFERS = 2e-2
 CEILINGS = ("copy", "read", "matmul")
 
 
@@ -41,6 +42,7 @@ class Case:
     compile_only: a tested or tuned shape that the benchmark leaves out.
     spilled_bytes: what may be stored and loaded for want of registers: of a kernel that is right,
         known not to be fast there, and written down; more of it is a fault.
+    differs: a rival this far from plain, by the norm, computes something else: not rounding.
     largest_term: for tests/numerics.py, where sums pass through numbers larger than their results.
     """
 
@@ -62,6 +64,7 @@ class Case:
     time_plain: bool = True
     compile_only: bool = False
     spilled_bytes: int = 0
+    differs: float = DIFFERS
     largest_term: float | None = None
 
     def __post_init__(self) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 from benchmarks.case import Case
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-DIFFERS = 2e-2  # a rival this far from plain, by the norm, computes something else: not rounding
 
 
 def use_tests() -> None:

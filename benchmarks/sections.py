@@ -45,6 +45,7 @@ GROUPS = {
     "attention": (
         "flash_attention",
         "flash_attention_backward",
+        "flash_attention_fp8",
         "decode_attention",
         "prefill",
         "long-context",

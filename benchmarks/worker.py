@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks import ceilings, sections
 from benchmarks.case import Case
 from benchmarks.compiling import Programs
-from benchmarks.correct import DIFFERS, check, sentence
+from benchmarks.correct import check, sentence
 from benchmarks.lacking import FURTHER, SPENT
 from benchmarks.plan import Plan, chosen, in_turn, is_large
 from pallas_kernels.measure import Stopwatch, num_sets
@@ -199,7 +199,7 @@ class _Run:
             ours = self.programs.get(case, "ours").run(*arguments) if self.on_gpu else plain
             if is_large(case) and case.sample is None:
                 apart = _apart(ours, plain)
-                status = "compared" if apart < DIFFERS else "wrong"
+                status = "compared" if apart < case.differs else "wrong"
                 return {"status": status, "error": apart, "truth": "plain", "message": COMPARED}
             if is_large(case) and case.sample is not None:
                 arguments, ours = case.sample(whole, ours)
@@ -254,7 +254,7 @@ class _Run:
                 result = jax.block_until_ready(program.run(*used[0]))
                 plain = result if name == "xla" else plain
                 apart = 0.0 if plain is None else _apart(result, plain)
-                if not apart < DIFFERS:
+                if not apart < case.differs:
                     times[name] = {"failed": f"its result is {apart:.2g} away from xla's"}
                 elif name in names:
                     start = time.time()

@@ -1,4 +1,5 @@
-"""Flash attention, forward and backward: the heads of real models, 16k tokens, documents, a window.
+"""Flash attention, forward and backward: the heads of real models, 16k tokens, documents, a window;
+and the forward pass of float8.
 
 A label is batch x tokens, query / key heads of a width, dtype, and what the call means.
 """
@@ -12,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.case import Case
+from benchmarks.case import DIFFERS, Case
 from pallas_kernels import attention_reference as plain
-from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.flash_attention import flash_attention, flash_attention_reference
 from pallas_kernels.flash_attention_backward import backward as flash_attention_backward
 from pallas_kernels.measure import size_bytes
 
@@ -26,6 +27,8 @@ DIRECT_BYTES = 2**33  # scores that the plain path may hold at a time; more go b
 BLOCK = 1024
 SAMPLED_ROWS = 128
 SPILLED = (280, 40)  # bytes, of heads of 256, and of heads of 64 with every mask
+FP8 = "float8_e4m3fn"
+FP8_DIFFERS = 0.1  # two ways to round weights to 4 bits are 3.6 % apart
 EXACT_TOKENS = 8192  # rows of a backward pass that a host does again within seconds
 
 
@@ -44,6 +47,11 @@ def cases() -> list[Case]:
         if not backward:
             found.append(case(1, 8192, GEMMA, softcap=50.0))
             found.append(case(4, 4096, LLAMA, dtype="float16"))
+            of_bytes = functools.partial(case, dtype=FP8)
+            found += [of_bytes(TOKENS // t, t, LLAMA) for t in (1024, 4096, 16384)]
+            found += [of_bytes(4, 4096, LLAMA, causal=False), of_bytes(4, 4096, LLAMA_1B)]
+            found += [of_bytes(1, TOKENS, LLAMA, documents=16), of_bytes(1, 512, QWEN)]
+            found.append(of_bytes(1, 8192, GEMMA, softcap=50.0))
         odd: Any = functools.partial(case, compile_only=True)
         found += [odd(1, 257, (8, 1, 64)), odd(2, 513, (7, 1, 128), dtype="float16")]
         found += [odd(1, 1000, (4, 4, 80)), odd(3, 17, (4, 1, 128))]
@@ -84,7 +92,8 @@ def _case(
         constants = {3: ids}
         lengths = np.bincount(ids[0])[np.unique(ids[0])].tolist()
     pairs = b * sum(map(functools.partial(_pairs, causal, window), lengths))
-    moved = size_bytes(arguments, q)
+    out = jax.ShapeDtypeStruct(q.shape, "bfloat16" if dtype == FP8 else dtype)
+    moved = size_bytes(arguments, out)
     if backward:
         arguments += (q, jax.ShapeDtypeStruct((b, n, t), "float32"), q)
         moved = size_bytes(arguments, arguments[:3])
@@ -92,8 +101,10 @@ def _case(
     words += [f"window {window}"] * (window is not None) + [f"softcap {softcap}"] * bool(softcap)
     words += [f"{documents} packed documents"] * bool(documents)
     sampled = not backward or t <= EXACT_TOKENS
+    op = "flash_attention_backward" if backward else "flash_attention"
+    op = "flash_attention_fp8" if dtype == FP8 else op
     return Case(
-        op="flash_attention_backward" if backward else "flash_attention",
+        op=op,
         label=", ".join([f"{b} x {t} tokens, {n} / {k} heads of {h}, {dtype}", *words]),
         arguments=arguments,
         run=functools.partial(_ours_backward if backward else _ours, keywords),
@@ -111,6 +122,7 @@ def _case(
         time_plain=4 * b * n * t * t <= DIRECT_BYTES,
         compile_only=compile_only,
         spilled_bytes=spilled_bytes,
+        differs=FP8_DIFFERS if dtype == FP8 else DIFFERS,
     )
 
 
@@ -155,7 +167,7 @@ def _ours_backward(keywords: dict[str, Any], q, k, v, *rest) -> Any:
 def _plain(keywords: dict[str, Any], q, k, v, ids=None, *, return_lse: bool = False) -> Any:
     """The reference, by blocks of queries where its scores would not fit in memory."""
     b, t, n, _ = q.shape
-    call = functools.partial(plain.attention_reference, **keywords, return_lse=return_lse)
+    call = functools.partial(flash_attention_reference, **keywords, return_lse=return_lse)
     if 4 * b * n * t * t <= DIRECT_BYTES:
         return call(q, k, v, q_segment_ids=ids, kv_segment_ids=ids)
 

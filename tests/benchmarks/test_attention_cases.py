@@ -47,6 +47,24 @@ def test_plain_path_by_blocks_and_truth_agree(monkeypatch, call, backward):
     assert check(case, *jax.device_get((part, bad, some)))["status"] == "wrong"
 
 
+def test_the_case_of_float8_is_near_the_truth(monkeypatch):
+    b, t, heads = SHAPE
+    case = flash_attention._case(b, t, heads, dtype="float8_e4m3fn")
+    assert case.op == "flash_attention_fp8"
+    assert set(attention_rivals.of(case)) >= {"cudnn, bfloat16", "cudnn, float8"}
+    assert case.bytes == b * t * 16 * (3 * 4 + 2 * 2)  # the result has two bytes
+    arguments = case.inputs(jax.random.key(0))
+    at_once = case.plain(*arguments)
+    monkeypatch.setattr(flash_attention, "DIRECT_BYTES", 0)
+    monkeypatch.setattr(flash_attention, "BLOCK", 32)
+    by_blocks = jax.jit(case.plain)(*arguments)
+    result = check(case, *jax.device_get((arguments, by_blocks, at_once)))
+    assert result["status"] == "right", result
+    assert 5e-3 < result["plain_error"] < case.differs / 2, result
+    worse = by_blocks.at[1, 3, 0, 0].add(0.5)
+    assert check(case, *jax.device_get((arguments, worse, at_once)))["status"] == "wrong"
+
+
 def test_the_gradient_is_that_of_the_plain_path():
     b, t, heads = SHAPE
     case = flash_attention._case(b, t, heads, dtype="float32", window=50, backward=True)
