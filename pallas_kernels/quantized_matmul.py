@@ -1,7 +1,8 @@
 """Quantized matmul: norm(x) @ W^T with W packed, and what follows it before anything is written.
 
-W [O, I] is a `Packed` of 8- or 4-bit codes, which are unpacked in registers and never lie in memory
-as numbers; sums are float32. `quantized_matmul_kernel` says what a block does. The gradient of x is
+W [O, I] is a `Packed` of 8- or 4-bit codes, which are unpacked on chip and never lie in memory as
+numbers; sums are float32. `quantized_matmul_kernel` says what a block does with few rows of x,
+`quantized_matmul_tiles` what with more. The gradient of x is
 a product with the dequantised weight, which is XLA's; a packed weight has none. A ternary weight
 takes x as int8 and has a kernel of its own: `ternary_matmul`.
 Source of the formats: quantize.py; of the norm: around_product.py.
@@ -23,7 +24,7 @@ from pallas_kernels import device as device_lib
 from pallas_kernels import packed as packed_lib
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_matmul_kernel as kernel
-from pallas_kernels import quantized_matmul_split as split
+from pallas_kernels import quantized_tiles_config as tiles
 from pallas_kernels import ternary_matmul as ternary
 from pallas_kernels import tuned
 from pallas_kernels.around_product import Norm
@@ -31,17 +32,17 @@ from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul_config import MMA_ROWS, Config, Static
+from pallas_kernels.quantized_matmul_tiles import tile_products
+from pallas_kernels.quantized_tiles_config import Tiles
 from pallas_kernels.quantized_unpack import MX
 from pallas_kernels.rms_norm import rms_norm_reference
-from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCHEMES = tuple(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary")
 EPILOGUES = (None, "swiglu")
-FORMS = ("warps", "split")
 SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)  # that there is at every epilogue
-FEW_ROWS, MAX_ROWS = 16, 64  # of x: those that "warps" has registers for, and "split"
+FEW_ROWS, MAX_ROWS = 16, 64  # of x: those that a warp has registers for; those of decoding
 
 
 def quantized_matmul(
@@ -53,7 +54,7 @@ def quantized_matmul(
     epilogue: str | None = None,
     residual: Float[Array, "*B F"] | None = None,
     out_dtype: Any = None,
-    config: Config | None = None,
+    config: Config | Tiles | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*B F"]:
     """epilogue(norm(x) @ W^T + bias) + residual, summed in float32 and rounded once.
@@ -73,7 +74,7 @@ def quantized_matmul(
     _check(x, packed, norm=norm, **rest)
     m, gated = math.prod(x.shape[:-1]), epilogue == "swiglu"
     out = _out_dtype(x, out_dtype)
-    if config is not None and (problem := _problem(config, m, packed, out, gated)):
+    if config is not None and (problem := _problem(config, m, packed, gated)):
         raise ValueError(f"quantized_matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(x, packed, norm=norm, **rest, config=config, device=device)
@@ -83,14 +84,15 @@ def quantized_matmul(
         if norm is not None:
             rest |= {"norm": norm.weight, "eps": norm.eps}
         return ternary.ternary_linear(x, packed, **rest, interpret=interpret)
-    config = (
+    kind = Config if _is_few(m, packed) else Tiles
+    chosen: Any = (
         config
-        or tuned.lookup("quantized_matmul", bucket(x, packed, **rest), device, Config)
+        or tuned.lookup("quantized_matmul", bucket(x, packed, **rest), device, kind)
         or default_config(x, packed, **rest, device=device)
     )
     static = Static(
         "quantized_matmul" + "_norm" * (norm is not None) + "_swiglu" * gated,
-        config,
+        chosen,
         interpret,
         out.name,
         device.num_sms,
@@ -137,14 +139,10 @@ def why_not(
     epilogue=None,
     residual=None,
     out_dtype=None,
-    config: Config | None = None,
+    config: Config | Tiles | None = None,
     device: Device | None = None,
 ) -> str | None:
-    """What keeps the kernel from this call; shapes suffice.
-
-    config: form "split" runs only where it is asked for: int4 of 64 rows gave NaN on an H200, and
-    the kernel was not shown right there since.
-    """
+    """What keeps the kernel from this call; shapes suffice. `not_auto` is asked beside it."""
     del bias, residual
     if packed.scheme == "ternary":
         if norm is not None and norm.zero_centered:
@@ -165,39 +163,42 @@ def why_not(
     m, (o, i) = math.prod(x.shape[:-1]), packed.shape
     if 0 in (m, o, i):
         return f"nothing to multiply: x is {list(x.shape)}, the weight {[o, i]}"
-    if m > MAX_ROWS:
-        return f"takes {MAX_ROWS} rows of x at most, got {m}"
     if i % (part := sizes.part(packed.scheme)):
         return f"{packed.scheme} takes inputs in multiples of {part}, got {i}"
-    few = _is_few(m, packed)
-    if not few and (config is None or config.form != "split"):
-        return f"takes {FEW_ROWS} rows of x at most, which must lie on chip; got {m} of {i} numbers"
-    grain = (MMA_ROWS if few else WGMMA_ROWS) * (2 if epilogue == "swiglu" else 1)
-    if norm is not None and not few:
-        return f"norms {FEW_ROWS} rows of x at most, which must lie on chip; got {m} of {i} numbers"
+    if isinstance(config, Tiles) or not _is_few(m, packed):
+        if norm is not None:
+            few = f"{FEW_ROWS} rows of x at most, which must lie on chip"
+            return f"norms {few}; got {m} of {i} numbers"
+        return tiles.why_not(packed)
+    grain = MMA_ROWS * (2 if epilogue == "swiglu" else 1)
     if o % grain:
         return f"takes outputs in multiples of {grain} at {m} rows, got {o}"
-    if not few and _out_dtype(x, out_dtype) == jnp.float32:
-        return f"gives no float32 at {m} rows of {i} numbers"
-    if packed.group_size and (_straddles if few else split.straddles)(packed):
+    if packed.group_size and _straddles(packed):
         return f"groups of {packed.group_size} straddle the inputs of a lane"
     return None
 
 
+def not_auto(x, packed) -> str | None:
+    """Why nobody should run the kernel of this call who has not asked for it by name."""
+    m = math.prod(x.shape[:-1])
+    if packed.scheme == "ternary" or _is_few(m, packed):
+        return None
+    # What the interpreter cannot show of it are the codes' registers, and no GPU was there
+    return f"of {m} rows of {x.shape[-1]} the kernel has run on no GPU yet; it runs by name"
+
+
 def _is_few(m: int, packed: Packed) -> bool:
-    """Whether "warps" is the form: it holds x on chip."""
+    """Whether x lies on chip, and warps multiply what they unpack."""
     return m <= FEW_ROWS and sizes.shared_bytes(SMALLEST, m, packed) <= SHARED_BYTES
 
 
-def _problem(config: Config, m: int, packed: Packed, out: Any, gated: bool) -> str | None:
+def _problem(config: Config | Tiles, m: int, packed: Packed, gated: bool) -> str | None:
     if packed.scheme == "ternary":
         return "a ternary weight has tiles of its own: give them to ternary_linear"
-    if config.form not in FORMS:
-        return f"form must be one of {', '.join(FORMS)}"
-    if config.form == "split":
-        return split.problem(config, m, packed, out, gated=gated)
+    if isinstance(config, Tiles):
+        return tiles.problem(config, packed, gated=gated)
     if m > FEW_ROWS:
-        return f"'warps' takes {FEW_ROWS} rows of x at most"
+        return f"warps take {FEW_ROWS} rows of x at most"
     return sizes.problem(config, m, packed, gated=gated)
 
 
@@ -211,19 +212,12 @@ def _straddles(packed: Packed) -> bool:
 
 def default_config(
     x, packed, *, bias=None, epilogue=None, residual=None, out_dtype=None, device: Device
-) -> Config:
+) -> Config | Tiles:
     """As many rows a block as x's bytes ask for, and as still give each multiprocessor a block."""
-    del bias, residual
+    del bias, residual, out_dtype
     m, (o, _), gated = math.prod(x.shape[:-1]), packed.shape, epilogue == "swiglu"
     if not _is_few(m, packed):
-        tile_n = WGMMA_ROWS * (1 + gated)
-        steps = -(-packed.shape[1] // split.step(packed.scheme))
-        cluster = max(1, min(split.MAX_CLUSTER, device.num_sms * tile_n // o, steps // 2))
-        out = _out_dtype(x, out_dtype)
-        for stages in (4, 3, 2):
-            config = Config(tile_n, form="split", stages=stages, cluster=cluster)
-            if split.problem(config, m, packed, out, gated=gated) is None:
-                return config
+        return tiles.default_tiles(m, packed, gated=gated, num_sms=device.num_sms)
     grain, wide = MMA_ROWS * (1 + gated), o >= 4 * 32 * device.num_sms
     # Tiles of 32 rows where there are several a block; else 16, that each has one (H200)
     tile_n = next(rows for rows in ((32, 16) if wide else (16, 32)) if rows >= grain)
@@ -239,25 +233,25 @@ def default_config(
     raise AssertionError(f"quantized_matmul: no tile fits {m} rows of {packed.shape}")
 
 
-def candidates(x, packed, *, device: Device, **keywords) -> list[Config]:
+def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]:
     """What is worth a measurement beside the default."""
     m, gated = math.prod(x.shape[:-1]), keywords.get("epilogue") == "swiglu"
-    out = _out_dtype(x, keywords.get("out_dtype"))
-    found = [
+    found: list[Config | Tiles] = [
         Config(tile_n, warps=warps, ahead=ahead)
         for tile_n in (16, 32, 64)
         for warps in (4, 8, 16)
         for ahead in (2, 4, 8)
     ]
     found += [
-        Config(tile_n, form="split", stages=stages, cluster=cluster)
+        Tiles(tile_m, tile_n, stages, splits)
+        for tile_m in (64, 128, 256)
         for tile_n in (64, 128)
-        for cluster in (1, 2, 4, 8)
-        for stages in (2, 4)
-        if m > 1
+        for stages in (2, 3, 4)
+        for splits in (1, 2, 4, 8)
+        if m > FEW_ROWS and tile_m < 2 * max(m, 64)
     ]
     default = default_config(x, packed, device=device, **keywords)
-    return [c for c in found if c != default and _problem(c, m, packed, out, gated) is None]
+    return [c for c in found if c != default and _problem(c, m, packed, gated) is None]
 
 
 def tuning_calls() -> list[tuned.Call]:
@@ -342,13 +336,13 @@ def _plain(static: Static, x, packed, norm, bias, residual):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _quantized_matmul(static: Static, x, packed, norm, bias, residual):
-    if static.config.form == "split":
+    if isinstance(static.config, Tiles):
 
         def finish(total):
             out = jnp.dtype(static.out_dtype)
             return _finish(total, packed.row_scale, bias, residual, static.gated, out)
 
-        return split.split_products(static, x, packed, bias, residual, finish=finish)
+        return tile_products(static, static.config, x, packed, bias, residual, finish=finish)
     plain = functools.partial(_plain, static)
     return kernel.warp_products(static, x, packed, norm, bias, residual, plain=plain)
 

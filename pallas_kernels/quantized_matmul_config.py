@@ -19,19 +19,14 @@ TURN_BYTES = PARTS * PART_BYTES  # of a row, which a warp asks for at a time
 class Config:
     """How a block goes over the weight.
 
-    form "warps": a block has tile_n rows of the weight at a time (gate and up together) and `warps`
-    that divide K, and asks for codes `ahead` turns before it needs them; `blocks` share a
-    multiprocessor. form "split" is that of `quantized_matmul_split`: a cluster of blocks has tile_n
-    rows of the weight and divides K, in a ring of `stages`.
+    A block has tile_n rows of the weight at a time (gate and up together) and `warps` that divide
+    K, and asks for codes `ahead` turns before it needs them; `blocks` share a multiprocessor.
     """
 
     tile_n: int = 32
     warps: int = 4
     ahead: int = 4
     blocks: int = 2
-    form: str = "warps"
-    stages: int = 4
-    cluster: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ what that has added or multiplied. No table, and no conversion, of which there a
 
 Of a word, the pairs are of numbers that lie half a word apart, for they are there at once: of 8
 codes 0 and 4, 1 and 5, 2 and 6, 3 and 7, of 4 codes 0 and 2, 1 and 3. `pairs_of_x` brings what
-they are multiplied with in the same order. Imported only by quantized_matmul_kernel.py.
+they are multiplied with in the same order. Imported only by the modules of quantized_matmul.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ class Machine:
             if kind == "f32" and op[-2] in HALVES:
                 rounded = f32(x[0]).astype(HALVES[op[-2]])
                 return rounded.view(np.uint16).astype(np.uint64)
-            if kind == "f16":
-                return of_f32(x[0].astype(np.uint16).view(np.float16))
+            if kind in HALVES:
+                return of_f32(x[0].astype(np.uint16).view(HALVES[kind]))
             return x[0]  # of whole numbers
         if kind in PAIRS:
             y = [pair(each, PAIRS[kind]) for each in x]

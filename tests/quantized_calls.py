@@ -9,6 +9,7 @@ import oracles
 from numerics import assert_as_accurate
 
 from pallas_kernels.around_product import Norm
+from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_matmul import quantized_matmul_reference
 
@@ -26,6 +27,13 @@ FORMATS: Any = {
     "fp8, groups": ("fp8", 64, False),
     **{scheme: (scheme, None, False) for scheme in ("nvfp4", "mxfp4", "mxfp8")},
 }
+# what is expanded by tiles besides; the last is the weight's dtype, and so that of its scales
+TILED_FORMATS: Any = {
+    **FORMATS,
+    "int4, groups of 16, zero points": ("int4", 16, True),
+    "int4, scales of float32": ("int4", 32, False, F32),
+    "fp8, groups, scales of float32": ("fp8", 32, False, F32),
+}
 DTYPES = {"bfloat16": BF16, "float16": F16}
 
 
@@ -34,17 +42,23 @@ def numbers(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -
     return jnp.asarray(x, jnp.float32).astype(dtype)
 
 
+def packed_weight(form: str, o: int, i: int, dtype: Any) -> Packed:
+    scheme, group, zeros, *wide = TILED_FORMATS[form]
+    return quantize(numbers(1, (o, i), *wide or [dtype], i**-0.5), scheme, group, zero_points=zeros)
+
+
 def call(
     m: int, o: int, i: int, form: str = "int4", dtype: Any = BF16, extra: str = "", **keywords: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arrays and keywords of a call; `extra` names further arrays: norm (centred) bias
     residual.
     """
-    scheme, group, zeros = FORMATS[form]
-    weight = quantize(numbers(1, (o, i), dtype, i**-0.5), scheme, group, zero_points=zeros)
     out = keywords.get("out_dtype") or dtype
     f = o // 2 if keywords.get("epilogue") == "swiglu" else o
-    arrays: dict[str, Any] = {"x": numbers(0, (m, i), dtype), "packed": weight}
+    arrays: dict[str, Any] = {
+        "x": numbers(0, (m, i), dtype),
+        "packed": packed_weight(form, o, i, dtype),
+    }
     if "norm" in extra:
         weight = numbers(4, (i,), dtype, 0.1 if "centred" in extra else 1.0)
         arrays["norm"] = Norm(weight, 1e-5, "centred" in extra)

@@ -87,18 +87,26 @@ MAY_IMPORT = {
         "pallas_kernels.packed pallas_kernels.quantized_matmul_config "
         "pallas_kernels.quantized_matmul_lanes"
     ),
-    "pallas_kernels.quantized_matmul_split": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
-        "pallas_kernels.matmul_few_rows pallas_kernels.packed pallas_kernels.quantize "
-        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack "
+    "pallas_kernels.quantized_tiles_config": (
+        "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_unpack "
         "pallas_kernels.wgmma_tiles"
+    ),
+    "pallas_kernels.quantized_expand": (
+        "pallas_kernels._compat pallas_kernels.lane_code pallas_kernels.packed "
+        "pallas_kernels.quantize pallas_kernels.quantized_tiles_config "
+        "pallas_kernels.quantized_unpack"
+    ),
+    "pallas_kernels.quantized_matmul_tiles": (
+        "pallas_kernels._compat pallas_kernels.packed pallas_kernels.quantized_expand "
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_tiles_config "
+        "pallas_kernels.quantized_unpack pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_matmul": (
         "pallas_kernels.around_product pallas_kernels.device pallas_kernels.packed "
         "pallas_kernels.quantize pallas_kernels.quantized_matmul_config "
-        "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_matmul_split "
-        "pallas_kernels.quantized_unpack pallas_kernels.rms_norm pallas_kernels.ternary_matmul "
-        "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
+        "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_matmul_tiles "
+        "pallas_kernels.quantized_tiles_config pallas_kernels.quantized_unpack "
+        "pallas_kernels.rms_norm pallas_kernels.ternary_matmul pallas_kernels.tuned"
     ),
     "pallas_kernels.lane_code": "",
     "pallas_kernels.lane_norm": "pallas_kernels.lane_code",

@@ -1,4 +1,5 @@
-"""Quantized matmul: the projections of Llama-3.1-8B and Qwen2.5-0.5B when decoding.
+"""Quantized matmul: the projections of Llama-3.1-8B and Qwen2.5-0.5B when decoding, and of the
+first also for 64 to 4096 rows of x, a prefill's.
 
 A label is M x N x K and the format; "silu" has a weight of 2N rows, gate and up. "dense"
 is a rival: the product by XLA with the weight in 16 bits. "packed" is the structure of the weight,
@@ -22,11 +23,10 @@ from pallas_kernels.quantized_matmul import (
     Config,
     Device,
     candidates,
-    default_config,
     quantized_matmul,
     quantized_matmul_reference,
-    why_not,
 )
+from pallas_kernels.quantized_tiles_config import Tiles
 
 H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 # [out, in]; query, key and value are one weight, and so are gate and up, of twice the width here
@@ -36,6 +36,7 @@ QWEN = {"qkv": (1152, 896), "out": (896, 896), "gate, up": (4864, 896), "down": 
 HEADS = ((151936, 896), (128256, 4096))
 EPS = 1e-5  # of a norm
 FORMATS = ("int4", "int8", "fp8", "nvfp4", "mxfp4", "mxfp8")
+FEW_ROWS = 64  # of x, up to which reading the codes should be the time
 
 
 def cases() -> list[Case]:
@@ -51,6 +52,9 @@ def cases() -> list[Case]:
     found += [_case(1, *LLAMA["out"], form) for form in FORMATS[2:]]
     found += [_case(1, *LLAMA["out"], group=group, zeros=True) for group in (32, 128)]
     found += [_case(1, *HEADS[1], "int8", out="float32"), _case(1, *HEADS[0], out="float32")]
+    found += [
+        _case(m, *LLAMA[name], silu="gate" in name) for m in (64, 512, 4096) for name in LLAMA
+    ]
     named = {case.label for case in found}
     return found + [case for case in _compiled() if case.label not in named]
 
@@ -59,12 +63,12 @@ def _compiled() -> list[Case]:
     only: dict[str, Any] = {"compile_only": True}
     found = [
         _case(m, *model[name], form, silu="gate" in name, **only)
-        for m in (1, 7, 16, 64)
+        for m in (1, 7, 16, 64, 512)
         for model in (LLAMA, QWEN)
         for name in model
         for form in ("int4", "int8")
     ]
-    for m in (1, 7, 64):
+    for m in (1, 7, 64, 300):
         for dtype in ("bfloat16", "float16"):
             for form in FORMATS:
                 if not (form.startswith("mx") and dtype == "float16"):
@@ -102,7 +106,7 @@ def _case(
     silu: bool = False,
     words: str = "",
     out: str | None = None,
-    config: Config | None = None,
+    config: Config | Tiles | None = None,
     compile_only: bool = False,
 ) -> Case:
     rows = 2 * n if silu else n
@@ -111,8 +115,6 @@ def _case(
     rest = {"norm": (k,), "bias": (rows,), "residual": (m, n)}
     rest = {name: jax.ShapeDtypeStruct(s, dtype) for name, s in rest.items() if name in words}
     keywords: dict[str, Any] = {"epilogue": "swiglu" if silu else None, "out_dtype": out}
-    if config is None and compile_only and why_not(x, weight, **keywords, device=H200):
-        config = default_config(x, weight, **keywords, device=H200)  # asked for by name only
     call = functools.partial(_call, tree, tuple(rest), keywords)
     label = [f"{m} x {n} x {k} {form}"]
     label += [f"groups of {group}"] * bool(group) + ["zero points"] * zeros + ["silu"] * silu
@@ -126,13 +128,14 @@ def _case(
         arguments=(x, *codes, *rest.values()),
         run=functools.partial(call, functools.partial(quantized_matmul, config=config)),
         plain=functools.partial(call, quantized_matmul_reference),
-        kind="memory-read",
+        kind="memory-read" if m <= FEW_ROWS else "matmul",
         bytes=size_bytes(x, codes, tuple(rest.values()), result),
         operations=2 * m * rows * k,
-        ceiling="read",
+        ceiling="read" if m <= FEW_ROWS else "matmul",
         keywords={**keywords, "packed": tree, "dense": functools.partial(_dense, tree)},
         make=functools.partial(_make, x, (rows, k), (form, group, zeros), tuple(rest.values())),
         truth=functools.partial(_truth, tree, tuple(rest), silu),
+        sample=_sample if m > FEW_ROWS and "residual" not in rest else None,
         compile_only=compile_only,
     )
 
@@ -159,6 +162,12 @@ def _make(x: Any, shape: Any, how: Any, rest: Any, key: jax.Array) -> tuple[jax.
         return (normal[0], *jax.tree.leaves(weight), *normal[1:])
 
     return jax.jit(made)(key)
+
+
+def _sample(arguments: tuple, result: Any) -> tuple[tuple, Any]:
+    """64 rows of x, and of the result."""
+    step = -(-result.shape[0] // FEW_ROWS)
+    return (arguments[0][::step], *arguments[1:]), result[::step]
 
 
 def _dense(tree: Any, x, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -21,6 +21,7 @@ from pallas_kernels.gemv import MAX_ROWS, check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantized_matmul import MAX_ROWS as PACKED_ROWS
+from pallas_kernels.quantized_matmul import not_auto as not_auto_quantized
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.rms_norm import rms_norm as rms_norm_kernel
@@ -177,7 +178,9 @@ def _not_auto(x, weight, bias, **around) -> str | None:
     # Llama-3.1-8B 107 and 131. Two rows: 21 and 31, but 141 and 118.
     del bias, around
     rows = math.prod(x.shape[:-1])
-    if rows == 1 or isinstance(weight, Packed):
+    if isinstance(weight, Packed):
+        return not_auto_quantized(x, weight)
+    if rows == 1:
         return None
     return f"of {rows} rows XLA's products are faster where weights are large"
 

@@ -4,7 +4,6 @@ The interpreter runs the kernel's frame; what a warp does in it is plain JAX the
 by lane in test_quantized_lanes.py.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,7 +16,6 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 from quantized_calls import BF16, DTYPES, F16, F32, FORMATS, assert_right, call, numbers, truth
 
-from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Norm
 from pallas_kernels.packed import Packed
@@ -35,11 +33,6 @@ from pallas_kernels.quantized_matmul import (
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
 H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
-
-transposed = pytest.mark.skipif(
-    not _compat.INTERPRETS_TRANSPOSED_WGMMA,
-    reason="the interpreter of jax 0.10 has no transposed wgmma operand",
-)
 
 
 def interpret(arrays: dict[str, Any], keywords: dict[str, Any], **more: Any) -> jax.Array:
@@ -64,46 +57,10 @@ CALLS: Any = {
 }
 
 
-def split(tile_n: int = 64, stages: int = 2, cluster: int = 1) -> Config:
-    return Config(tile_n, form="split", stages=stages, cluster=cluster)
-
-
-SPLIT: Any = {
-    "zero points, K of 896": (split(), call(20, 128, 896, "int4, zero points", BF16, "bias")),
-    "K among two": (split(cluster=2), call(5, 128, 896, "int4, groups of 32", F16)),
-    "all": (
-        split(128, 3, 2),
-        call(9, 128, 512, "int8", BF16, "bias residual", epilogue="swiglu"),
-    ),
-    "two tiles, groups of two steps": (split(128), call(33, 128, 512, "int4, groups of 512")),
-    "mxfp4": (split(), call(9, 64, 256, "mxfp4", BF16, "residual")),
-    "nvfp4": (split(cluster=2), call(64, 64, 512, "nvfp4", F16)),
-    "fp8": (split(), call(9, 64, 256, "fp8, groups", F16)),
-}
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_forward(name: str):
     arrays, keywords = CALLS[name]
     assert_right(arrays, keywords, interpret(arrays, keywords))
-
-
-@transposed
-@pytest.mark.parametrize("name", SPLIT)
-def test_split(name: str):
-    config, (arrays, keywords) = SPLIT[name]
-    assert_right(arrays, keywords, interpret(arrays, keywords, config=config))
-
-
-@transposed
-def test_split_fails_where_a_scale_is_another():
-    """The twin: the check sees a result that is not the one that was asked for."""
-    config, (arrays, keywords) = SPLIT["nvfp4"]
-    packed = arrays["packed"]
-    other = dataclasses.replace(packed, row_scale=packed.row_scale * 1.02)
-    y = interpret({**arrays, "packed": other}, keywords, config=config)
-    with pytest.raises(AssertionError, match="error is"):
-        assert_right(arrays, keywords, y)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -243,13 +200,6 @@ def test_wrong_calls(x: Any, keywords: dict[str, Any], sentence: str):
         (Config(ahead=0), "ahead must be 1 at least"),
         (Config(blocks=0), "blocks must be 1 at least"),
         (Config(tile_n=64, ahead=60), "takes [0-9]+ of 232448 bytes on chip"),
-        (Config(form="tiles"), "form must be one of warps, split"),
-        (split(32), "tile_n must divide the weight's rows and be 64 or 128"),
-        (split(128), "tile_n must divide the weight's rows"),
-        (split(stages=1), "stages must be 2 at least"),
-        (split(stages=60), "takes [0-9]+ of 232448 bytes on chip"),
-        (split(cluster=9), "cluster must be 1 to 8"),
-        (split(cluster=2), "the blocks of a cluster have no step of K each"),
     ],
 )
 def test_wrong_configs(config: Config, sentence: str):
@@ -258,18 +208,10 @@ def test_wrong_configs(config: Config, sentence: str):
         jax.eval_shape(run, X, W)
 
 
-@pytest.mark.parametrize(
-    ("rows", "config", "keywords", "sentence"),
-    [
-        (17, Config(ahead=1), {}, "'warps' takes 16 rows of x at most"),
-        (65, split(), {}, "takes 64 rows of x at most"),
-        (9, split(), {"out_dtype": F32}, "the result must have 16 bits"),
-    ],
-)
-def test_wrong_configs_for_the_call(rows: int, config: Config, keywords: Any, sentence: str):
-    run = lambda x, w: quantized_matmul(x, w, config=config, interpret=True, **keywords)  # noqa: E731
-    with pytest.raises(ValueError, match=f"^quantized_matmul: .*{sentence}"):
-        jax.eval_shape(run, shape(rows, 256), W)
+def test_warps_take_few_rows():
+    run = functools.partial(quantized_matmul, config=Config(ahead=1), interpret=True)
+    with pytest.raises(ValueError, match="^quantized_matmul: .*warps take 16 rows of x at most"):
+        jax.eval_shape(run, shape(17, 256), W)
 
 
 @pytest.mark.parametrize(
@@ -283,8 +225,6 @@ def test_wrong_configs_for_the_call(rows: int, config: Config, keywords: Any, se
         (shape(3, 256, dtype=F16), shaped(64, 256, "mxfp4"), {}, H200, "has not the exponents"),
         (shape(65, 256), TERNARY, {}, H200, "takes 64 rows of x at most, got 65"),
         (shape(0, 256), W, {}, H200, "nothing to multiply"),
-        (shape(17, 256), W, {}, H200, "takes 16 rows of x at most, which must lie on chip; got 17"),
-        (shape(8, 14336), shaped(64, 14336), {}, H200, "got 8 of 14336 numbers"),
         (X, W, {"norm": norm(256)}, H200, None),
         (
             shape(3, 256, dtype=F16),
@@ -303,27 +243,11 @@ def test_wrong_configs_for_the_call(rows: int, config: Config, keywords: Any, se
         (
             shape(17, 256),
             W,
-            {"norm": norm(256), "config": split()},
+            {"norm": norm(256)},
             H200,
             "norms 16 rows of x at most, which must lie on chip; got 17 of 256 numbers",
         ),
         (X, TERNARY, {"norm": norm(256, zero_centered=True)}, H200, "adds no 1 to its own"),
-        (shape(65, 256), W, {"config": split()}, H200, "takes 64 rows of x at most, got 65"),
-        (shape(17, 256), W, {"config": split()}, H200, None),
-        (
-            shape(17, 256),
-            W,
-            {"config": split(), "out_dtype": F32},
-            H200,
-            "gives no float32 at 17 rows of 256",
-        ),
-        (
-            shape(17, 256),
-            shaped(32, 256),
-            {"config": split()},
-            H200,
-            "multiples of 64 at 17 rows, got 32",
-        ),
         (shape(3, 160), shaped(64, 160, "int4, groups of 32"), {}, H200, "multiples of 128"),
         (X, shaped(24, 256), {}, H200, "takes outputs in multiples of 16 at 3 rows, got 24"),
         (X, shaped(48, 256), {"epilogue": "swiglu"}, H200, "multiples of 32 at 3 rows, got 48"),
@@ -364,7 +288,7 @@ def test_bucket_says_what_matters():
     assert bucket(X, W) == bucket(shape(4, 256), W) == "int4-g128-bfloat16-m4-n64-k256-bfloat16"
 
 
-@pytest.mark.parametrize("m", [1, 2, 7, 16, 17, 64])
+@pytest.mark.parametrize("m", [1, 2, 7, 16])
 @pytest.mark.parametrize(
     ("o", "i"),
     [(1152, 896), (896, 4864), (9728, 896), (151936, 896), (6144, 4096), (4096, 14336), (128, 128)],
@@ -412,7 +336,7 @@ def test_every_code_on_a_gpu(form: str, dtype: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 64])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu(rows: int, form: str, dtype: str):
@@ -420,7 +344,7 @@ def test_on_a_gpu(rows: int, form: str, dtype: str):
         pytest.skip("not taken")
     for i in (1024, 3584) if form == "int4, groups of 512" else (896, 4864):
         calls = [(None, ""), ("swiglu", "bias residual")]
-        if dtype == "bfloat16" and rows <= 16 and i <= 1024:
+        if dtype == "bfloat16" and i <= 1024:
             calls += [(None, "norm residual"), ("swiglu", "norm centred")]
         for epilogue, extra in calls:
             arrays, keywords = call(rows, 256, i, form, DTYPES[dtype], extra, epilogue=epilogue)

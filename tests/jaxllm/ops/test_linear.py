@@ -14,6 +14,7 @@ from jaxllm import ops
 from jaxllm.ops import embedding, linear
 from pallas_kernels import _compat
 from pallas_kernels.device import INTERPRETED
+from pallas_kernels.quantize import quantize
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -161,6 +162,17 @@ def test_who_runs_a_product():
     assert reason == "the tensor cores would round float32 to 10 bits (tf32)"
     with pytest.raises(NotImplementedError, match="'pallas-interpret' cannot run .*tf32"):
         linear(wide, narrow, implementation="pallas-interpret")
+
+
+def test_many_rows_of_packed_weights_run_by_name():
+    x = jax.ShapeDtypeStruct((17, 256), jnp.bfloat16)
+    weight = jax.eval_shape(lambda w: quantize(w, "int4"), jnp.ones((64, 256), jnp.bfloat16))
+    kernel = ops.LINEAR["pallas"]
+    assert kernel.why_not(x, weight, device=INTERPRETED) is None
+    reason = kernel.why_not_auto(x, weight, device=INTERPRETED)
+    assert reason == "of 17 rows of 256 the kernel has run on no GPU yet; it runs by name"
+    few = jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
+    assert kernel.why_not_auto(few, weight, device=INTERPRETED) is None
 
 
 def test_embedding_takes_rows():

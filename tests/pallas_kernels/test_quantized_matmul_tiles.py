@@ -1,0 +1,344 @@
+"""The product with packed weights for more than 16 rows of x, against float64.
+
+The interpreter runs all of the kernel but what happens to a code in its register, and sees races,
+where wgmma begins to read (that it is done when a buffer is given back, a GPU has to show); what
+the registers become is shown instruction by instruction (`lane_machine`), and on a GPU.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernels import interpreted
+from lane_machine import Machine, Value, dialects
+from quantized_calls import BF16, DTYPES, F16, F32, assert_right, call, numbers, packed_weight
+from quantized_calls import TILED_FORMATS as FORMATS
+
+from pallas_kernels import (
+    _compat,
+    lane_code,
+    quantized_expand,
+    quantized_matmul_tiles,
+    quantized_unpack,
+)
+from pallas_kernels.device import INTERPRETED, Device
+from pallas_kernels.packed import Packed
+from pallas_kernels.quantize import dequantize, quantize
+from pallas_kernels.quantized_matmul import (
+    candidates,
+    default_config,
+    not_auto,
+    quantized_matmul,
+    quantized_matmul_reference,
+    why_not,
+)
+from pallas_kernels.quantized_tiles_config import Tiles, problem
+
+pytestmark = pytest.mark.usefixtures("strict_jax")
+
+transposed = pytest.mark.skipif(
+    not _compat.INTERPRETS_TRANSPOSED_WGMMA,
+    reason="the interpreter of jax 0.10 has no transposed wgmma operand",
+)
+H200 = Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
+
+
+class Watched:
+    """`plgpu`, whose wgmma is seen to read: what the interpreter's own reads leaves no trace."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(plgpu, name)
+
+    def wgmma(self, acc: Any, *operands: Any) -> None:
+        for ref in operands:
+            ref[...]
+        plgpu.commit_smem()  # tensor cores read as copies write: there is nothing to tell them
+        plgpu.wgmma(acc, *operands)
+
+
+@pytest.fixture(autouse=True)
+def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    if jax.default_backend() == "cpu":
+        monkeypatch.setattr(quantized_matmul_tiles, "plgpu", Watched())
+
+
+# rows of x: tiles, rows of the weight, and the rest of the call
+SHAPES: Any = {
+    17: (Tiles(64, 64, 2), 80, "bias", {}),
+    64: (Tiles(64, 128, 2, splits=2), 144, "residual", {}),
+    65: (Tiles(128, 128, 2), 288, "bias residual", {"epilogue": "swiglu"}),
+    300: (Tiles(256, 128, 2, snake=1), 144, "", {"out_dtype": F32}),
+}
+
+
+def interpret(arrays: dict[str, Any], keywords: dict[str, Any], config: Tiles | None) -> jax.Array:
+    run = functools.partial(quantized_matmul, **keywords, config=config, interpret=True)
+    return interpreted(lambda arrays: run(**arrays), arrays)
+
+
+@transposed
+@pytest.mark.slow
+@pytest.mark.parametrize("i", range(len(FORMATS)), ids=list(FORMATS))
+def test_every_format(i: int):
+    form, rows = list(FORMATS)[i], list(SHAPES)[i % len(SHAPES)]
+    config, o, extra, keywords = SHAPES[rows]
+    dtype = BF16 if form.startswith("mx") or i % 2 else F16
+    k = 512 if "512" in form else 384 if rows < 100 else 256
+    arrays, keywords = call(rows, o, k, form, dtype, extra, **keywords)
+    assert_right(arrays, keywords, interpret(arrays, keywords, config))
+
+
+CALLS: Any = {  # K of 896 and N of 80 are what is left of real models
+    "17 rows, K of 896": (None, call(17, 80, 896, "int4, groups of 64, zero points")),
+    "all, rows past a tile": (
+        Tiles(64, 128, 3),
+        call(67, 288, 256, "int8", F16, "bias residual", epilogue="swiglu"),
+    ),
+    "K in two, float32": (
+        Tiles(64, 128, 2, splits=2),
+        call(33, 272, 384, "nvfp4", BF16, "bias", epilogue="swiglu", out_dtype=F32),
+    ),
+    "a row": (Tiles(64, 64, 2), call(1, 64, 256, "mxfp8")),
+}
+
+
+@transposed
+@pytest.mark.parametrize("name", CALLS)
+def test_forward(name: str):
+    config, (arrays, keywords) = CALLS[name]
+    assert_right(arrays, keywords, interpret(arrays, keywords, config))
+
+
+@transposed
+@pytest.mark.parametrize("part", ["row_scale", "zero"])
+def test_the_check_sees_another_scale(part: str):
+    name = {"row_scale": "K in two, float32", "zero": "17 rows, K of 896"}[part]
+    config, (arrays, keywords) = CALLS[name]
+    packed = arrays["packed"]
+    if part == "zero":  # of one group and one row of the weight
+        other = dataclasses.replace(packed, zero=packed.zero.at[3, 5].add(np.uint8(1)))
+    else:
+        other = dataclasses.replace(packed, row_scale=packed.row_scale * 1.02)
+    y = interpret({**arrays, "packed": other}, keywords, config)
+    with pytest.raises(AssertionError, match="error is"):
+        assert_right(arrays, keywords, y)
+
+
+@transposed
+def test_the_interpreter_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
+    """The twin of all tests that see no race: nobody waits for the numbers to be there."""
+    config = Tiles(64, 128, 2)
+
+    class WithoutReady(Watched):
+        def barrier_wait(self, barrier: Any) -> None:
+            whole = getattr(barrier, "ref", barrier)
+            kind = (whole.shape, whole.dtype.num_arrivals)
+            if kind != ((config.buffers,), config.expanders):
+                plgpu.barrier_wait(barrier)
+
+    arrays, _ = call(17, 128, 64 * config.buffers, "int8")
+    run = functools.partial(quantized_matmul, config=config, interpret=True)
+    monkeypatch.setattr(quantized_matmul_tiles, "plgpu", WithoutReady())
+    jax.block_until_ready(jax.jit(lambda arrays: run(**arrays))(arrays))
+    assert _compat.races_found()
+
+
+@transposed
+def test_gradients():
+    """Those of the reference."""
+    arrays, _ = call(17, 64, 256, "int4")
+    run = functools.partial(quantized_matmul, packed=arrays["packed"], interpret=True)
+    d_out = numbers(9, (17, 64), BF16)
+    (ours,) = interpreted(lambda x, d: jax.vjp(run, x)[1](d), arrays["x"], d_out)
+    plain = functools.partial(quantized_matmul_reference, packed=arrays["packed"])
+    np.testing.assert_array_equal(ours, jax.vjp(plain, arrays["x"])[1](d_out)[0])
+
+
+def every_code(form: str, dtype: Any) -> Packed:
+    """A weight [4, 512] that has all bytes of codes at each place of a word, without row scale."""
+    packed = packed_weight(form, 4, 512, dtype)
+    codes = np.stack([np.roll(np.arange(256, dtype=np.uint8), by) for by in range(4)])
+    codes = np.concatenate([codes, codes], axis=1)[:, : packed.codes.shape[1]]
+    if packed.codes.dtype == jnp.float8_e4m3fn:
+        codes = np.where(codes & 0x7F == 0x7F, 0, codes).astype(np.uint8)  # NaN
+    if packed.codes.dtype == jnp.int8:
+        codes = np.where(codes == 0x80, 0, codes).astype(np.uint8)
+    codes = jnp.asarray(codes.view(packed.codes.dtype))
+    return dataclasses.replace(packed, codes=codes, row_scale=None)
+
+
+def expanded(
+    monkeypatch: Any, packed: Packed, dtype: Any, change: Callable[[str], str] = str
+) -> np.ndarray:
+    """What threads make of the codes, one a row; `change` rewrites their instructions."""
+    o, i = packed.shape
+    machine = Machine({}, {}, o)
+    for module in (lane_code, quantized_expand, quantized_unpack):
+        for name, stand_in in dialects(machine).items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    asm = machine.asm
+    monkeypatch.setattr(quantized_expand, "asm", lambda text, *rest: asm(change(text), *rest))
+    per_word, group = quantized_unpack.per_word(packed.scheme), packed.group_size or i
+    found = np.zeros((o, i), dtype)
+    for at, column in enumerate(np.asarray(packed.codes).view(np.uint32).T):
+        of: dict[str, Any] = {"scale": None, "zero": None}
+        for name in of:
+            if (array := getattr(packed, name)) is not None:
+                row = np.asarray(array[at * per_word // group])
+                of[name] = Value(row.view(f"u{row.dtype.itemsize}"), "i32")
+        codes = Value(column, "i32")
+        pairs = quantized_expand._pairs(codes, of["zero"], of["scale"], packed, dtype)
+        for j, both in enumerate(pairs):
+            words = both.bits.astype(np.uint32)[:, None]
+            found[:, at * per_word + 2 * j : at * per_word + 2 * j + 2] = words.view(dtype)
+    return found.astype(np.float64) * quantized_unpack.rest(packed.scheme, dtype)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_code_becomes_its_number(form: str, dtype: str, monkeypatch: Any):
+    if dtype == "float16" and form.startswith("mx"):
+        pytest.skip("not taken")
+    packed = every_code(form, jnp.dtype(dtype))
+    want = np.asarray(dequantize(packed, jnp.dtype(dtype))).astype(np.float64)
+    with monkeypatch.context() as patched:
+        ours = expanded(patched, packed, jnp.dtype(dtype))
+    np.testing.assert_array_equal(ours, want)
+
+
+def test_numbers_in_another_order_are_seen(monkeypatch: Any):
+    packed = every_code("int4", BF16)
+    want = np.asarray(dequantize(packed, BF16)).astype(np.float64)
+    with monkeypatch.context() as patched:
+        change = lambda text: text.replace("0x7632", "0x3276")  # noqa: E731
+        ours = expanded(patched, packed, jnp.dtype(BF16), change)
+    with pytest.raises(AssertionError, match="not equal"):
+        np.testing.assert_array_equal(ours, want)
+
+
+def weight_shape(o: int, i: int, form: str = "int4") -> Packed:
+    return jax.eval_shape(lambda: packed_weight(form, o, i, BF16))
+
+
+def shape(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (Tiles(96), "tile_m must be 64, 128 or 256"),
+        (Tiles(64, 256), "tile_n must be 64 or 128"),
+        (Tiles(stages=1), "stages must be 2 at least, snake 1"),
+        (Tiles(snake=0), "stages must be 2 at least, snake 1"),
+        (Tiles(splits=3), "splits must be 1 to 8, and to the 2 steps of K"),
+        (Tiles(splits=0), "splits must be 1 to 8"),
+        (Tiles(stages=9), "takes [0-9]+ of 232448 bytes on chip"),
+    ],
+)
+def test_wrong_tiles(config: Tiles, sentence: str):
+    run = functools.partial(quantized_matmul, config=config, interpret=True)
+    with pytest.raises(ValueError, match=f"^quantized_matmul: .*{sentence}"):
+        jax.eval_shape(run, shape(17, 256), weight_shape(64, 256))
+
+
+def test_gate_and_up_want_wide_tiles():
+    run = functools.partial(quantized_matmul, epilogue="swiglu", interpret=True)
+    with pytest.raises(ValueError, match="tile_n must be 128"):
+        jax.eval_shape(
+            functools.partial(run, config=Tiles(64, 64)), shape(17, 256), weight_shape(64, 256)
+        )
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "phrase"),
+    [
+        (shape(17, 256), weight_shape(64, 256), None),
+        (shape(4096, 4096), weight_shape(14336, 4096), None),
+        (shape(8, 14336), weight_shape(64, 14336), None),  # few, but too long to lie on chip
+        (shape(17, 160), weight_shape(64, 160, "int4, scales of float32"), "multiples of 128"),
+        (shape(17, 256), weight_shape(24, 256), "takes outputs in multiples of 16, got 24"),
+        (
+            shape(17, 384),
+            jax.eval_shape(lambda w: quantize(w, "int4", 96), shape(64, 384)),
+            "groups of 96 straddle the 64 inputs that are expanded at a time",
+        ),
+    ],
+)
+def test_why_not(x: Any, weight: Any, phrase: str | None):
+    reason = why_not(x, weight, device=H200)
+    assert reason is None if phrase is None else phrase in str(reason)
+
+
+def test_it_runs_by_name_only():
+    weight = weight_shape(64, 256)
+    assert not_auto(shape(16, 256), weight) is None
+    assert "has run on no GPU yet; it runs by name" in str(not_auto(shape(17, 256), weight))
+
+
+@pytest.mark.parametrize("m", [17, 64, 65, 300, 512, 4096])
+@pytest.mark.parametrize(
+    ("o", "i"), [(1152, 896), (896, 4864), (151936, 896), (6144, 4096), (4096, 14336)]
+)
+@pytest.mark.parametrize("form", ["int4", "int8", "nvfp4"])
+def test_the_default_tiles_are_legal(m: int, o: int, i: int, form: str):
+    x, weight = shape(m, i), weight_shape(o, i, form)
+    for epilogue in (None, "swiglu"):
+        config = default_config(x, weight, epilogue=epilogue, device=H200)
+        assert isinstance(config, Tiles)
+        assert problem(config, weight, gated=epilogue is not None) is None
+
+
+def test_candidates_are_legal():
+    x, weight = shape(64, 4096), weight_shape(4096, 4096)
+    found = candidates(x, weight, device=H200)
+    assert len(found) > 10
+    assert all(isinstance(config, Tiles) for config in found)
+    for config in found[::7]:
+        assert why_not(x, weight, config=config, device=INTERPRETED) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_number_on_a_gpu(form: str, dtype: str):
+    """Rows of x with a single 1 read the weight out, whose numbers are those of `dequantize`."""
+    if dtype == "float16" and form.startswith("mx"):
+        pytest.skip("not taken")
+    o, i = 128, 512
+    packed = packed_weight(form, o, i, jnp.dtype(dtype))
+    y = quantized_matmul(jnp.eye(i, dtype=dtype), packed, out_dtype=F32)
+    numbers = dequantize(dataclasses.replace(packed, row_scale=None), jnp.dtype(dtype))
+    want = np.asarray(numbers).astype(np.float32)
+    if packed.row_scale is not None:
+        want = want * np.asarray(packed.row_scale)[:, None]
+    np.testing.assert_array_equal(y, want.T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu(form: str, dtype: str):
+    if dtype == "float16" and form.startswith("mx"):
+        pytest.skip("not taken")
+    turn = list(FORMATS).index(form) + list(DTYPES).index(dtype)
+    rows = (17, 64, 300, 4096)[turn % 4]
+    short, long = (1024, 3584) if "512" in form else (896, 4864)
+    calls: Any = [
+        (long, None, "", None),
+        (short, Tiles(128, 128, 2), "bias residual", "swiglu"),
+        (long, Tiles(64, 128, 3, splits=3), "residual", None),
+    ]
+    for k, config, extra, epilogue in calls:
+        arrays, keywords = call(rows, 304, k, form, DTYPES[dtype], extra, epilogue=epilogue)
+        y = quantized_matmul(**arrays, **keywords, config=config)
+        assert_right(arrays, keywords, y)
+        again = quantized_matmul(**arrays, **keywords, config=config)
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(again))
