@@ -14,12 +14,14 @@ writes it anew.
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -82,6 +84,12 @@ class Row:
     kernels: tuple[aot.Kernel, ...] = ()
     facts: programs.Facts | None = None
     faults: tuple[str, ...] = ()
+
+
+def every_nth(ops: Sequence[str], n: int) -> list[int]:
+    """Places of the first, and then of each n-th case of every op."""
+    counts: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+    return [place for place, op in enumerate(ops) if next(counts[op]) % n == 0]
 
 
 def compile_case(names: tuple[str, ...], index: int) -> Row:
@@ -194,7 +202,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--write-limits", action="store_true", help="make what the programs cost their limits"
     )
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each op's cases one in N",
+    )
     options = parser.parse_args(arguments)
+    if options.every < 1:
+        parser.error(f"--every must be at least 1, got {options.every}")
     names = expand(options.names)
     names = tuple(name for name in names if name not in ("programs", *SECTIONS))
     keys = programs.KEYS if not options.names or "programs" in options.names else ()
@@ -211,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.jobs, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
         whole = [pool.submit(compile_program, *key) for key in keys]
-        single = [pool.submit(compile_case, names, index) for index in range(len(chosen))]
+        places = every_nth([case.op for case in chosen], options.every)
+        single = [pool.submit(compile_case, names, place) for place in places]
         for number, future in enumerate(concurrent.futures.as_completed([*whole, *single]), 1):
             row = future.result()
             verdict = "; ".join(row.faults) or "ok"
@@ -230,7 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in wrong:
         console.print(f"{row.name}: {'; '.join(row.faults)}", markup=False, soft_wrap=True)
     console.print(
-        f"{len(case_rows)} cases and {len(program_rows)} programs compiled, {len(wrong)} at fault"
+        f"{len(case_rows)} of {len(chosen)} cases and {len(program_rows)} programs compiled, "
+        f"{len(wrong)} at fault"
     )
     return 1 if wrong else 0
 

@@ -132,13 +132,23 @@ def test_the_command_prints_a_table_and_fails_on_a_fault(monkeypatch, capsys):
     assert compile_table.main(["double"]) == 0
     out = capsys.readouterr().out
     assert "double: 64 x 256" in out
-    assert "1 cases and 0 programs compiled, 0 at fault" in out
+    assert "1 of 1 cases and 0 programs compiled, 0 at fault" in out
     bad = dataclasses.replace(good, kind="matmul")
     monkeypatch.setattr(compile_table, "all_cases", lambda names: [good, bad])
     assert compile_table.main(["double"]) == 1
     out = capsys.readouterr().out
     assert "double: 64 x 256: no tensor cores: none of HGMMA, QGMMA, IGMMA\n" in out
-    assert "2 cases and 0 programs compiled, 1 at fault" in out
+    assert "2 of 2 cases and 0 programs compiled, 1 at fault" in out
+    assert compile_table.main(["double", "--every", "2"]) == 0
+    assert "1 of 2 cases and 0 programs compiled, 0 at fault" in capsys.readouterr().out
+
+
+def test_of_each_op_some_cases():
+    ops = ["a", "a", "b", "a", "b", "a", "c"]
+    assert compile_table.every_nth(ops, 1) == list(range(7))
+    assert compile_table.every_nth(ops, 3) == [0, 2, 5, 6]
+    with pytest.raises(SystemExit):
+        compile_table.main(["--every", "0"])
 
 
 def test_an_unknown_name_and_a_missing_plugin_are_said(monkeypatch, capsys):
