@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int, Integer
 
 from pallas_kernels import _compat
 from pallas_kernels import cross_entropy_kernel as kernels
@@ -96,7 +96,8 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: {config}: {problem}")
     config = config or default_config(hidden, head)
     static = _Static(config, ignore_index, softcap, float(z_loss), device.num_sms, interpret)
-    total = _loss(static, hidden, head, targets.astype(jnp.int32))
+    targets = as_int32(targets)
+    total = _loss(static, hidden, head, targets)
     if reduction == "sum":
         return total
     count = jnp.sum(targets != ignore_index, dtype=jnp.int32)
@@ -110,6 +111,7 @@ def linear_cross_entropy_reference(
     logits = jnp.dot(hidden, head.astype(hidden.dtype).T, preferred_element_type=jnp.float32)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
+    targets = as_int32(targets)
     counted = targets != ignore_index
     ids = jnp.where(counted, targets, 0)[:, None]
     chosen = jnp.take_along_axis(logits, ids, axis=1, mode="fill", wrap_negative_indices=False)
@@ -179,6 +181,13 @@ def check_targets(op: str, targets, shape: tuple[int, ...]) -> None:
             f"{op}: targets must be integers {list(shape)}, one a token, got "
             f"{targets.dtype}{list(targets.shape)}"
         )
+
+
+def as_int32(targets: Integer[Array, "*B"]) -> Int[Array, "*B"]:
+    """Targets as they are compared with ignore_index, which integers without a sign cannot hold."""
+    given, kept = jnp.iinfo(targets.dtype), jnp.iinfo(jnp.int32)
+    least, most = max(given.min, kept.min), min(given.max, kept.max)  # numbers that both have
+    return jnp.clip(targets, least, most).astype(jnp.int32)
 
 
 def _config_problem(config: Config) -> str | None:

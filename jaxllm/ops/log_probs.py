@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.ops.linear import linear
 from jaxllm.ops.loss import check_linear, chunk_tokens, logits_at
+from pallas_kernels.cross_entropy import as_int32
 from pallas_kernels.packed import Packed
 
 
@@ -37,7 +38,7 @@ def linear_log_probs(
     a traced one makes its result NaN.
     """
     check_linear("linear_log_probs", hidden, head, targets, ignore_index, softcap, chunk)
-    rows, ids = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(targets).reshape(-1)
+    rows, ids = hidden.reshape(-1, hidden.shape[-1]), as_int32(targets).reshape(-1)
     size = chunk or chunk_tokens(len(ids), head.shape[0])
     parts = -(-len(ids) // size)
     rows = jnp.pad(rows, ((0, parts * size - len(ids)), (0, 0)))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from jaxllm.ops.linear import precision
-from pallas_kernels.cross_entropy import Config, check, check_targets, default_config
+from pallas_kernels.cross_entropy import Config, as_int32, check, check_targets, default_config
 from pallas_kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy_kernel
 from pallas_kernels.cross_entropy import why_not as why_not_kernel
 from pallas_kernels.cross_entropy_kernel import TILE_M
@@ -51,6 +51,7 @@ def cross_entropy(
         )
     check_targets("cross_entropy", targets, logits.shape[:-1])
     _check_concrete("cross_entropy", targets, logits.shape[-1], ignore_index)
+    targets = as_int32(targets)
     counted = targets != ignore_index
     logits = logits.astype(jnp.float32)
     losses = jax.nn.logsumexp(logits, axis=-1) - logits_at(logits, targets, counted)
@@ -145,7 +146,7 @@ class _Static:
 
 def _xla(hidden, head, targets, *, ignore_index, softcap, z_loss, chunk):
     static = _Static(ignore_index, softcap, float(z_loss), chunk)
-    return _loss(static, hidden, head, jnp.asarray(targets))
+    return _loss(static, hidden, head, as_int32(targets))
 
 
 def _chunks(static: _Static, hidden, head, targets):
