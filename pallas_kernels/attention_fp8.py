@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from pallas_kernels import attention_reference as reference
@@ -84,7 +85,7 @@ def score_scale(q_scale: Any, k_scale: Any, heads: int, kv_heads: int) -> jax.Ar
 
 def _a_head(scale: Any, given: int, heads: int) -> jax.Array:
     """A scale of one number, or of one for each of `given` heads, for each of `heads`."""
-    scale = jnp.ones((), jnp.float32) if scale is None else jnp.asarray(scale)
+    scale = jnp.asarray(1 if scale is None else scale, jnp.float32)
     return jnp.repeat(jnp.broadcast_to(scale, (given,)), heads // given)
 
 
@@ -104,13 +105,16 @@ def check_scales(name: str, q: Any, k: Any, v: Any, *, q_scale, k_scale, v_scale
             raise ValueError(
                 f"{name}: {what}_scale is given and q is {q.dtype}; only float8_e4m3fn has scales"
             )
-        if q.dtype == FP8 and x.dtype != FP8:
+        if x.dtype != q.dtype and FP8 in (q.dtype, x.dtype):
             raise ValueError(
-                f"{name}: q is float8_e4m3fn and {what} is {x.dtype}; all three or none must be "
+                f"{name}: q is {q.dtype} and {what} is {x.dtype}; all three or none must be "
                 "float8_e4m3fn"
             )
+        if x.dtype.itemsize == 1 and x.dtype != FP8:
+            raise ValueError(f"{name}: {what} is {x.dtype}; of 8 bits it takes float8_e4m3fn")
         if scale is None:
             continue
+        scale = np.float32(scale) if isinstance(scale, (int, float)) else scale
         heads = x.shape[2]
         if scale.shape not in ((), (heads,)) or scale.dtype != jnp.float32:
             raise ValueError(
@@ -129,7 +133,10 @@ def check_scales(name: str, q: Any, k: Any, v: Any, *, q_scale, k_scale, v_scale
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def forward_only(name: str, operands: Any) -> Any:
-    """The operands, of whose result nobody may ask a gradient; `name` is who says so."""
+    """The operands, of whose result nobody may ask a gradient; `name` is who says so.
+
+    What is only measured beside a loss stops the gradient at the operands, not at the result.
+    """
     del name
     return operands
 

@@ -19,9 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import attention_fp8, tuned
+from pallas_kernels import attention_fp8, flash_attention_fp8, tuned
 from pallas_kernels import device as device_lib
-from pallas_kernels import flash_attention_fp8 as of_bytes
 from pallas_kernels.attention_fp8 import FP8
 from pallas_kernels.attention_reference import attention_reference, check
 from pallas_kernels.device import SHARED_BYTES, Device
@@ -189,9 +188,10 @@ def default_config(
 
 def _default_fp8(q, device: Device, *, some: bool) -> Config:
     """As many keys at a time as the registers hold beside the sums."""
-    (b, t, n, _), width = q.shape, of_bytes.padded_width(q.shape[-1])
-    kv_block = 128 if width <= 64 or (width <= 128 and not some) else 64
-    if b * n * -(-t // WGMMA_ROWS) <= device.num_sms:
+    (b, t, n, _), width = q.shape, flash_attention_fp8.padded_width(q.shape[-1])
+    alone = b * n * -(-t // WGMMA_ROWS) <= device.num_sms
+    kv_block = 128 if width <= 64 or (width <= 128 and not some and not alone) else 64
+    if alone:
         return Config(kv_block, consumers=1, stages=3, q_stages=1)
     return Config(kv_block, stages=4 if width <= 128 else 3, q_stages=2 if width <= 128 else 1)
 
@@ -237,7 +237,10 @@ def _config_problem(config: Config, q) -> str | None:
     """What the hardware has against a tile."""
     c, h = config, q.shape[-1]
     if fp8 := q.dtype == FP8:
-        size_bytes, registers = of_bytes.shared_bytes(config, h), of_bytes.registers(config, h)
+        size_bytes, registers = (
+            flash_attention_fp8.shared_bytes(config, h),
+            flash_attention_fp8.registers(config, h),
+        )
     else:
         size_bytes = shared_bytes(config, h)
         # of a consumer's thread: sums, scores and the weights of the block before
@@ -264,7 +267,7 @@ def _attention_fp8(static: Static, arrays, *, q_scale, k_scale, v_scale):
     heads, kv_heads = (x.shape[2] for x in arrays[:2])
     of_scores = attention_fp8.score_scale(q_scale, k_scale, heads, kv_heads)
     of_values = attention_fp8.value_scale(v_scale, kv_heads)
-    return of_bytes.forward(static, arrays, of_scores, of_values)
+    return flash_attention_fp8.forward(static, arrays, of_scores, of_values)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

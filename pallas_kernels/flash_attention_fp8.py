@@ -57,12 +57,13 @@ def registers(config: Config, head_width: int) -> int:
 
 
 def shared_bytes(config: Config, head_width: int) -> int:
-    """On chip: queries, stages of keys and values, results, segment ids, barriers."""
+    """On chip: queries, stages of keys and values, results, segment ids, sums, barriers."""
     c, width = config, padded_width(head_width)
     rows = c.q_stages * c.consumers * WGMMA_ROWS + 2 * c.stages * c.kv_block
     rows += 2 * c.consumers * WGMMA_ROWS
-    ids = 4 * (c.q_stages * c.consumers * WGMMA_ROWS + c.stages * c.kv_block)
-    return rows * width + ids + 2048
+    ids = (4 * c.q_stages * c.consumers * WGMMA_ROWS, 4 * c.stages * c.kv_block)
+    # Each array begins at a multiple of 1024 bytes; sums over threads take 2048
+    return rows * width + sum(-(-size // 1024) * 1024 for size in ids) + 4096
 
 
 def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_scale: jax.Array):

@@ -82,7 +82,7 @@ def attention(
         keys = _like_numbers(q, k, v, k_scale)
     reference.check("attention", q, *keys, **masks, softcap=softcap, sinks=sinks)
     own = {"q_scale": q_scale, "k_scale": None, "v_scale": None} if coded else scales
-    attention_fp8.check_scales("attention", q, k, v, **own)
+    attention_fp8.check_scales("attention", q, *keys, **own)
     if kv_lengths is not None and q.shape[1] == 1:
         masks["kv_lengths"] = jnp.clip(kv_lengths, 0, k.shape[1])
     if q.dtype == FP8:

@@ -16,6 +16,7 @@ from pallas_kernels import device as device_lib
 from pallas_kernels.attention_fp8 import LIFT
 from pallas_kernels.flash_attention import (
     Config,
+    _config_problem,
     candidates,
     default_config,
     flash_attention,
@@ -271,6 +272,15 @@ def test_candidates_fit():
     found = candidates(*call, device=H200)
     assert found
     assert default_config(*call, device=H200) not in found
+
+
+@pytest.mark.parametrize("width", [8, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("tokens", [1, 128, 1000])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 30.0}])
+def test_the_default_config_fits(width: int, tokens: int, extra: dict[str, Any]):
+    call = shapes(1, tokens, tokens, 8, 2, width)
+    config = default_config(*call, device=H200, **extra)
+    assert _config_problem(config, call[0]) is None
 
 
 @pytest.mark.slow
