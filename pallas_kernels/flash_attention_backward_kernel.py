@@ -331,9 +331,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
 
             def broadcast(ref, dimension):
                 """Numbers of the rows (0) or of the columns (1) of scores, in shared memory."""
-                x = plgpu.load(  # pyright: ignore[reportCallIssue]
-                    ref, layout=plgpu.Layout.WGMMA.reduce(1 - dimension)
-                )
+                x = _compat.load(ref, plgpu.Layout.WGMMA.reduce(1 - dimension))
                 x = lax.broadcast_in_dim(x, (ROWS, block_q), (dimension,))
                 return x if interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 

@@ -112,6 +112,8 @@ def matmul(
         None if s is None else s.reshape(shapes[name]).astype(jnp.float32)
         for name, s in scales.items()
     ]
+    if bias is not None and bias.dtype.itemsize == 1:  # a copy of so few bytes cannot be cut
+        bias = bias.astype(jnp.bfloat16)
     call = functools.partial(run, static)
     if lead:
         axes = (0, 0, None, None if residual is None else 0, None, None, None)

@@ -8,7 +8,7 @@ warpgroups each multiply (wgmma) their half of the rows, one stage's product in 
 stage before it is given back. The result leaves by slices of 128 bytes, two buffers a consumer.
 Where gate and up meet, the left half of a tile of b comes from the gate columns and the right half
 from the up columns, so that each pair is in the registers of one thread.
-Imported only by matmul.py.
+Imported only by matmul*.py.
 """
 
 from __future__ import annotations
@@ -77,10 +77,6 @@ def shared_bytes(config: Config, dtype, vectors: int) -> int:
     slices = 2 * c.consumers * WGMMA_ROWS * LINE_BYTES
     barriers = 8 * (2 * c.stages + 2 * c.consumers + 2)
     return c.stages * stage + slices + max(vectors, 1) * VECTOR_BYTES + barriers
-
-
-def _load(ref, layout):
-    return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
 
 
 def product(
@@ -297,7 +293,7 @@ def product(
                 start = (group * rows + row, column)[dimension]
                 part = scratch[name].at[pl.ds(start, (WGMMA_ROWS, slice_width)[dimension])]
                 layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
-                part = _load(part, layout).astype(jnp.float32)
+                part = _compat.load(part, layout).astype(jnp.float32)
                 part = lax.broadcast_in_dim(part, (WGMMA_ROWS, slice_width), (dimension,))
                 return by(y, plgpu.layout_cast(part, plgpu.Layout.WGMMA))
 
@@ -353,7 +349,7 @@ def product(
                         y = GELUS[static.epilogue](y)
                     if residual is not None:
                         plgpu.barrier_wait(scratch["residual"].at[group, i % 2])
-                        y = y + _load(slot, plgpu.Layout.WGMMA).astype(jnp.float32)
+                        y = y + _compat.load(slot, plgpu.Layout.WGMMA).astype(jnp.float32)
                     else:  # the copy before the last has left its slot; the last one too, if
                         # the tile before this one ended in the same slot
                         again = i == 0 and len(slices) % 2

@@ -1,6 +1,7 @@
 """Matmul against float64: in the interpreter at small tiles, on a GPU at the sizes of models."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -649,3 +650,15 @@ def test_backward_on_the_device():
     plain = oracles.matmul(**host, **keywords, d_out=np.asarray(d_out), dtype=BF16)
     for name in arrays:
         assert_as_accurate(ours[name], plain[name], truth[name])
+
+
+def test_what_stands_around_a_product_is_traced_by_every_jax():
+    """Where the interpreter cannot run it, at least the kernel is made."""
+    a, b = (jax.ShapeDtypeStruct((128, 128), jnp.bfloat16) for _ in range(2))
+    row = jax.ShapeDtypeStruct((128,), jnp.float32)
+    calls: Any = [({"bias": row, "residual": a}, {}), ({"a_scale": row, "b_scale": row}, {})]
+    narrow = jax.ShapeDtypeStruct((128,), jnp.float8_e4m3fn)
+    calls += [({"bias": narrow}, {"epilogue": "swiglu", "transpose_b": True})]
+    for arrays, keywords in calls:
+        run = functools.partial(matmul, **keywords, interpret=True)
+        assert jax.eval_shape(run, a, b, **arrays).shape == (128, 64 if keywords else 128)
