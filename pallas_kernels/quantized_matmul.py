@@ -42,7 +42,7 @@ OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCHEMES = tuple(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary")
 EPILOGUES = (None, "swiglu")
 SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)  # that there is at every epilogue
-FEW_ROWS, MAX_ROWS = 16, 64  # of x: those that a warp has registers for; those of decoding
+FEW_ROWS = 16  # of x: those that a warp has registers for
 
 
 def quantized_matmul(
@@ -165,9 +165,9 @@ def why_not(
         return f"nothing to multiply: x is {list(x.shape)}, the weight {[o, i]}"
     if i % (part := sizes.part(packed.scheme)):
         return f"{packed.scheme} takes inputs in multiples of {part}, got {i}"
-    if isinstance(config, Tiles) or not _is_few(m, packed):
+    if isinstance(config, Tiles) or (config is None and not _is_few(m, packed)):
         if norm is not None:
-            few = f"{FEW_ROWS} rows of x at most, which must lie on chip"
+            few = f"{FEW_ROWS} rows of x at most, which must lie on chip, and no tiles"
             return f"norms {few}; got {m} of {i} numbers"
         return tiles.why_not(packed)
     grain = MMA_ROWS * (2 if epilogue == "swiglu" else 1)
@@ -248,7 +248,7 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
         for tile_n in (64, 128)
         for stages in (2, 3, 4)
         for splits in (1, 2, 4, 8)
-        if m > FEW_ROWS and tile_m < 2 * max(m, 64)
+        if not _is_few(m, packed) and tile_m < 2 * max(m, 64)
     ]
     default = default_config(x, packed, device=device, **keywords)
     return [c for c in found if c != default and _problem(c, m, packed, gated) is None]
@@ -278,6 +278,7 @@ def bucket(x, packed, *, bias=None, epilogue=None, residual=None, out_dtype=None
     m, (o, i) = math.prod(x.shape[:-1]), packed.shape
     names = [packed.scheme, *([f"g{packed.group_size}"] if packed.group_size else [])]
     names += [*(["zeros"] if packed.zero is not None else []), x.dtype.name]
+    names += ["tiles"] * (not _is_few(m, packed))
     names += [f"m{tuned.power_of_two(m)}", f"n{o}", f"k{i}", _out_dtype(x, out_dtype).name]
     return "-".join([*names, *([epilogue] if epilogue else [])])
 
@@ -342,7 +343,7 @@ def _quantized_matmul(static: Static, x, packed, norm, bias, residual):
             out = jnp.dtype(static.out_dtype)
             return _finish(total, packed.row_scale, bias, residual, static.gated, out)
 
-        return tile_products(static, static.config, x, packed, bias, residual, finish=finish)
+        return tile_products(static, x, packed, bias, residual, finish=finish)
     plain = functools.partial(_plain, static)
     return kernel.warp_products(static, x, packed, norm, bias, residual, plain=plain)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, WARPS
@@ -37,7 +38,7 @@ class Static:
     """
 
     name: str
-    config: Config
+    config: Any  # Config, or Tiles for more rows of x
     interpret: bool
     out_dtype: str
     num_sms: int

@@ -48,7 +48,6 @@ PRODUCER_REGISTERS, EXPANDER_REGISTERS, CONSUMER_REGISTERS = 40, 88, 184
 
 def tile_products(
     static: Static,
-    config: Tiles,
     x,
     packed: Packed,
     bias=None,
@@ -56,20 +55,24 @@ def tile_products(
     *,
     finish: Callable[..., jax.Array],
 ):
-    """[M, N] of x [M, K]. finish: of the sums [M, O] in float32 the result, where blocks divide K.
-
-    config: the static's.
-    """
-    if config.splits == 1:
-        return _product(static, config, x, packed, bias, residual)[0]
+    """[M, N] of x [M, K]. finish: the result, of float32 sums [M, O] where blocks divide K."""
+    splits = _tiles(static).splits
+    if splits == 1:
+        return _product(static, x, packed, bias, residual)[0]
     sums = dataclasses.replace(static, out_dtype="float32", gated=False)
-    parts = _product(sums, config, x, dataclasses.replace(packed, row_scale=None))
-    return finish(functools.reduce(jnp.add, [parts[i] for i in range(config.splits)]))
+    parts = _product(sums, x, dataclasses.replace(packed, row_scale=None))
+    return finish(functools.reduce(jnp.add, [parts[i] for i in range(splits)]))
 
 
-def _product(static: Static, c: Tiles, x, packed: Packed, bias=None, residual=None):
+def _tiles(static: Static) -> Tiles:
+    assert isinstance(static.config, Tiles)
+    return static.config
+
+
+def _product(static: Static, x, packed: Packed, bias=None, residual=None):
     """[splits, M, N]: of each part of K."""
-    gated, interpret, out_dtype = static.gated, static.interpret, jnp.dtype(static.out_dtype)
+    c, interpret = _tiles(static), static.interpret
+    gated, out_dtype = static.gated, jnp.dtype(static.out_dtype)
     rest = 1.0 if interpret else unpack.rest(packed.scheme, x.dtype)
     halves, size = 1 + gated, step(packed.scheme)
     (m, k), chunks = x.shape, size // CHUNK

@@ -109,8 +109,6 @@ def problem(config: Tiles, packed: Packed, *, gated: bool) -> str | None:
 def why_not(packed: Packed) -> str | None:
     """What keeps the kernel from this weight."""
     o, i = packed.shape
-    if i % (size := step(packed.scheme)):
-        return f"{packed.scheme} takes inputs in multiples of {size}, got {i}"
     if o % 16:
         return f"takes outputs in multiples of 16, got {o}"
     group, size = packed.group_size or i, step(packed.scheme)

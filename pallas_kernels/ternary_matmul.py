@@ -41,7 +41,7 @@ def quantize_rows(x: Float[Array, "*B I"]) -> tuple[Int8[Array, "*B I"], Float[A
     """Activations as int8, -128 to 127, and what 1 of them stands for: float32, max |x| / 127.
 
     Arithmetic in float32; rounded to the nearest, ties to even. The scale of a token with a NaN or
-    an infinity is one, and so is what is multiplied by it.
+    an infinity is NaN or infinite, and so is what is multiplied by it.
     """
     x = x.astype(jnp.float32)
     largest = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), np.float32(SMALLEST))

@@ -236,6 +236,7 @@ def _prmt(a: Any, b: Any, order: Any) -> np.ndarray:
     whole = a | b << np.uint64(32)
     found = np.zeros_like(a)
     for i in range(4):
+        assert not (order[0] >> np.uint64(4 * i)) & np.uint64(8), "no sign is spread"
         which = (order >> np.uint64(4 * i)) & np.uint64(7)
         found |= (whole >> which * np.uint64(8) & np.uint64(255)) << np.uint64(8 * i)
     return found

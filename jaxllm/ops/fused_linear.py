@@ -20,7 +20,6 @@ from pallas_kernels.around_product import Cache, Norm, Rotary, write
 from pallas_kernels.gemv import MAX_ROWS, check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
 from pallas_kernels.packed import Packed
-from pallas_kernels.quantized_matmul import MAX_ROWS as PACKED_ROWS
 from pallas_kernels.quantized_matmul import not_auto as not_auto_quantized
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
@@ -31,6 +30,7 @@ from pallas_kernels.rope_into_cache import why_not as why_not_rope_into_cache
 from pallas_kernels.ternary_matmul import ternary_linear
 from pallas_kernels.ternary_matmul import why_not as why_not_ternary
 
+PACKED_ROWS = 64  # of x: more are a prefill's, with packed weights
 GATES = {"swiglu": "silu", "relu2_glu": "relu2"}  # of an epilogue: the activation of its gate
 
 
@@ -68,11 +68,11 @@ def fused_linear(
         "rotary": rotary,
         "cache": cache,
     }
-    if not isinstance(weight, Packed):
-        weight = weight.astype(x.dtype)
-    shape: Any = jax.ShapeDtypeStruct(weight.shape, x.dtype)
+    plain = not isinstance(weight, Packed)
+    shape: Any = jax.ShapeDtypeStruct(weight.shape, weight.dtype if plain else x.dtype)
     who = {"who": "fused_linear", "gates": tuple(GATES)}
     check(x, shape, bias=bias, out_dtype=None, **around, **who)
+    weight = weight.astype(x.dtype) if plain else weight
     name = choose("fused_linear", FUSED_LINEAR, implementation, x, weight, bias, **around)
     y = FUSED_LINEAR[name].run(x, weight, bias, **around, implementation=implementation)
     if rotary is None:
@@ -185,8 +185,10 @@ def _not_auto(x, weight, bias, **around) -> str | None:
     return f"of {rows} rows XLA's products are faster where weights are large"
 
 
-def _not_auto_inside(*arrays, **around) -> str | None:
-    del arrays, around
+def _not_auto_inside(x, weight, bias, *, norm, **around) -> str | None:
+    del x, bias, around
+    if norm is None or not isinstance(weight, Packed) or weight.scheme == "ternary":
+        return "without a norm before packed codes it is what 'pallas' is"
     return "no GPU has run a packed weight's product with the norm in it"
 
 

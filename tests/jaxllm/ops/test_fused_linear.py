@@ -11,9 +11,9 @@ from kernels import interpreted
 
 from jaxllm import ops
 from jaxllm.ops import Cache, Norm, Rotary, fused_linear
+from jaxllm.ops.fused_linear import PACKED_ROWS
 from pallas_kernels import _compat
 from pallas_kernels.quantize import quantize
-from pallas_kernels.quantized_matmul import MAX_ROWS
 
 HEADS, WIDTH = (2, 1), 32
 
@@ -155,7 +155,7 @@ def test_which_one_runs():
         assert ops.chosen("fused_linear", x, packed, **around) == "pallas"
         assert ops.chosen("fused_linear", x[:1], weight, norm=around["norm"]) == "pallas"
         assert ops.chosen("fused_linear", x, weight, **around) == "xla"  # two rows
-        wide = jax.ShapeDtypeStruct((1, MAX_ROWS + 1, 128), jnp.bfloat16)
+        wide = jax.ShapeDtypeStruct((1, PACKED_ROWS + 1, 128), jnp.bfloat16)
         reasons = ops.explain("fused_linear", wide, packed, norm=around["norm"])
         inside = ops.explain("fused_linear", x, packed, **around)["pallas-norm-inside"]
     names = ["pallas", "pallas-interpret", "pallas-norm-inside", "pallas-norm-inside-interpret"]
@@ -172,8 +172,8 @@ def test_how_many_rows_it_is_for():
     packed = quantize(weight, "int8")
     assert ops.takes_rows(4, weight, packed)
     assert not ops.takes_rows(5, weight, packed)
-    assert ops.takes_rows(MAX_ROWS, packed)
-    assert not ops.takes_rows(MAX_ROWS + 1, packed)
+    assert ops.takes_rows(PACKED_ROWS, packed)
+    assert not ops.takes_rows(PACKED_ROWS + 1, packed)
 
 
 @pytest.mark.own_errors
