@@ -219,7 +219,8 @@ def turns(plan: Plan, budget_s: float, *, with_torch: bool) -> Iterator[tuple[st
         alone = part.stage != 0 or len(busy) == 1
         deadline = budget_s if alone else budget_s / 2
         if part is busy[0] or _has_work("worker", part):
-            share = JAX_SHARE if with_torch and part.stage == 0 else 1.0
+            both = with_torch and part.stage == 0 and _has_work("torch_worker", part)
+            share = JAX_SHARE if both else 1.0
             yield "worker", dataclasses.replace(part, deadline=share * deadline)
         if with_torch and _has_work("torch_worker", part):
             yield "torch_worker", dataclasses.replace(part, deadline=deadline)

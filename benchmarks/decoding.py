@@ -139,8 +139,8 @@ def packed_model(
     model = nnx.eval_shape(lambda: jaxllm.Transformer(config, runtime, rngs=nnx.Rngs(0)))
     keys = (jax.random.fold_in(jax.random.key(0), i) for i in range(2**31))
     for name, (parent, attribute, module) in linears(model, ()).items():
-        weight = _normal(next(keys), module.weight.get_value())
-        weights = jax.block_until_ready(quantize(weight, head if name == "lm_head" else scheme))
+        kind, spec = head if name == "lm_head" else scheme, module.weight.get_value()
+        weights = jax.block_until_ready(quantize(_normal(next(keys), spec), kind))
         how: Any = {"dtype": jnp.bfloat16, "implementation": implementation}
         setattr(parent, attribute, PackedLinear(weights, module.bias, **how))
     for _, parameter in nnx.iter_graph(model):

@@ -72,7 +72,7 @@ def expand(names: Sequence[str]) -> list[str]:
 
 
 def tasks(names: list[str], quick: bool, on_gpu: bool, layers: int = 32) -> list[tuple[str, Work]]:
-    """The sections named (all if no name is given); none without a GPU."""
+    """The sections named (without names all but BY_NAME's); none without a GPU."""
     if not on_gpu:
         return []
     work: list[tuple[str, Work]] = []

@@ -324,7 +324,7 @@ def _rest_of(call: Launch) -> Launch:
 
 def floor_us(row: Mapping[str, Any], ceilings: Mapping[str, Any]) -> float | None:
     """What the bytes at the read rate take, or the operations at the matmul rate, if more."""
-    if "bytes" not in row or "read" not in ceilings:
+    if "bytes" not in row or not {"read", "matmul"} <= ceilings.keys():
         return None
     operations = row.get("operations", 0) / ceilings["matmul"]
     return 1e6 * max(row["bytes"] / ceilings["read"], operations)

@@ -140,7 +140,7 @@ def _in_memory(
     """The model as `generate` would have it, of shapes alone: packed as it is stored, and as the
     options say.
 
-    Raises: ValueError if it cannot be packed so, or its tensors contradict its config.
+    Raises: ValueError if it cannot be packed so, or packed tensors contradict the config.
     """
 
     def build() -> Transformer:

@@ -116,7 +116,7 @@ def _config(model: str) -> tuple[ModelConfig, Path | None]:
     if file.is_file():
         hf = read_json(file)
         said = hf.get("quantization_config")
-        if isinstance(said, Mapping) and said.get("quantization_mode") != "online":
+        if said and isinstance(said, Mapping) and said.get("quantization_mode") != "online":
             raise ValueError(
                 f"{model}: the weights are packed, and how large they are stands in the files "
                 "beside it; give the folder"

@@ -148,7 +148,7 @@ def finetune(
     if recipe.method != "lora" and read_quantization(folder, config, said) is not None:
         raise ValueError(
             f"finetune: the weights of {recipe.model} are packed, and stay as they are; take "
-            f"method 'lora' (--lora), which trains adapters beside them, and not {recipe.method!r}"
+            f"method 'lora' (--lora 16), which trains adapters beside them, not {recipe.method!r}"
         )
     recipe = _with_model(recipe, config)
     assert recipe.precision is not None
@@ -157,7 +157,7 @@ def finetune(
     # What is cheap and can be wrong comes before the weights
     records = data.read_records(recipe.data)
     training, held_out = _split(recipe, records)
-    tokenizer = Tokenizer.from_folder(find_folder(recipe.model))
+    tokenizer = Tokenizer.from_folder(folder)
     keys = {"prompt_key": recipe.prompt_key, "completion_key": recipe.completion_key}
     limit = recipe.length or min(config.max_position_embeddings, LONGEST)
     options: dict[str, Any] = {"length": limit, "vocab_size": config.vocab_size, **keys}
@@ -224,7 +224,8 @@ def export(
     original model (also where they were trained beside int4 ones); or, with `adapter`, a PEFT
     folder.
     Raises: FileNotFoundError if there is no run, or it has saved nothing; ValueError if `folder` is
-    not empty, or `adapter` is asked of a full run.
+    not empty, or `adapter` is asked of a full run; NotImplementedError for adapters beside ternary
+    layers, which only `adapter` can write.
     """
     run, folder = Path(run).expanduser(), Path(folder).expanduser()
     recipe = read_recipe(run)

@@ -168,6 +168,8 @@ def plan(
         raise ValueError("plan: qlora packs the base in int4; give it or quantize, not both")
     if qlora:
         quantize = {"scheme": "int4", "group_size": QLORA_GROUP_SIZE}
+    if quantize is not None and "scheme" not in quantize:
+        raise ValueError(f"plan: quantize needs a scheme, got {', '.join(quantize) or 'nothing'}")
     if quantize is not None and policy_named(policy).fp8:
         raise ValueError(
             f"plan: policy {policy!r} is of plain weights, and {quantize['scheme']} packs them; "

@@ -142,14 +142,14 @@ def quantize(
         device never holds more than the packed model and one weight in work.
     Raises: ValueError for an unknown scheme, a group size that does not divide a weight's inputs,
     weights that are NaN or infinite (it names the first), a name in `keep` that is nobody's, a
-    projection that is BitNet's or packed in another scheme and not in `keep`, or a model with
-    nothing to pack; then nothing is changed.
+    projection that is BitNet's or packed in another way and not in `keep`, or a model with nothing
+    to pack; then nothing is changed.
     """
     check_scheme(scheme)
     if head is not None:
         check_scheme(head)
     keep = (keep,) if isinstance(keep, str) else keep
-    _check_projections(model, scheme, keep)
+    _check_projections(model, scheme, group_size, keep)
     kinds = (Linear, BitLinear) if scheme == "ternary" else (Linear,)
     wanted = dict.fromkeys(linears(model, (*KEEP, *keep), kinds), (scheme, group_size))
     every = {**linears(model, (), kinds), **_tied_table(model)}
@@ -194,7 +194,9 @@ def on_host() -> contextlib.AbstractContextManager[object]:
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
-def _check_projections(model: nnx.Module, scheme: str, keep: Sequence[str]) -> None:
+def _check_projections(
+    model: nnx.Module, scheme: str, group_size: int | None, keep: Sequence[str]
+) -> None:
     """Raises: ValueError for the first that would stay as it is, and was asked for in `scheme`."""
     for name in linears(model, keep, (BitLinear,)) if scheme != "ternary" else ():
         raise ValueError(
@@ -206,6 +208,11 @@ def _check_projections(model: nnx.Module, scheme: str, keep: Sequence[str]) -> N
         if packed.scheme != scheme:
             raise ValueError(
                 f"quantize: {name} is packed in {packed.scheme} already, and not again in {scheme}"
+            )
+        if group_size not in (None, packed.group_size):
+            raise ValueError(
+                f"quantize: {name} is packed by groups of {packed.group_size} already, and not "
+                f"again of {group_size}"
             )
 
 

@@ -313,10 +313,11 @@ def _check_scores(name: str, scores: jax.Array) -> None:
 
 def _check_rows(name: str, scores: jax.Array, **vectors: Any) -> None:
     for what, vector in vectors.items():
-        if jnp.shape(vector) != scores.shape[:1]:
+        kind = jnp.result_type(vector)
+        if jnp.shape(vector) != scores.shape[:1] or not jnp.issubdtype(kind, jnp.integer):
             raise ValueError(
-                f"{name}: {what} must be one a row, [{scores.shape[0]}], got "
-                f"{list(jnp.shape(vector))}"
+                f"{name}: {what} must be integers, one a row, [{scores.shape[0]}], got "
+                f"{kind}{list(jnp.shape(vector))}"
             )
 
 

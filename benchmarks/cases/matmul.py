@@ -8,6 +8,7 @@ the formula with tanh.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -233,6 +234,10 @@ def _truth(names: tuple[str, ...], keywords: dict[str, Any], a, b, *rest: np.nda
         y = gate * (1 + np.tanh(gate / 2)) / 2 * up
     elif keywords["epilogue"] == "gelu_pytorch_tanh":
         y = y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3))) / 2
+    elif keywords["epilogue"] == "gelu":
+        y = y * (1 + np.vectorize(math.erf)(y / np.sqrt(2))) / 2
+    else:
+        assert keywords["epilogue"] is None, keywords["epilogue"]
     y = y + extra.get("residual", 0)
     if "out_scale" in extra:  # not rounded: then a tie that fell the other way would count as wrong
         return np.clip(y * extra["out_scale"], -127, 127)

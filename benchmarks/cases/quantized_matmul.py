@@ -165,7 +165,7 @@ def _make(x: Any, shape: Any, how: Any, rest: Any, key: jax.Array) -> tuple[jax.
 
 
 def _sample(arguments: tuple, result: Any) -> tuple[tuple, Any]:
-    """64 rows of x, and of the result."""
+    """At most 64 rows of x, and of the result."""
     step = -(-result.shape[0] // FEW_ROWS)
     return (arguments[0][::step], *arguments[1:]), result[::step]
 

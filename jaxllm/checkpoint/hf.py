@@ -139,7 +139,7 @@ def pack_as_stored(model: Transformer, path_or_hub_id: str | os.PathLike[str]) -
     """In place, of a model of shapes alone with the checkpoint's config: its linear layers become
     packed where the checkpoint has them so. To be called inside `nnx.eval_shape`.
 
-    Raises: as `load`, of whose work it does what needs no weights.
+    Raises: as `load` does for packed modules; other tensors are not looked at.
     """
     folder = find_folder(path_or_hub_id)
     config, hf = read_config(folder)
@@ -220,7 +220,7 @@ def save(
     if strange:
         raise ValueError(
             f"save: a checkpoint has no {strange[0]}; jaxllm.lora.merge makes plain weights of "
-            "adapters and the packed weights below them"
+            "adapters and what is below them, or jaxllm.lora.save_peft writes the adapters alone"
         )
     ids = _token_ids(model.generation, tokenizer)
     # The head of a table that is packed for both becomes one of its own

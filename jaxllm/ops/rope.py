@@ -59,9 +59,12 @@ def frequencies(
             count = None if divisors is None else len(divisors)
             raise ValueError(f"rope: longrope needs {len(f)} divisors, one a pair, got {count}")
         return f / np.asarray(divisors, np.float64)
-    if rope_type in ("llama3", "yarn") and original_max_position_embeddings is None:
-        raise ValueError(f"rope: {rope_type} needs original_max_position_embeddings")
-    original = float(original_max_position_embeddings or 0)
+    if rope_type in ("llama3", "yarn") and not original_max_position_embeddings:
+        raise ValueError(
+            f"rope: {rope_type} needs original_max_position_embeddings, got "
+            f"{original_max_position_embeddings}"
+        )
+    original = float(original_max_position_embeddings or 0)  # only those two read it
     if rope_type == "llama3":
         wavelength = 2 * math.pi / f
         blend = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)

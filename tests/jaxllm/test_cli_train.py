@@ -263,7 +263,7 @@ def test_packed_weights_are_not_trained_nor_packed_again(run, tmp_path, method):
     name = "full" if method == ("--full",) else "qlora"
     assert err == (
         f"jaxllm: finetune: the weights of {packed} are packed, and stay as they are; take method "
-        f"'lora' (--lora), which trains adapters beside them, and not '{name}'\n"
+        f"'lora' (--lora 16), which trains adapters beside them, not '{name}'\n"
     )
     assert not (tmp_path / "out").exists()
 
@@ -304,7 +304,12 @@ def test_plan_says_what_it_makes_of_packed_weights(run, tmp_path, monkeypatch):
     packed, plain = quantised_checkpoints.write(tmp_path, "gptq")
     asked = []
     monkeypatch.setattr(plan, "plan", lambda config, **options: asked.append(options))
-    assert run("plan", packed)[0] == run("plan", plain)[0] == run("plan", plain / "config.json")[0]
+    assert (
+        run("plan", packed)[0]
+        == run("plan", plain)[0]
+        == run("plan", plain / "config.json")[0]
+        == 0
+    )
     assert [options["checkpoint"] for options in asked] == [packed, None, None]
     assert [options["quantize"] for options in asked] == [None, None, None]
     code, _, err = run("plan", packed / "config.json")

@@ -366,6 +366,8 @@ def test_packing_twice_finds_nothing_to_pack():
         jaxllm.quantize(model, "int4", G)
     with pytest.raises(ValueError, match="^quantize: layers.0.* is packed in int4 already, and no"):
         jaxllm.quantize(model, "int8", head="int8")
+    with pytest.raises(ValueError, match=f"^quantize: .* by groups of {G} already, and not again"):
+        jaxllm.quantize(model, "int4", G // 2, head="int8")
     jaxllm.quantize(model, "int4", G, head="int8")
     with pytest.raises(ValueError, match="^quantize: the model has no head that is not packed"):
         jaxllm.quantize(model, "int4", G, head="int8")

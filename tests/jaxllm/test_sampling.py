@@ -741,14 +741,20 @@ def test_bad_arrays_get_one_sentence():
         sampling.top_log_probs(scores[0], 1)
     with pytest.raises(ValueError, match=r"^filter_scores: scores must be .* got int32\[2, 5\]$"):
         sampling.filter_scores(counts, two)
-    with pytest.raises(ValueError, match=r"^sample: position must be one a row, \[2\], got \[1\]$"):
+    with pytest.raises(
+        ValueError, match=r"^sample: position must be integers, one a row, \[2\], got int32\[1\]$"
+    ):
         sampling.sample(scores, two, position[:1])
-    with pytest.raises(ValueError, match=r"^draw: seed must be one a row, \[2\], got \[3\]$"):
+    with pytest.raises(
+        ValueError, match=r"^draw: seed must be integers, one a row, \[2\], got uint32\[3\]$"
+    ):
         sampling.draw(scores, Sampling.of(3).seed, position)
     with pytest.raises(
-        ValueError, match=r"^log_probs: tokens must be one a row, \[2\], got \[1\]$"
+        ValueError, match=r"^log_probs: tokens must be integers, one a row, \[2\], got int32\[1\]$"
     ):
         sampling.log_probs(scores, position[:1])
+    with pytest.raises(ValueError, match=r"^log_probs: tokens must be integers, .* got float32"):
+        sampling.log_probs(scores, position.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"the mapping names no op: sampling_treshold; there are "):
         sampling.filter_scores(scores, two, implementation={"sampling_treshold": "xla"})
     with pytest.raises(
