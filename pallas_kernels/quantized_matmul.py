@@ -237,10 +237,11 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
     """What is worth a measurement beside the default."""
     m, gated = math.prod(x.shape[:-1]), keywords.get("epilogue") == "swiglu"
     found: list[Config | Tiles] = [
-        Config(tile_n, warps=warps, ahead=ahead)
+        Config(tile_n, warps, ahead, blocks)
         for tile_n in (16, 32, 64)
         for warps in (4, 8, 16)
-        for ahead in (2, 4, 8)
+        for ahead in (1, 2, 4, 8)
+        for blocks in (2, 1)
     ]
     found += [
         Tiles(tile_m, tile_n, stages, splits)

@@ -245,7 +245,7 @@ def test_warps_take_few_rows():
             W,
             {"norm": norm(256)},
             H200,
-            "norms 16 rows of x at most, which must lie on chip; got 17 of 256 numbers",
+            "norms 16 rows of x at most, which must lie on chip, and no tiles; got 17 of 256",
         ),
         (X, TERNARY, {"norm": norm(256, zero_centered=True)}, H200, "adds no 1 to its own"),
         (shape(3, 160), shaped(64, 160, "int4, groups of 32"), {}, H200, "multiples of 128"),

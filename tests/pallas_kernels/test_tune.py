@@ -174,7 +174,8 @@ def test_kernels_can_be_asked_what_to_tune(name):
     for call in module.tuning_calls():
         default = module.default_config(*call.arguments, device=H200, **call.keywords)
         candidates = module.candidates(*call.arguments, device=H200, **call.keywords)
-        assert {type(c) for c in [default, *candidates]} == {module.Config}
+        kinds = {type(c) for c in [default, *candidates]}
+        assert len(kinds) == 1, "a tuned row is read as the default's kind"
         assert any(c != default for c in candidates), f"{name}: nothing to try"
         keys.add(module.bucket(*call.arguments, **call.keywords))
         assert tuned.Call(call.arguments, call.run, call.keywords, call.make) == call
