@@ -177,7 +177,8 @@ def default_config(
         if b * n * -(-t // WGMMA_ROWS) <= device.num_sms:  # 512 tokens, 14 heads: 7.0 us, not 10.6
             return Config(kv_block, consumers=1, q_stages=1)
         if width <= 64:
-            return Config(kv_block, consumers=3 if t > 128 else 2)
+            # with everything at once, what turns need would not fit the registers
+            return Config(kv_block, consumers=3 if t > 128 else 2, turns=not full)
         # 16 documents in 16384 tokens: 490 us without turns, 507 with them
         return Config(kv_block, turns=q_segment_ids is None)
     if width <= 192:

@@ -260,10 +260,13 @@ def tuning_calls() -> list[tuned.Call]:
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     shapes += [(1152, 896), (896, 896), (9728, 896), (896, 4864)]
     calls = []
-    for (o, i), scheme, m in itertools.product(shapes, ("int4", "int8"), (1, 8, 16)):
+    for (scheme, m), (o, i) in itertools.product(
+        [("int4", 1), ("int4", 16), ("int8", 1), ("int8", 16), ("int4", 8), ("int8", 8)], shapes
+    ):
         make = functools.partial(_random_call, m, o, i, scheme)
         arguments: Any = jax.eval_shape(make, jax.random.key(0))
-        calls.append(tuned.Call(arguments, quantized_matmul, make=jax.jit(make)))
+        keywords = {"epilogue": "swiglu"} if o in (28672, 9728) else {}
+        calls.append(tuned.Call(arguments, quantized_matmul, keywords, jax.jit(make)))
     return calls
 
 
