@@ -65,11 +65,12 @@ def matmul(
     up, of 128 numbers of a row of a and of 128 x 128 of b [N, K]; the sums of 128 of K are scaled
     and added in float32.
     Dtypes: a and b both bfloat16, float16, float8_e4m3fn or int8; bias and scales any float. int8
-    is summed in int32, exactly. The result and the residual have `out_dtype`: bfloat16, float16 or
-    float32, a's if None (float8: bfloat16). Of int8 it may be int32 too, which it is if None: the
-    sums alone. With out_scale, one number or one a column [F], the result is int8 or float8_e4m3fn:
-    what came out so far times out_scale, to the nearest, ties to even, at most 127 or 448; it
-    takes no residual.
+    is summed in int32, exactly; float8 in sums of which Hopper's tensor cores keep 13 bits behind
+    the leading one (with block scales, over 128 of K only). The result and the residual have
+    `out_dtype`: bfloat16, float16 or float32, a's if None (float8: bfloat16). Of int8 it may be
+    int32 too, which it is if None: the sums alone. With out_scale, one number or one a column [F],
+    the result is int8 or float8_e4m3fn: what came out so far times out_scale, to the nearest, ties
+    to even, at most 127 or 448; it takes no residual.
     Gradients: two more products by the same kernel, in a's dtype (float8: bfloat16, and the
     gradient of a float8 array saturates at 448); an epilogue and scales compute a @ b once more.
     With block scales they go through `matmul_reference`. int8 arrays have none, what follows their

@@ -40,8 +40,9 @@ WIDEST = Config(64, 4, 1)  # of what `default_config` chooses for few rows, on c
 def quantize_rows(x: Float[Array, "*B I"]) -> tuple[Int8[Array, "*B I"], Float[Array, "*B"]]:
     """Activations as int8, -128 to 127, and what 1 of them stands for: float32, max |x| / 127.
 
-    Arithmetic in float32; rounded to the nearest, ties to even. The scale of a token with a NaN or
-    an infinity is NaN or infinite, and so is what is multiplied by it.
+    Arithmetic in float32; rounded to the nearest, ties to even (on a GPU XLA's quotients are off by
+    up to two units in the last place, so that what is nearly a tie may go either way). The scale of
+    a token with a NaN or an infinity is NaN or infinite, and so is what is multiplied by it.
     """
     x = x.astype(jnp.float32)
     largest = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), np.float32(SMALLEST))

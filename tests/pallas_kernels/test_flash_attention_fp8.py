@@ -1,6 +1,7 @@
 """Flash attention of float8 against float64: in the interpreter, compiled, and on a GPU."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,10 +11,12 @@ import oracles
 import pytest
 from kernels import interpreted
 from numerics import assert_as_accurate
+from tensor_cores import float8_sums
 
 from jaxllm import aot
+from pallas_kernels import attention_reference
 from pallas_kernels import device as device_lib
-from pallas_kernels.attention_fp8 import LIFT
+from pallas_kernels.attention_fp8 import LIFT, score_scale
 from pallas_kernels.flash_attention import (
     Config,
     _config_problem,
@@ -145,10 +148,37 @@ def bound(numbers: dict[str, Any], keywords: dict[str, Any], truth: np.ndarray) 
     return weighted / 16 + smallest / 2 ** (10 + LIFT) + np.abs(truth) / 256 + in_float32 + 1e-30
 
 
-def assert_right(case: Case, arrays: dict[str, Any], results: Any) -> None:
+@functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "softcap"))
+def lse_on_the_device(
+    arrays: dict[str, Any], *, causal=True, window=None, scale=None, softcap=None
+) -> jax.Array:
+    """That of the plain path, of scores as short as the tensor cores' sums: float32 [B, T, N]."""
+    q, k = arrays["q"], arrays["k"]
+    (_, t, n, h), (s, kv_heads) = q.shape, k.shape[1:3]
+    heads = (jnp.swapaxes(x, 1, 2) for x in (q, jnp.repeat(k, n // kv_heads, axis=2)))
+    scores = jax.vmap(jax.vmap(float8_sums))(*heads)
+    of_head = score_scale(arrays.get("q_scale"), arrays.get("k_scale"), n, kv_heads)
+    of_head = of_head * jnp.float32(h**-0.5 if scale is None else scale)
+    scores = scores * of_head[None, :, None, None]
+    if softcap is not None:
+        scores = jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
+    sides = ("q_segment_ids", "kv_segment_ids", "kv_lengths")
+    sides = {name: arrays[name] for name in sides if name in arrays}
+    mask = attention_reference.visible(t, s, causal=causal, window=window, **sides)
+    return attention_reference.softmax(scores, mask, arrays.get("sinks"))[1]
+
+
+def assert_right(
+    case: Case, arrays: dict[str, Any], results: Any, *, on_the_device: bool = False
+) -> None:
+    """On the device the logarithm is that of the tensor cores' short sums, and as far from the
+    truth; in the result, next to weights of 4 bits, they do not show.
+    """
     out, lse = results
     assert (out.dtype, lse.dtype) == (BF16, F32)
     plain, plain_lse = flash_attention_reference(**arrays, **case.keywords, return_lse=True)
+    if on_the_device:
+        plain_lse = lse_on_the_device(arrays, **case.keywords)
     numbers = exact(arrays)
     truth, true_lse = oracles.attention(**numbers, **case.keywords, return_lse=True)
     assert_as_accurate(out, plain, truth)
@@ -159,13 +189,13 @@ def assert_right(case: Case, arrays: dict[str, Any], results: Any) -> None:
     seen = np.isfinite(true_lse)
     np.testing.assert_array_equal(np.asarray(lse)[~seen], -np.inf)
     np.testing.assert_array_equal(np.asarray(out)[~seen], 0)
-    # a score is a sum of H products in float32, and its logarithm adds one rounding
-    assert_as_accurate(
-        np.where(seen, lse, 0),
-        np.where(seen, plain_lse, 0),
-        np.where(seen, true_lse, 0),
-        largest_term=float(np.abs(true_lse[seen]).max(initial=1)) * 8,
-    )
+    # what float32 rounds: a sum of H products, and its logarithm
+    largest_term = float(np.abs(true_lse[seen]).max(initial=1)) * 8
+    ours, plain, truth = (np.where(seen, x, 0) for x in (lse, plain_lse, true_lse))
+    assert_as_accurate(ours, plain, truth, largest_term=largest_term)
+    if on_the_device:
+        same = plain.astype(np.float64)
+        assert_as_accurate(ours, plain, same, largest_term=largest_term)
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
@@ -193,6 +223,29 @@ def test_the_check_can_fail():
     ):
         with pytest.raises(AssertionError):
             assert_right(case, arrays, wrong if isinstance(wrong, tuple) else (wrong, lse))
+
+
+def test_the_check_of_the_device_can_fail():
+    """Its sums are short: not as short as a scale that is a hundredth too large, or a key lost."""
+    case = Case((1, 257, 257, 2, 2, 128), config=None)
+    arrays = case.arrays()
+    out = flash_attention_reference(**arrays)
+    lse = lse_on_the_device(arrays)
+    assert_right(case, arrays, (out, lse), on_the_device=True)
+    block = {name: np.zeros((1, 257), np.int32) for name in ("q_segment_ids", "kv_segment_ids")}
+    block["kv_segment_ids"][:, 64:128] = 1
+    for wrong in (
+        lse_on_the_device({**arrays, "k_scale": arrays["k_scale"] * 1.01}),
+        lse_on_the_device({**arrays, **block}),  # a block of keys
+        lse_on_the_device(arrays, window=256),  # one key of one query
+        lse_on_the_device({**arrays, "k": jnp.roll(arrays["k"], -1, axis=1)}),
+        lse.at[0, 100, 1].add(1e-4),
+        lse + 1e-4,
+    ):
+        with pytest.raises(AssertionError, match="error is"):
+            assert_right(case, arrays, (out, wrong), on_the_device=True)
+    with pytest.raises(AssertionError, match="error is"):  # nor are they float32's
+        assert_right(case, arrays, (out, lse))
 
 
 def test_weights_are_lifted():
@@ -338,14 +391,14 @@ ON_DEVICE = {
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_on_the_device(name: str):
     case = ON_DEVICE[name]
-    assert_right(case, *run(case))
+    assert_right(case, *run(case), on_the_device=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [SMALL, ALONE, THREE, NO_TURNS, Config(128, stages=3)])
 def test_each_config_on_the_device(config: Config):
     case = Case((2, 513, 777, 4, 2, 64), config=config)
-    assert_right(case, *run(case))
+    assert_right(case, *run(case), on_the_device=True)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import oracles
 import pytest
 from kernels import interpreted
 from numerics import assert_as_accurate
+from tensor_cores import float8_sums
 
 from pallas_kernels import _compat
 from pallas_kernels.matmul import Config, matmul, matmul_reference
@@ -293,13 +294,42 @@ def test_a_result_of_8_bits_on_the_device(name: str):
         arrays["b_scale"] = jnp.float32(k**-0.5)
     arrays["out_scale"] = 20 + 20 * abs(floats(6, n))
     keywords: Any = {"transpose_b": True, "epilogue": epilogue, "out_dtype": out_dtype}
-    y = np.asarray(jax.jit(lambda x: matmul(**x, **keywords))(arrays)).astype(np.float64)
-    exact = oracles.matmul(**wide(arrays), transpose_b=True, epilogue=epilogue)
-    want = oracles.saturated(exact, jnp.dtype(out_dtype).name)
-    # exp is the hardware's, and float8 products have fewer bits: ties may fall either way
-    step = np.maximum(2**-9, np.abs(want) * 2**-3) if out_dtype == FP8 else 1
-    assert np.all(np.abs(y - want) <= step)
-    assert np.mean(y != want) < (1e-3 if dtype == I8 else 5e-2)
+    y = jax.jit(lambda x: matmul(**x, **keywords))(arrays)
+    if dtype == FP8:
+        exact = of_short_sums(arrays, epilogue)
+    else:
+        exact = oracles.matmul(**wide(arrays), transpose_b=True, epilogue=epilogue)
+    assert_near(y, oracles.saturated(exact, jnp.dtype(out_dtype).name), dtype)
+
+
+def of_short_sums(arrays: dict[str, jax.Array], epilogue: str) -> np.ndarray:
+    """The result in float64, not rounded, of the sums that the tensor cores make of float8."""
+    given = wide(arrays | {"sums": jax.jit(float8_sums)(arrays["a"], arrays["b"])})
+    total = given["sums"] * given["b_scale"]
+    return oracles.activate(total, epilogue) * given["out_scale"]
+
+
+def assert_near(y: jax.Array, want: np.ndarray, dtype: Any) -> None:
+    """All but a few are what was wanted, and those a step of their dtype away: erf and exp are the
+    hardware's, and sums of bfloat16 are cut off, so ties may fall either way.
+    """
+    step = np.maximum(2**-9, np.abs(want) * 2**-3) if y.dtype == FP8 else 1
+    ours = np.asarray(y).astype(np.float64)
+    assert np.all(np.abs(ours - want) <= step)
+    assert np.mean(ours != want) < {I8: 1e-3, FP8: 5e-3, BF16: 5e-2}[dtype]
+
+
+def test_the_check_of_the_device_can_fail():
+    """The tensor cores' sums are not float64's, whose results are more than a step away near 0."""
+    arrays = {"a": floats(0, 300, 896, dtype=FP8), "b": floats(1, 256, 896, dtype=FP8)}
+    arrays |= {"b_scale": jnp.float32(896**-0.5), "out_scale": jnp.float32(40)}
+    short = of_short_sums(arrays, "gelu")
+    want = oracles.saturated(short, "float8_e4m3fn")
+    assert_near(saturated(jnp.asarray(short, F32), FP8), want, FP8)
+    exact = oracles.matmul(**wide(arrays), transpose_b=True, epilogue="gelu")
+    for wrong in (exact, short * 1.01, np.roll(short, 1, axis=1)):
+        with pytest.raises(AssertionError):
+            assert_near(saturated(jnp.asarray(wrong, F32), FP8), want, FP8)
 
 
 @pytest.mark.gpu

@@ -131,6 +131,41 @@ def test_rows_as_int8():
     np.testing.assert_array_equal(wide, np.clip(np.round(127 * narrow / a), -128, 127))
 
 
+def in_float32(x) -> tuple[jax.Array, jax.Array]:
+    """`quantize_rows` of numbers that float32 has, each step rounded to the nearest."""
+    x = np.asarray(x).astype(np.float32)
+    largest = np.maximum(np.abs(x).max(-1), np.float32(1e-5))
+    codes = np.rint(x * (np.float32(127) / largest)[..., None])
+    return jnp.asarray(np.clip(codes, -128, 127), jnp.int8), jnp.asarray(largest / np.float32(127))
+
+
+def assert_same_codes(codes, x):
+    """But for ties: XLA divides float32 on a GPU with an error of up to two units in the last place
+    (div.full.f32), so 127 x / a may be taken for more or less than n + 1/2 if it is so near.
+    """
+    x = np.asarray(x).astype(np.float64)
+    quotients = 127 * x / np.maximum(np.abs(x).max(-1, keepdims=True), 1e-5)
+    away = np.abs(np.asarray(codes, np.float64) - quotients) - 0.5
+    assert np.all(away <= 3 * 2.0**-23 * np.abs(quotients))  # and the product is rounded
+
+
+def test_the_check_of_codes_can_fail():
+    """The largest half as large is a tie: 63.5. In this row float32 calls it less."""
+    x = np.random.default_rng(0).uniform(-4, 4, (1, 512)).astype(np.float32)
+    x[0, 7:9] = 4.75, 2.375
+    codes = np.array(in_float32(x)[0])
+    np.testing.assert_array_equal(quantize_rows(jnp.asarray(x))[0], codes)
+    assert codes[0, 8] == 63
+    for code in (64, 63):
+        codes[0, 8] = code
+        assert_same_codes(codes, x)
+    for place, code in ((8, 65), (100, codes[0, 100] + 1)):
+        wrong = codes.copy()
+        wrong[0, place] = code
+        with pytest.raises(AssertionError):
+            assert_same_codes(wrong, x)
+
+
 SHAPES = [
     *((2560, 2560), (3840, 2560), (13824, 2560), (2560, 6912), (3200, 3200), (20480, 3200)),
     *((6144, 4096), (28672, 4096), (4096, 14336), (896, 4864), (48, 64)),
@@ -408,10 +443,11 @@ def test_sums_on_a_gpu(m, n, k):
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_rows_become_int8_on_a_gpu(m, dtype):
-    """The same codes, and a NaN or an infinity stays in its row."""
+    """The codes of float32 arithmetic, and a NaN or an infinity stays in its row."""
     _, _, packed = case(1, n=96, k=4864)
     x = jnp.asarray(np.random.default_rng(6).standard_normal((m, 4864)), dtype)
-    expected = ternary_matmul_reference(*quantize_rows(x), packed, out_dtype=F32)
+    assert_same_codes(quantize_rows(x)[0], x)
+    expected = ternary_matmul_reference(*in_float32(x), packed, out_dtype=F32)
     y = ternary_linear(x, packed, out_dtype=F32)
     np.testing.assert_allclose(y, expected, rtol=1e-6)  # sums are exact, three roundings follow
     with pytest.raises(AssertionError):
