@@ -141,7 +141,7 @@ def packed_model(
     for name, (parent, attribute, module) in linears(model, ()).items():
         kind, spec = head if name == "lm_head" else scheme, module.weight.get_value()
         weights = jax.block_until_ready(quantize(_normal(next(keys), spec), kind))
-        how: Any = {"dtype": jnp.bfloat16, "implementation": implementation}
+        how: Any = {"dtype": jnp.bfloat16, "implementation": runtime.implementation}
         setattr(parent, attribute, PackedLinear(weights, module.bias, **how))
     for _, parameter in nnx.iter_graph(model):
         spec = parameter.get_value() if isinstance(parameter, nnx.Param) else None

@@ -35,8 +35,9 @@ class Finish:
     """Of a tile of `rows` outputs of each half of the weight, for x [m, k].
 
     at: addresses, by name: out, row_scale, bias and residual, those that there are; on chip kept,
-    x's rows of row_bytes. n: outputs of a row of x. eps: that of an RMSNorm of x, whose sums of
-    squares lie behind the rows; None: there is none.
+    x's rows of row_bytes. n: outputs of a row of x. row: of out, where x's first row goes; None:
+    its first. eps: that of an RMSNorm of x, whose sums of squares lie behind the rows; None: there
+    is none.
     """
 
     at: Mapping[str, Any]
@@ -51,6 +52,7 @@ class Finish:
     bias_dtype: Any
     out_dtype: Any
     row_bytes: int
+    row: Any
     eps: float | None = None
 
     @property
@@ -127,6 +129,8 @@ class Finish:
         if "residual" in self.at:
             y = arith.addf(y, self._number("residual", 0, index, self.out_dtype))
         out = jnp.dtype(self.out_dtype)
+        if self.row is not None:
+            index = arith.addi(index, times(self.row, self.n))
         address = further(self.at["out"], times(index, out.itemsize))
         store_float(address, y, out.name)
 

@@ -42,6 +42,7 @@ OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCHEMES = tuple(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary")
 EPILOGUES = (None, "swiglu")
 SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)  # that there is at every epilogue
+SPLITS = (1, 2, 4, 8)
 FEW_ROWS = 16  # of x: those that a warp has registers for
 
 
@@ -84,10 +85,9 @@ def quantized_matmul(
         if norm is not None:
             rest |= {"norm": norm.weight, "eps": norm.eps}
         return ternary.ternary_linear(x, packed, **rest, interpret=interpret)
-    kind = Config if _is_few(m, packed) else Tiles
     chosen: Any = (
         config
-        or tuned.lookup("quantized_matmul", bucket(x, packed, **rest), device, kind)
+        or _tuned(x, packed, norm=norm, device=device, **rest)
         or default_config(x, packed, **rest, device=device)
     )
     static = Static(
@@ -167,13 +167,14 @@ def why_not(
         return f"{packed.scheme} takes inputs in multiples of {part}, got {i}"
     if isinstance(config, Tiles) or (config is None and not _is_few(m, packed)):
         if norm is not None:
-            few = f"{FEW_ROWS} rows of x at most, which must lie on chip, and no tiles"
-            return f"norms {few}; got {m} of {i} numbers"
+            return f"norms {FEW_ROWS} rows of x at most, and no tiles; got {m}"
         return tiles.why_not(packed)
+    if norm is not None and (config.splits if config else _fewest_splits(m, packed)) != 1:
+        return f"norms rows that lie on chip whole; got {m} of {i} numbers"
     grain = MMA_ROWS * (2 if epilogue == "swiglu" else 1)
     if o % grain:
         return f"takes outputs in multiples of {grain} at {m} rows, got {o}"
-    if packed.group_size and _straddles(packed):
+    if _straddles(packed):
         return f"groups of {packed.group_size} straddle the inputs of a lane"
     return None
 
@@ -188,8 +189,17 @@ def not_auto(x, packed) -> str | None:
 
 
 def _is_few(m: int, packed: Packed) -> bool:
-    """Whether x lies on chip, and warps multiply what they unpack."""
-    return m <= FEW_ROWS and sizes.shared_bytes(SMALLEST, m, packed) <= SHARED_BYTES
+    """Whether warps multiply what they unpack."""
+    return m <= FEW_ROWS and _fewest_splits(m, packed) is not None and not _straddles(packed)
+
+
+def _fewest_splits(m: int, packed: Packed) -> int | None:
+    """Of K, so that x lies on chip."""
+    for splits in SPLITS:
+        config = dataclasses.replace(SMALLEST, splits=splits)
+        if sizes.shared_bytes(config, m, packed) <= SHARED_BYTES:
+            return splits if sizes.all_have_some(config, packed) else None
+    return None
 
 
 def _problem(config: Config | Tiles, m: int, packed: Packed, gated: bool) -> str | None:
@@ -204,10 +214,19 @@ def _problem(config: Config | Tiles, m: int, packed: Packed, gated: bool) -> str
 
 def _straddles(packed: Packed) -> bool:
     """Whether groups are neither whole shares of a lane and of turns nor whole parts of a share."""
-    turn, group = sizes.turn(packed.scheme), packed.group_size or 1
+    if not packed.group_size:
+        return False
+    turn, group = sizes.turn(packed.scheme), packed.group_size
     lane = sizes.part(packed.scheme) // sizes.ACROSS
     shares = group % lane == 0 and (group % turn == 0 or turn % group == 0)
     return not (shares or (lane % group == 0 and group >= lane // 4))
+
+
+def _tuned(x, packed, *, norm, device: Device, **rest) -> Config | Tiles | None:
+    """The row of this call, which is that of the same call without a norm, if both can run it."""
+    kind = Config if _is_few(math.prod(x.shape[:-1]), packed) else Tiles
+    found = tuned.lookup("quantized_matmul", bucket(x, packed, **rest), device, kind)
+    return None if norm is not None and found is not None and found.splits > 1 else found
 
 
 def default_config(
@@ -218,16 +237,18 @@ def default_config(
     m, (o, _), gated = math.prod(x.shape[:-1]), packed.shape, epilogue == "swiglu"
     if not _is_few(m, packed):
         return tiles.default_tiles(m, packed, gated=gated, num_sms=device.num_sms)
-    grain, wide = MMA_ROWS * (1 + gated), o >= 4 * 32 * device.num_sms
+    splits = _fewest_splits(m, packed) or 1
+    grain, wide = MMA_ROWS * (1 + gated), o * splits >= 4 * 32 * device.num_sms
     # Tiles of 32 rows where there are several a block; else 16, that each has one (H200)
     tile_n = next(rows for rows in ((32, 16) if wide else (16, 32)) if rows >= grain)
     tile_n = tile_n if o % tile_n == 0 else grain
-    rounds = -(-sizes.turns(packed) // 8)
+    rounds = -(-sizes.turns(packed) // (8 * splits))
     found = [Config(tile_n, 8, 2, 1)] if wide and packed.scheme == "int4" else []
     found += [Config(tile_n, 4, min(2, rounds), 4)] if packed.shape[1] <= 1024 else []
     found += [Config(tile_n, 8, ahead, blocks) for blocks in (2, 1) for ahead in (2, 1)]
     found += [Config(tile_n, 4, 2, 1), SMALLEST]
     for config in found:
+        config = dataclasses.replace(config, splits=splits)
         if sizes.problem(config, m, packed, gated=gated) is None:
             return config
     raise AssertionError(f"quantized_matmul: no tile fits {m} rows of {packed.shape}")
@@ -237,7 +258,8 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
     """What is worth a measurement beside the default."""
     m, gated = math.prod(x.shape[:-1]), keywords.get("epilogue") == "swiglu"
     found: list[Config | Tiles] = [
-        Config(tile_n, warps, ahead, blocks)
+        Config(tile_n, warps, ahead, blocks, splits)
+        for splits in (SPLITS[:1] if keywords.get("norm") is not None else SPLITS[:3])
         for tile_n in (16, 32, 64)
         for warps in (4, 8, 16)
         for ahead in (1, 2, 4, 8)
@@ -341,15 +363,14 @@ def _plain(static: Static, x, packed, norm, bias, residual):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _quantized_matmul(static: Static, x, packed, norm, bias, residual):
+    def finish(total):
+        out = jnp.dtype(static.out_dtype)
+        return _finish(total, packed.row_scale, bias, residual, static.gated, out)
+
     if isinstance(static.config, Tiles):
-
-        def finish(total):
-            out = jnp.dtype(static.out_dtype)
-            return _finish(total, packed.row_scale, bias, residual, static.gated, out)
-
         return tile_products(static, x, packed, bias, residual, finish=finish)
-    plain = functools.partial(_plain, static)
-    return kernel.warp_products(static, x, packed, norm, bias, residual, plain=plain)
+    rest = {"norm": norm, "bias": bias, "residual": residual}
+    return kernel.warp_products(static, x, packed, **rest, plain=_plain, finish=finish)
 
 
 def _forward(static, *arrays):

@@ -14,6 +14,8 @@ ACROSS = 4  # lanes that share a row in it
 PART_BYTES = ACROSS * ACCESS_BYTES  # of a row, which 4 lanes multiply at a time
 PARTS = 2
 TURN_BYTES = PARTS * PART_BYTES  # of a row, which a warp asks for at a time
+MOST_SPLITS = 8  # their float32 sums pass through memory
+PLACE_BYTES = 1024  # what lies on chip begins at a multiple of them; so many a block has no use of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +23,15 @@ class Config:
     """How a block goes over the weight.
 
     A block has tile_n rows of the weight at a time (gate and up together) and `warps` that divide
-    K, and asks for codes `ahead` turns before it needs them; `blocks` share a multiprocessor.
+    K, and asks for codes `ahead` turns before it needs them; `blocks` share a multiprocessor. Of
+    `splits`, a block has one part of K and of x alone; their sums are added in a second launch.
     """
 
     tile_n: int = 32
     warps: int = 4
     ahead: int = 4
     blocks: int = 2
+    splits: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +66,24 @@ def turns(packed: Packed) -> int:
     return -(-packed.shape[1] // turn(packed.scheme))
 
 
+def share(config: Config, packed: Packed) -> int:
+    """Turns of a row that a block has, of all warps; the last split may have fewer."""
+    return -(-turns(packed) // config.splits)
+
+
+def all_have_some(config: Config, packed: Packed) -> bool:
+    """Whether the last split has a turn."""
+    return (config.splits - 1) * share(config, packed) < turns(packed)
+
+
 def rounds(config: Config, packed: Packed) -> int:
-    """Turns of a warp in a row."""
-    return -(-turns(packed) // config.warps)
+    """Turns of a warp in a block's part of a row."""
+    return -(-share(config, packed) // config.warps)
+
+
+def num_blocks(config: Config, num_tiles: int, num_sms: int) -> int:
+    """Blocks of each split, which take the tiles in turn."""
+    return max(1, min(num_tiles, config.blocks * num_sms // config.splits))
 
 
 def group_bytes(config: Config, packed: Packed) -> dict[str, int]:
@@ -96,10 +115,15 @@ def sums_bytes(config: Config, m: int, packed: Packed) -> int:
 
 
 def shared_bytes(config: Config, m: int, packed: Packed) -> int:
-    """On chip: codes on their way, x, the sums of the warps."""
+    """On chip: codes on their way, x, its sums, those of the warps."""
     c = config
-    sums = 2 * c.warps * m * c.tile_n * 4 + sums_bytes(c, m, packed)
-    return c.ahead * c.warps * warp_bytes(c, packed) + m * x_bytes(c, packed) + sums + 1024
+    parts = (
+        c.ahead * c.warps * warp_bytes(c, packed),
+        m * x_bytes(c, packed),
+        sums_bytes(c, m, packed),
+        2 * c.warps * m * c.tile_n * 4,
+    )
+    return PLACE_BYTES * (1 + sum(-(-each // PLACE_BYTES) for each in parts))
 
 
 def problem(config: Config, m: int, packed: Packed, *, gated: bool) -> str | None:
@@ -107,12 +131,14 @@ def problem(config: Config, m: int, packed: Packed, *, gated: bool) -> str | Non
     c, grain = config, MMA_ROWS * (1 + gated)
     whole = c.tile_n > 0 and c.tile_n % grain == 0 and packed.shape[0] % c.tile_n == 0
     warps = 0 < c.warps <= 16 and c.warps % WARPS == 0
-    size_bytes = c.blocks * shared_bytes(c, m, packed) if whole and warps else 0
+    splits = 1 <= c.splits <= MOST_SPLITS and all_have_some(c, packed)
+    size_bytes = c.blocks * shared_bytes(c, m, packed) if whole and warps and splits else 0
     problems = {
         f"tile_n must divide the weight's rows and be a multiple of {grain}": not whole,
         f"warps must be a multiple of {WARPS}, 16 at most": not warps,
         "ahead must be 1 at least": c.ahead < 1,
         "blocks must be 1 at least": c.blocks < 1,
+        f"splits must be 1 to {MOST_SPLITS}, each with turns of a row's {turns(packed)}": not splits,
         f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
     }
     return next((sentence for sentence, found in problems.items() if found), None)

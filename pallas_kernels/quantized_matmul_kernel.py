@@ -7,7 +7,9 @@ scales of the next turns, of the next rows too, are on their way into a ring on 
 sums meet on chip and are added in the order of the warps, so that the same call gives the same
 bits. A scale of a group that is half a turn or more multiplies its float32 sums; that of a smaller
 group multiplies the numbers. A norm of x costs no launch: its weight multiplies x on the way on
-chip, its root the sums. Imported only by quantized_matmul.py.
+chip, its root the sums. Where x does not lie on chip whole, K is split over blocks too: each writes
+float32 sums of its part, which XLA adds in order, with all that follows. Imported only by
+quantized_matmul.py.
 """
 
 from __future__ import annotations
@@ -40,14 +42,28 @@ def warp_products(
     residual=None,
     *,
     plain: Callable[..., jax.Array],
+    finish: Callable[..., jax.Array],
 ):
-    """[M, N] of x [M, K]. norm: the weight [K] of an RMSNorm of x. plain: (x, weight, norm, bias,
-    residual) -> the same of a block's rows in plain JAX, for the interpreter, which knows neither a
-    warp's products nor a lane's registers.
+    """[M, N] of x [M, K]. norm: the weight [K] of an RMSNorm of x. plain: (static, x, weight, norm,
+    bias, residual) -> the same of a block's rows in plain JAX, for the interpreter, which knows
+    neither a warp's products nor a lane's registers. finish: what follows float32 sums [M, O]
+    of all splits.
     """
+    if static.config.splits > 1:
+        assert norm is None, "a norm's root is that of whole rows"
+        inner = dataclasses.replace(static, out_dtype="float32", gated=False)
+        weight = dataclasses.replace(packed, row_scale=None)
+        sums = _products(inner, x, weight, None, None, None, plain=plain)
+        return finish(jnp.sum(sums, axis=0))
+    return _products(static, x, packed, norm, bias, residual, plain=plain)[0]
+
+
+def _products(static: Static, x, packed: Packed, norm, bias, residual, *, plain):
+    """[splits, M, N]."""
     c, interpret = static.config, static.interpret
     m, halves = x.shape[0], 1 + static.gated
     n, rows = packed.shape[0] // halves, c.tile_n // halves
+    blocks = n // rows if interpret else sizes.num_blocks(c, n // rows, static.num_sms)
     parts = ("codes", "scale", "zero", "row_scale")
     # by name: an array, and which of its dimensions is that of the weight's rows
     arrays = {name: (getattr(packed, name), 0 if name == "codes" else -1) for name in parts}
@@ -72,7 +88,10 @@ def warp_products(
             weight = dataclasses.replace(packed, **whole)
             more = None if residual_ref is None else residual_ref[:, place[0]]
             scale = None if norm_ref is None else norm_ref[...]
-            out_ref[:, place[0]] = plain(x_ref[...], weight, scale, added, more)
+            split, numbers = lax.axis_index("split"), sizes.turn(packed.scheme)
+            its = jnp.arange(x.shape[1]) // (numbers * sizes.share(c, packed)) == split
+            its = jnp.where(its, x_ref[...], 0)
+            out_ref[pl.ds(split * m, m), place[0]] = plain(static, its, weight, scale, added, more)
             return
         refs = {"x": x_ref, **given, "out": out_ref, **scratch}
         optional = {"norm": norm_ref, "residual": residual_ref}
@@ -99,11 +118,11 @@ def warp_products(
     return _compat.kernel(
         body,
         name=static.name,
-        out_type=jax.ShapeDtypeStruct((m, n), static.out_dtype),
+        out_type=jax.ShapeDtypeStruct((c.splits * m, n), static.out_dtype),
         scratch_types=scratch,
-        grid=(n // rows if interpret else min(n // rows, c.blocks * static.num_sms),),
-        grid_names=("block",),
+        grid=(blocks, c.splits) if interpret else (blocks * c.splits,),
+        grid_names=("block", "split") if interpret else ("block",),
         interpret=interpret,
         approx_math=True,
         **threads,
-    )(x, norm, residual, *(x for x, _ in arrays.values()))
+    )(x, norm, residual, *(x for x, _ in arrays.values())).reshape(c.splits, m, n)

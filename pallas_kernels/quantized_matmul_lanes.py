@@ -91,11 +91,16 @@ class Block:
         self.out_rows = c.tile_n // self.halves
         self.n = packed.shape[0] // self.halves
         self.num_tiles = self.n // self.out_rows
-        self.num_blocks = min(self.num_tiles, c.blocks * static.num_sms)
+        self.num_blocks = sizes.num_blocks(c, self.num_tiles, static.num_sms)
         self.scheme = packed.scheme
-        self.turn, self.turns = sizes.turn(self.scheme), sizes.turns(packed)
+        self.turn, self.share = sizes.turn(self.scheme), sizes.share(c, packed)
         self.rounds = sizes.rounds(c, packed)
         thread = mgpu_utils.thread_idx()
+        block = mgpu_utils.block_idx()
+        self.block, self.split = block, word(0)
+        if c.splits > 1:
+            self.block, self.split = (f(block, word(c.splits)) for f in (arith.divui, arith.remui))
+        self.first_turn = times(self.split, self.share)
         self.lane = arith.remui(thread, word(LANES))
         self.warp = arith.divui(thread, word(LANES))
         self.row, self.across = (f(self.lane, word(ACROSS)) for f in (arith.divui, arith.remui))
@@ -145,6 +150,8 @@ class Block:
             scheme=self.scheme,
             warps=c.warps,
             row_bytes=row_bytes,
+            first=None if c.splits == 1 else times(self.first_turn, self.turn),
+            count=self.share * self.turn,
             zero_centered=static.zero_centered,
         )
         self.finish = Finish(
@@ -160,6 +167,7 @@ class Block:
             bias_dtype=None if bias is None else bias.dtype,
             out_dtype=static.out_dtype,
             row_bytes=row_bytes,
+            row=None if c.splits == 1 else times(self.split, self.m),
             eps=static.eps,
         )
 
@@ -170,9 +178,14 @@ class Block:
                 yield half, start
 
     def copy(self, tile: Any, round_: Any, slot: Any) -> None:
-        """Asks for what the warp's turn needs; past the end of a row or of the tiles for zeros."""
-        at = arith.addi(times(round_, self.config.warps), self.warp)
+        """Asks for what the warp's turn needs; past the end of a row, of the block's part of it or
+        of the tiles for zeros.
+        """
         there = less(tile, self.num_tiles)
+        at = arith.addi(times(round_, self.config.warps), self.warp)
+        if self.config.splits > 1:
+            there = arith.andi(there, less(at, self.share))
+            at = arith.addi(at, self.first_turn)
         tile = arith.minui(tile, word(self.num_tiles - 1))
         slot_at = further(self.ring_at, times(slot, self.config.warps * self.warp_bytes))
         target = further(slot_at, self.bring_to)
@@ -368,7 +381,7 @@ class Block:
 
     def run(self) -> None:
         c, rounds = self.config, self.rounds
-        block, zero = mgpu_utils.block_idx(), arith.constant(ir.F32Type.get(), 0.0)
+        block, zero = self.block, arith.constant(ir.F32Type.get(), 0.0)
         # the turn that is asked for next: of which rows, and which
         next_ = [(block, word(0))]
 

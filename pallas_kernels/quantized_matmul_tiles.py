@@ -38,6 +38,7 @@ from pallas_kernels.quantized_tiles_config import (
     grouped_arrays,
     groups_of,
     step,
+    too_early,
     whole_copies,
 )
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
@@ -91,6 +92,8 @@ def _product(static: Static, x, packed: Packed, bias=None, residual=None):
     ]
     vectors = {"row_scale": packed.row_scale, "bias": bias}
     vectors = {name: each for name, each in vectors.items() if each is not None}
+    # the second half's numbers lie so far behind the start of what was copied
+    early = {name: too_early(width, each.dtype) for name, each in (grouped | vectors).items()}
 
     def body(x_ref, codes_ref, *refs, **scratch):
         *given, residual_ref, out_ref = refs
@@ -153,7 +156,8 @@ def _product(static: Static, x, packed: Packed, bias=None, residual=None):
                             first = i * groups if per == 1 else lax.div(i, jnp.int32(per))
                             target = scratch[each].at[slot, half]
                             source = given[each].at[
-                                pl.ds(first, groups), pl.ds(start, target.shape[1])
+                                pl.ds(first, groups),
+                                pl.ds(start - half * early[each], target.shape[1]),
                             ]
                             plgpu.copy_gmem_to_smem(source, target, full.at[slot])
                     for chunk in range(chunks):
@@ -172,7 +176,8 @@ def _product(static: Static, x, packed: Packed, bias=None, residual=None):
                     for each in vectors:
                         for half in range(halves):
                             target = scratch[each].at[half]
-                            source = given[each].at[pl.ds(column + half * width, target.shape[0])]
+                            start = column + half * (width - early[each])
+                            source = given[each].at[pl.ds(start, target.shape[0])]
                             plgpu.copy_gmem_to_smem(source, target, scratch["vectors_full"])
                 return end
 
@@ -194,7 +199,8 @@ def _product(static: Static, x, packed: Packed, bias=None, residual=None):
                 start = (first + i) * ROWS
                 half, inside = (f(start, jnp.int32(tile_width)) for f in (lax.div, lax.rem))
                 of = {
-                    each: scratch[each].at[slot, half, :, pl.ds(inside, ROWS)] for each in grouped
+                    each: scratch[each].at[slot, half, :, pl.ds(inside + half * early[each], ROWS)]
+                    for each in grouped
                 }
                 codes = codes_s.at[slot, pl.ds(start, ROWS)]
                 found = numbers(codes, of, packed, x.dtype, chunk, interpret=interpret)
@@ -257,7 +263,7 @@ def _product(static: Static, x, packed: Packed, bias=None, residual=None):
                 """A slice of the sums with what belongs to its columns."""
 
                 def vector_of(each):
-                    place = scratch[each].at[half, pl.ds(column, slice_width)]
+                    place = scratch[each].at[half, pl.ds(column + half * early[each], slice_width)]
                     part = _compat.load(place, plgpu.Layout.WGMMA.reduce(0)).astype(jnp.float32)
                     part = lax.broadcast_in_dim(part, (WGMMA_ROWS, slice_width), (1,))
                     return plgpu.layout_cast(part, plgpu.Layout.WGMMA)
@@ -349,10 +355,10 @@ def _product(static: Static, x, packed: Packed, bias=None, residual=None):
         "free": plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.buffers),
     }
     for each, array in grouped.items():
-        wide = whole_copies(tile_width, array.dtype)
+        wide = whole_copies(tile_width + early[each], array.dtype)
         scratch[each] = plgpu.SMEM((c.stages, halves, groups, wide), array.dtype)
     for each, array in vectors.items():
-        wide = whole_copies(tile_width, array.dtype)
+        wide = whole_copies(tile_width + early[each], array.dtype)
         scratch[each] = plgpu.SMEM((halves, wide), array.dtype)
     if vectors:
         scratch["vectors_full"] = plgpu.Barrier(num_arrivals=halves * len(vectors))

@@ -30,8 +30,9 @@ class Rows:
     """x [m, k] of 16 bits a number.
 
     at: addresses of x, on chip of kept, and of the norm's weight [k], of x's dtype, if there is a
-    norm. row_bytes: of a row on chip, PART_BYTES of them behind it. zero_centered: x is multiplied
-    by 1 + weight.
+    norm. row_bytes: of a row on chip, PART_BYTES of them behind it. first: the number of a row with
+    which the block's begin, `count` of them at most; None: a row's first. zero_centered: x is
+    multiplied by 1 + weight.
     """
 
     at: Mapping[str, Any]
@@ -40,6 +41,8 @@ class Rows:
     scheme: str
     warps: int
     row_bytes: int
+    first: Any
+    count: int
     zero_centered: bool = False
 
     def keep(self, first: Callable[[], None]) -> None:
@@ -48,7 +51,13 @@ class Rows:
         first: what is asked for between the first accesses and what is done with them.
         """
         units = (self.row_bytes - PART_BYTES) // ACCESS_BYTES  # of a row
-        last, threads = self.k * 2 // ACCESS_BYTES - 1, self.warps * LANES
+        threads = self.warps * LANES
+        end: Any = word(self.k * 2 // ACCESS_BYTES)
+        if self.first is not None:
+            numbers = arith.subi(word(self.k), self.first)
+            numbers = arith.minui(numbers, word(self.count))
+            end = arith.divui(numbers, word(ACCESS_BYTES // 2))
+        last = arith.subi(end, word(1))
         thread, normed = mgpu_utils.thread_idx(), "norm" in self.at
         places = [(one, at) for one in range(self.m) for at in range(0, units, threads)]
         if normed:  # rows in turn, which share the norm's weight
@@ -58,7 +67,7 @@ class Rows:
             some = places[begin : begin + AT_ONCE]
 
             def read(source: Any, start: int) -> list[Any]:
-                at = arith.minui(arith.addi(thread, word(start)), word(last))
+                at = arith.minui(arith.addi(thread, word(start)), last)
                 return load(further(source, times(at, ACCESS_BYTES)), 0, 4)
 
             loaded = [read(self._row(one), start) for one, start in some]
@@ -69,7 +78,8 @@ class Rows:
                 first()
             for (one, start), words in zip(some, loaded, strict=True):
                 place = arith.addi(thread, word(start))
-                words = [arith.select(less(place, last + 1), w, word(0)) for w in words]
+                there = arith.cmpi(arith.CmpIPredicate.ult, place, end)
+                words = [arith.select(there, w, word(0)) for w in words]
                 if normed:
                     squares[one] = sum_of_squares(words, "bf16x2", squares[one])
                     words = self._weighed(words, weights[start])
@@ -82,7 +92,8 @@ class Rows:
             self._write_squares(squares)
 
     def _row(self, one: int) -> Any:
-        return further(self.at["x"], word(one * self.k * 2))
+        row = further(self.at["x"], word(one * self.k * 2))
+        return row if self.first is None else further(row, times(self.first, 2))
 
     def _weighed(self, words: list[Any], weights: list[Any]) -> list[Any]:
         """x w, or x w + x, rounded once."""

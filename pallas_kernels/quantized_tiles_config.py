@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels import quantized_unpack as unpack
-from pallas_kernels.device import SHARED_BYTES
+from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES
 from pallas_kernels.packed import Packed
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS
 
@@ -73,6 +73,13 @@ def whole_copies(size: int, dtype) -> int:
     """So many numbers as are whole multiples of what is copied."""
     least = COPIED_BYTES // jnp.dtype(dtype).itemsize
     return -(-size // least) * least
+
+
+def too_early(width: int, dtype) -> int:
+    """So many numbers before `width` a copy begins: the copy engine traps where an innermost start
+    is no multiple of 16 bytes, which the interpreter does not know.
+    """
+    return width % (ACCESS_BYTES // jnp.dtype(dtype).itemsize)
 
 
 def shared_bytes(config: Tiles, packed: Packed, *, gated: bool) -> int:

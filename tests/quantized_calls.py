@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from numerics import assert_as_accurate
 
+from pallas_kernels import _compat
 from pallas_kernels.around_product import Norm
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import quantize
@@ -84,3 +87,22 @@ def assert_right(arrays: dict[str, Any], keywords: dict[str, Any], ours: Any) ->
     plain = quantized_matmul_reference(**arrays, **keywords)
     assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
     assert_as_accurate(ours, plain, truth(arrays, keywords))
+
+
+def on_chip(monkeypatch: pytest.MonkeyPatch, run: Any, *arrays: Any) -> int:
+    """Bytes that a block of the kernel in `run` takes, as JAX lays them out."""
+    found = []
+
+    def recorded(_body: Any, *, out_type: Any, scratch_types: Any, **_: Any) -> Any:
+        for each in scratch_types.values():
+            if isinstance(each, plgpu.Barrier):
+                found.append(8 * int(np.prod(each.num_barriers)))
+            else:
+                size = int(np.prod(each.shape)) * jnp.dtype(each.dtype).itemsize
+                found.append(-(-size // 1024) * 1024)
+        return lambda *_: jnp.zeros(out_type.shape, out_type.dtype)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_compat, "kernel", recorded)
+        jax.eval_shape(run, *arrays)
+    return sum(found)

@@ -45,7 +45,7 @@ def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> np
     given |= {"x": x, "norm": None if norm is None else norm.weight}
     given |= {name: arrays.get(name) for name in ("bias", "residual")}
     held = {name: np.asarray(a) for name, a in given.items() if a is not None}
-    held["out"] = np.full((m, n), np.nan, out)
+    held["out"] = np.full((c.splits * m, n), np.nan, out)
     shared = {
         "ring": c.ahead * c.warps * sizes.warp_bytes(c, packed),
         "kept": m * sizes.x_bytes(c, packed),
@@ -57,14 +57,15 @@ def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> np
         for name, stand_in in dialects(machine).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
-    for block in range(min(n // (c.tile_n // (1 + gated)), 2 * c.blocks)):
+    tiles = n // (c.tile_n // (1 + gated))
+    for block in range(sizes.num_blocks(c, tiles, 2) * c.splits):
 
         def code():
             bias = arrays.get("bias")
             quantized_matmul_lanes.Block(static, x, packed, bias, machine.at).run()
 
         machine.run(block, code)
-    return machine.content("out", out, (m, n))
+    return machine.content("out", out, (c.splits, m, n)).sum(0)
 
 
 CALLS: Any = {
@@ -85,6 +86,13 @@ CALLS: Any = {
         Config(16, 4, 3, 1),
         call(2, 32, 512, "mxfp4", BF16, "residual", out_dtype=F32),
     ),
+    # Of 7 turns 4 and 3; of 10 turns 4, 4 and 2, the last of which ends with the row
+    "splits": (Config(16, 4, 2, 1, 2), call(9, 64, 1792, "int4", BF16, out_dtype=F32)),
+    "splits, of which one is short": (
+        Config(32, 4, 1, 2, 3),
+        call(16, 64, 2432, "int4, groups of 64, zero points", F16, out_dtype=F32),
+    ),
+    "splits of int8": (Config(16, 4, 1, 1, 4), call(3, 32, 896, "int8, groups", out_dtype=F32)),
     "fp8, groups": (Config(16, 8, 1, 1), call(7, 32, 896, "fp8, groups", F16)),
 }
 

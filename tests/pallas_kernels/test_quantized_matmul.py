@@ -5,6 +5,7 @@ by lane in test_quantized_lanes.py.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -14,10 +15,25 @@ import oracles
 import pytest
 from kernels import interpreted
 from numerics import assert_as_accurate
-from quantized_calls import BF16, DTYPES, F16, F32, FORMATS, assert_right, call, numbers, truth
+from quantized_calls import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    FORMATS,
+    assert_right,
+    call,
+    numbers,
+    on_chip,
+    truth,
+)
 
+from jaxllm import aot
 from pallas_kernels import device as device_lib
+from pallas_kernels import quantized_matmul_config as sizes
+from pallas_kernels import quantized_matmul_kernel as kernel
 from pallas_kernels.around_product import Norm
+from pallas_kernels.device import SHARED_BYTES
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_matmul import (
@@ -29,6 +45,7 @@ from pallas_kernels.quantized_matmul import (
     quantized_matmul_reference,
     why_not,
 )
+from pallas_kernels.quantized_matmul_config import Static
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -80,6 +97,29 @@ def test_the_check_sees_another_norm():
     other = {**arrays, "norm": arrays["norm"]._replace(eps=0.05)}
     with pytest.raises(AssertionError, match="error is"):
         assert_right(arrays, keywords, interpret(other, keywords))
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+def test_splits(splits: int):
+    """Of 7 turns 4 and 3, or 3, 3 and 1; gate, bias and residual follow the sum of all."""
+    arrays, keywords = call(9, 64, 1792, "int4", BF16, "bias residual", epilogue="swiglu")
+    y = interpret(arrays, keywords, config=Config(32, 4, 1, 1, splits))
+    assert_right(arrays, keywords, y)
+    without = {**arrays, "x": arrays["x"].at[:, 1536:].set(0)}  # the last turn
+    with pytest.raises(AssertionError, match="error is"):
+        assert_right(without, keywords, y)
+
+
+def test_rows_that_do_not_lie_on_chip_are_split():
+    """As often as they must be; a norm, which is of whole rows, is refused."""
+    weight = shaped(64, 14336)
+    found = [default_config(shape(m, 14336), weight, device=H200) for m in (1, 8, 16)]
+    assert [getattr(config, "splits", None) for config in found] == [1, 2, 4]
+    x, weight = shape(1, 1024), shaped(64, 1024)
+    split = Config(16, 4, 1, 1, splits=2)
+    assert why_not(x, weight, config=split, device=H200) is None
+    reason = why_not(x, weight, norm=norm(1024), config=split, device=H200)
+    assert "lie on chip whole" in str(reason)
 
 
 def test_leading_dimensions():
@@ -199,6 +239,8 @@ def test_wrong_calls(x: Any, keywords: dict[str, Any], sentence: str):
         (Config(warps=6), "warps must be a multiple of 4, 16 at most"),
         (Config(ahead=0), "ahead must be 1 at least"),
         (Config(blocks=0), "blocks must be 1 at least"),
+        (Config(splits=0), "splits must be 1 to 8, each with turns of a row's 1"),
+        (Config(splits=2), "splits must be 1 to 8, each"),
         (Config(tile_n=64, ahead=60), "takes [0-9]+ of 232448 bytes on chip"),
     ],
 )
@@ -245,7 +287,14 @@ def test_warps_take_few_rows():
             W,
             {"norm": norm(256)},
             H200,
-            "norms 16 rows of x at most, which must lie on chip, and no tiles; got 17 of 256",
+            "norms 16 rows of x at most, and no tiles; got 17",
+        ),
+        (
+            shape(16, 14336),
+            shaped(64, 14336),
+            {"norm": norm(14336)},
+            H200,
+            "norms rows that lie on chip whole; got 16 of 14336 numbers",
         ),
         (X, TERNARY, {"norm": norm(256, zero_centered=True)}, H200, "adds no 1 to its own"),
         (shape(3, 160), shaped(64, 160, "int4, groups of 32"), {}, H200, "multiples of 128"),
@@ -254,7 +303,7 @@ def test_warps_take_few_rows():
         (
             shape(3, 384),
             jax.eval_shape(lambda w: quantize(w, "int4", 48), shape(64, 384)),
-            {},
+            {"config": Config(16, 4, 1, 1)},
             H200,
             "groups of 48 straddle the inputs of a lane",
         ),
@@ -301,6 +350,45 @@ def test_the_default_config_is_legal(m: int, o: int, i: int, form: str):
         assert why_not(x, weight, epilogue=epilogue, config=config, device=H200) is None
         run = functools.partial(quantized_matmul, epilogue=epilogue, config=config, interpret=True)
         jax.eval_shape(run, x, weight)
+
+
+TOO_LARGE = Config(32, 8, 1, 1)  # at 16 rows of 4864, int8 in groups, with a gate
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_lies_on_chip_is_known(form: str, monkeypatch: pytest.MonkeyPatch):
+    """A launch of more than there is fails; one byte of it is Mosaic's own."""
+    for rows, i, epilogue in itertools.product((1, 7, 16), (1024, 4864), (None, "swiglu")):
+        if i % (FORMATS[form][1] or 1):
+            continue
+        x, weight = shape(rows, i), shaped(256, i, form)
+        config = default_config(x, weight, epilogue=epilogue, device=H200)
+        for c in (config, Config(32, 4, 3, 1), Config(32, 4, 1, 1, splits=2), TOO_LARGE):
+            static = Static("name", c, False, "bfloat16", 132, epilogue == "swiglu")
+            run = functools.partial(kernel.warp_products, static, plain=jnp.add, finish=lambda y: y)
+            taken = on_chip(monkeypatch, run, x, weight)
+            assert taken < sizes.shared_bytes(c, rows, weight) <= taken + 1024
+
+
+def test_a_config_that_fills_all_there_is_refused():
+    run = functools.partial(quantized_matmul, epilogue="swiglu", interpret=True)
+    x, weight = shape(16, 4864), shaped(256, 4864, "int8, groups")
+    with pytest.raises(ValueError, match="takes 233472 of 232448 bytes on chip"):
+        jax.eval_shape(functools.partial(run, config=TOO_LARGE), x, weight)
+    config = default_config(x, weight, epilogue="swiglu", device=H200)
+    jax.eval_shape(functools.partial(run, config=config), x, weight)
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_on_chip_as_compiled():
+    """The nearest to all there is of the configs that are taken."""
+    x, weight = shape(16, 4864), shaped(256, 4864, "int8")
+    assert sizes.shared_bytes(TOO_LARGE, 16, weight) == SHARED_BYTES
+    run = functools.partial(quantized_matmul, epilogue="swiglu", config=TOO_LARGE)
+    compiled = aot.compile_for(run, x, weight).kernel("quantized_matmul_swiglu")
+    assert compiled.dynamic_shared_bytes == SHARED_BYTES - 1024
+    assert compiled.static_shared_bytes == 1
 
 
 def test_every_scheme_is_tried():

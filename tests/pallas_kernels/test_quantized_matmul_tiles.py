@@ -7,6 +7,7 @@ the registers become is shown instruction by instruction (`lane_machine`), and o
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels import interpreted
 from lane_machine import Machine, Value, dialects
-from quantized_calls import BF16, DTYPES, F16, F32, assert_right, call, numbers, packed_weight
+from quantized_calls import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    assert_right,
+    call,
+    numbers,
+    on_chip,
+    packed_weight,
+)
 from quantized_calls import TILED_FORMATS as FORMATS
 
 from jaxllm import aot
@@ -41,7 +53,8 @@ from pallas_kernels.quantized_matmul import (
     quantized_matmul_reference,
     why_not,
 )
-from pallas_kernels.quantized_tiles_config import Tiles
+from pallas_kernels.quantized_matmul_config import Static
+from pallas_kernels.quantized_tiles_config import Tiles, shared_bytes
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -52,8 +65,20 @@ transposed = pytest.mark.skipif(
 H200 = Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
 
 
+def whole_accesses(ref: Any) -> Any:
+    """What begins at the last 16 bytes of a row of global memory before the reference does."""
+    *before, last = ref.transforms
+    *rows, columns = last.indices
+    count = 16 // jnp.dtype(ref.dtype).itemsize
+    columns = pl.ds(columns.start // count * count, columns.size)
+    return type(ref)(ref.ref, (*before, dataclasses.replace(last, indices=(*rows, columns))))
+
+
 class Watched:
-    """`plgpu`, whose wgmma is seen to read: what the interpreter's own reads leaves no trace."""
+    """`plgpu`, whose wgmma is seen to read: what the interpreter's own reads leaves no trace.
+
+    A copy that begins where the copy engine traps begins before that here.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(plgpu, name)
@@ -63,6 +88,12 @@ class Watched:
             ref[...]
         plgpu.commit_smem()  # tensor cores read as copies write: there is nothing to tell them
         plgpu.wgmma(acc, *operands)
+
+    def copy_gmem_to_smem(self, source: Any, target: Any, barrier: Any) -> None:
+        plgpu.copy_gmem_to_smem(whole_accesses(source), target, barrier)
+
+    def copy_smem_to_gmem(self, source: Any, target: Any) -> None:
+        plgpu.copy_smem_to_gmem(source, whole_accesses(target))
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +106,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
 SHAPES: Any = {
     17: (Tiles(64, 64, 2), 80, "bias", {}),
     64: (Tiles(64, 128, 2, splits=2), 144, "residual", {}),
-    65: (Tiles(128, 128, 2), 288, "bias residual", {"epilogue": "swiglu"}),
+    65: (Tiles(128, 128, 2), 304, "bias residual", {"epilogue": "swiglu"}),
     300: (Tiles(256, 128, 2, snake=1), 144, "", {"out_dtype": F32}),
 }
 
@@ -108,6 +139,10 @@ CALLS: Any = {  # K of 896 and N of 80 are what is left of real models
         call(33, 272, 384, "nvfp4", BF16, "bias", epilogue="swiglu", out_dtype=F32),
     ),
     "a row": (Tiles(64, 64, 2), call(1, 64, 256, "mxfp8")),
+    "half a row of zero points": (
+        Tiles(64, 128, 2),
+        call(17, 176, 256, "int4, zero points", epilogue="swiglu"),
+    ),
 }
 
 
@@ -131,6 +166,17 @@ def test_the_check_sees_another_scale(part: str):
     y = interpret({**arrays, "packed": other}, keywords, config)
     with pytest.raises(AssertionError, match="error is"):
         assert_right(arrays, keywords, y)
+
+
+@transposed
+def test_the_check_sees_a_start_that_traps(monkeypatch: pytest.MonkeyPatch):
+    """The twin of all calls that are right: up's zero points begin at byte 88 of a row."""
+    monkeypatch.setattr(quantized_matmul_tiles, "too_early", lambda *_: 0)
+    # one that no other test has compiled
+    arrays, keywords = call(18, 176, 256, "int4, zero points", epilogue="swiglu")
+    config = Tiles(64, 128, 2)
+    with pytest.raises(AssertionError, match="error is"):
+        assert_right(arrays, keywords, interpret(arrays, keywords, config))
 
 
 @transposed
@@ -278,6 +324,21 @@ def test_why_not(x: Any, weight: Any, phrase: str | None):
     assert reason is None if phrase is None else phrase in str(reason)
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_lies_on_chip_is_known(form: str, monkeypatch: pytest.MonkeyPatch):
+    """A launch of more than there is fails; one byte of it is Mosaic's own."""
+    for m, gated in itertools.product((17, 300), (False, True)):
+        x, weight, bias = shape(m, 3584), weight_shape(304, 3584, form), shape(304, dtype=F32)
+        residual = shape(m, 304 // (1 + gated))
+        default = default_config(x, weight, epilogue="swiglu" if gated else None, device=H200)
+        for c in (default, Tiles(64, 128, 3), Tiles(128, 128, 2), Tiles(256, 128, 2)):
+            c = dataclasses.replace(c, splits=1)
+            static = Static("name", c, False, "bfloat16", 132, gated)
+            run = functools.partial(quantized_matmul_tiles.tile_products, static, finish=str)
+            taken = on_chip(monkeypatch, run, x, weight, bias, residual)
+            assert taken < shared_bytes(c, weight, gated=gated) < taken + 4096
+
+
 def test_it_runs_by_name_only():
     weight = weight_shape(64, 256)
     assert not_auto(shape(16, 256), weight) is None
@@ -310,9 +371,9 @@ def test_candidates_are_legal():
 
 
 def test_a_form_that_is_asked_for_is_looked_at():
-    """Of 16 rows of 6144 numbers the default is tiles, and warps take no such groups."""
-    weight = jax.eval_shape(lambda w: quantize(w, "int8", 192), shape(64, 6144))
-    x, warps = shape(16, 6144), Config(16, 4, 1, 1)
+    """Warps take no groups of 192, so that few rows are of tiles too."""
+    weight = jax.eval_shape(lambda w: quantize(w, "int8", 192), shape(64, 768))
+    x, warps = shape(16, 768), Config(16, 4, 1, 1)
     assert isinstance(default_config(x, weight, device=H200), Tiles)
     assert "straddle the inputs of a lane" in str(why_not(x, weight, config=warps, device=H200))
     assert why_not(x, weight, device=H200) is None
