@@ -31,11 +31,9 @@ PROMPT, NEW_TOKENS = 64, 256
 FUSED = "auto, fused"  # what `jaxllm generate` runs
 # (format, rows): bfloat16 with as many rows is what the others are compared with
 PACKED = (
-    *(("bfloat16", 1), ("int8", 1), ("int4", 1), ("int4, norm inside", 1), ("ternary", 1)),
+    *(("bfloat16", 1), ("int8", 1), ("int4", 1), ("ternary", 1)),
     *(("bfloat16", 16), ("int4", 16)),
 )
-# What "auto" does not take: the norm is part of the product behind it
-NORM_INSIDE = {"fused_linear": "pallas-norm-inside"}
 HEAD = "int8"  # of packed models
 # What XLA is told, for one compilation; its own default makes a graph of the loop's body
 GRAPHS: dict[str, Mapping[str, Any]] = {
@@ -107,11 +105,8 @@ def packed(
 ) -> dict[str, Any]:
     """`generate` for some rows of a model whose projections are packed, its head in HEAD."""
     del watch
-    scheme, _, inside = scheme.partition(", ")
-    if scheme == "bfloat16":
-        model = random_model(config)
-    else:
-        model = packed_model(config, NORM_INSIDE if inside else "auto", scheme=scheme)
+    plain = scheme == "bfloat16"
+    model = random_model(config) if plain else packed_model(config, scheme=scheme)
     weights = size_bytes(nnx.state(model, nnx.Param))
     found = generated(model, rows, prompt=prompt, new_tokens=new_tokens)
     return {**found, "rows": rows, "weight_bytes": weights}

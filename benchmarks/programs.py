@@ -76,7 +76,7 @@ KEYS = (
     ("Qwen2.5-0.5B float32", "decode", "auto"),
     *((model, "fused decode", "gemv") for model in ("Qwen2.5-0.5B bfloat16", _8B)),
     ("Qwen2.5-0.5B bfloat16", "fused decode", "xla"),
-    *((_8B, "int4 decode", name) for name in ("packed", "packed norm inside")),
+    (_8B, "int4 decode", "packed"),
     *((_8B, "long prefill", name) for name in ("cudnn", "pallas attention")),
 )
 _LIMITS_FILE = Path(__file__).parent / "program_limits.json"
@@ -255,7 +255,6 @@ CHOICES: dict[str, Any] = {
     "pallas attention": {"attention": "pallas"},
     "gemv": {"fused_linear": "pallas"},
     "packed": {"fused_linear": "pallas"},
-    "packed norm inside": {"fused_linear": "pallas-norm-inside"},
 }
 # The ops whose kernels such an implementation names
 CHOSEN = {
@@ -263,7 +262,6 @@ CHOSEN = {
     "pallas attention": ["attention"],
     "gemv": ["attention", "fused_linear"],
     "packed": ["attention", "packed weights"],
-    "packed norm inside": ["attention", "packed weights"],
 }
 
 # What the kernels of an op are called, and how often at least a Llama of LAYERS layers has them

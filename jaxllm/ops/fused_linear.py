@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from jaxllm.ops.glu import glu
 from jaxllm.ops.linear import linear
 from jaxllm.ops.norm import rms_norm
 from jaxllm.ops.rope import rope
+from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Norm, Rotary, write
 from pallas_kernels.gemv import MAX_ROWS, check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
@@ -109,18 +109,16 @@ def _turn(y, rotary: Rotary, cache: Cache | None, implementation):
     return tuple(part.reshape(*y.shape[:-1], -1) for part in (q, kv))
 
 
-def _pallas(x, weight, bias, *, norm_inside=False, implementation=None, interpret=False, **around):
-    if isinstance(weight, Packed):
-        inside = {"norm_inside": norm_inside, "interpret": interpret}
-        return _packed(x, weight, bias, **around, **inside)
+def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
     del implementation
+    if isinstance(weight, Packed):
+        return _packed(x, weight, bias, **around, interpret=interpret)
     return gemv(x, weight, bias=bias, interpret=interpret, **around)
 
 
-def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, norm_inside, interpret):
-    """A kernel for the norm, one for the product and what follows it, one that turns the heads.
-
-    The kernel of a ternary weight has norms in it; that of another takes one with `norm_inside`.
+def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpret):
+    """A kernel for the product with the norm before it and what follows it, one that turns the
+    heads. Where the product takes no norm (`_takes_norm`) it has a kernel of its own.
     """
     epilogue = None if rotary is not None else epilogue
     residual = None if residual is None else residual.astype(x.dtype)
@@ -129,13 +127,18 @@ def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, norm_in
         before = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
         y = ternary_linear(x, weight, **before, **after, interpret=interpret)
         return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
-    if norm_inside:
+    if _takes_norm(x, weight, norm, bias=bias, epilogue=epilogue):
         after["norm"] = norm
     elif norm is not None:
         norms = {"eps": norm.eps, "zero_centered": norm.zero_centered}
         x = rms_norm_kernel(x, norm.weight, **norms, interpret=interpret)
     y = quantized_matmul(x, weight, **after, interpret=interpret)
     return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
+
+
+def _takes_norm(x, weight, norm, **around) -> bool:
+    """Whether the kernel of the product has the norm in it, wherever it runs."""
+    return why_not_quantized(x, weight, norm=norm, **around, device=device_lib.INTERPRETED) is None
 
 
 def _turn_packed(y, rotary: Rotary, cache: Cache | None, interpret):
@@ -149,7 +152,7 @@ def _turn_packed(y, rotary: Rotary, cache: Cache | None, interpret):
 
 
 def _why_not_pallas(
-    x, weight, bias, *, device, norm, epilogue, rotary, cache, norm_inside=False, **rest
+    x, weight, bias, *, device, norm, epilogue, rotary, cache, **rest
 ) -> str | None:
     if epilogue == "relu2_glu" and not (isinstance(weight, Packed) and weight.scheme == "ternary"):
         return "only ternary weights have 'relu2_glu'"
@@ -165,12 +168,12 @@ def _why_not_pallas(
         if norm is not None and norm.zero_centered:
             return "the norm before a ternary weight adds no 1 to its own"
         return why_not_ternary(x, weight, epilogue=epilogue, device=device)
-    inside = norm if norm_inside else None
-    if norm is not None and not norm_inside:
+    after = {"bias": bias, "epilogue": epilogue}
+    if norm is not None and not _takes_norm(x, weight, norm, **after):
         reason = why_not_rms_norm(x, norm.weight, eps=norm.eps, device=device)
         if reason is not None:
             return f"its norm: {reason}"
-    return why_not_quantized(x, weight, norm=inside, bias=bias, epilogue=epilogue, device=device)
+    return why_not_quantized(x, weight, **after, device=device)
 
 
 def _not_auto(x, weight, bias, **around) -> str | None:
@@ -185,21 +188,7 @@ def _not_auto(x, weight, bias, **around) -> str | None:
     return f"of {rows} rows XLA's products are faster where weights are large"
 
 
-def _not_auto_inside(x, weight, bias, *, norm, **around) -> str | None:
-    del x, bias, around
-    if norm is None or not isinstance(weight, Packed) or weight.scheme == "ternary":
-        return "without a norm before packed codes it is what 'pallas' is"
-    return "no GPU has run a packed weight's product with the norm in it"
-
-
-_INSIDE = pallas(
-    functools.partial(_pallas, norm_inside=True),
-    functools.partial(_why_not_pallas, norm_inside=True),
-    _not_auto_inside,
-)
 FUSED_LINEAR: Table = {
     **pallas(_pallas, _why_not_pallas, _not_auto),
-    # One launch fewer where a norm stands before a packed weight; else the same
-    **{name.replace("pallas", "pallas-norm-inside"): entry for name, entry in _INSIDE.items()},
     "xla": Implementation(_in_parts),
 }

@@ -213,12 +213,9 @@ def test_a_fused_model_decodes_in_five_launches_a_layer():
 
 
 def test_packed_weights_decode_in_six_launches_a_layer():
-    """One more than with weights of 16 bits: a kernel of its own turns the heads. Where norms are
-    kernels too there are eight.
-    """
+    """One more than with weights of 16 bits: a kernel of its own turns the heads."""
     found = {key[2]: limit for key, limit in programs.limits().items() if key[1] == "int4 decode"}
-    assert found["packed norm inside"].kernels_a_layer <= 6
-    assert found["packed"].kernels_a_layer <= 8
+    assert found["packed"].kernels_a_layer <= 6
     assert {limit.weight_copies for limit in found.values()} == {0}
 
 

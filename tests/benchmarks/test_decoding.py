@@ -12,7 +12,6 @@ import jaxllm
 from benchmarks import decoding
 from benchmarks.models import LLAMA_8B, QWEN
 from jaxllm.config import Runtime
-from jaxllm.ops.fused_linear import FUSED_LINEAR
 from jaxllm.quantize import PackedLinear
 from jaxllm.quantize import quantize as pack_model
 from pallas_kernels import measure
@@ -80,22 +79,6 @@ def test_a_model_is_made_packed_and_decodes(scheme):
 
 
 @pytest.mark.slow
-def test_the_norm_inside_is_asked_for_by_name(monkeypatch):
-    models = []
-    monkeypatch.setattr(
-        decoding, "generated", lambda model, *args, **kw: models.append(model) or {}
-    )
-    for scheme in ("int4", "int4, norm inside"):
-        found = decoding.packed(UNTIED, scheme, 1, measure.Stopwatch("host"))
-        assert found["rows"] == 1
-    plain, inside = (model.layers[0].self_attn.qkv_proj for model in models)
-    assert plain.scheme == inside.scheme == "int4"
-    assert plain.implementation == "auto"
-    assert inside.implementation == {"fused_linear": "pallas-norm-inside"}
-    assert "pallas-norm-inside" in FUSED_LINEAR
-
-
-@pytest.mark.slow
 def test_no_more_than_one_weight_is_there_before_it_is_packed(monkeypatch):
     alive = []
     quantize = decoding.quantize
@@ -133,8 +116,7 @@ def test_the_sections_are_those_that_are_asked_for():
     keys = {name: [key for key, _ in decoding.tasks(name)] for name in decoding.SECTIONS}
     assert "decode/auto, fused" in keys["decode"]
     assert keys["packed-decode"] == [
-        *(f"packed-decode/{name}" for name in ("bfloat16", "int8", "int4")),
-        *("packed-decode/int4, norm inside", "packed-decode/ternary"),
+        *(f"packed-decode/{name}" for name in ("bfloat16", "int8", "int4", "ternary")),
         *(f"packed-decode/{name}, 16 rows" for name in ("bfloat16", "int4")),
     ]
     assert len(keys["cuda-graphs"]) == 6
