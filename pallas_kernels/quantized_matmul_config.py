@@ -138,7 +138,9 @@ def problem(config: Config, m: int, packed: Packed, *, gated: bool) -> str | Non
         f"warps must be a multiple of {WARPS}, 16 at most": not warps,
         "ahead must be 1 at least": c.ahead < 1,
         "blocks must be 1 at least": c.blocks < 1,
-        f"splits must be 1 to {MOST_SPLITS}, each with turns of a row's {turns(packed)}": not splits,
+        f"splits must be 1 to {MOST_SPLITS}, each with turns of a row's {turns(packed)}": (
+            not splits
+        ),
         f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
     }
     return next((sentence for sentence, found in problems.items() if found), None)
