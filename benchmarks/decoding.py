@@ -123,21 +123,18 @@ def random_model(
     return model
 
 
-def packed_model(
-    config: ModelConfig, implementation: Any = "auto", *, scheme: str, head: str = HEAD
-) -> jaxllm.Transformer:
+def packed_model(config: ModelConfig, *, scheme: str, head: str = HEAD) -> jaxllm.Transformer:
     """A fused model with random weights that never were all there in bfloat16.
 
     The head stays in bfloat16 if it is the embedding's table.
     """
-    runtime = Runtime(dtype="bfloat16", param_dtype="bfloat16", implementation=implementation)
+    runtime = Runtime(dtype="bfloat16", param_dtype="bfloat16")
     model = nnx.eval_shape(lambda: jaxllm.Transformer(config, runtime, rngs=nnx.Rngs(0)))
     keys = (jax.random.fold_in(jax.random.key(0), i) for i in range(2**31))
     for name, (parent, attribute, module) in linears(model, ()).items():
         kind, spec = head if name == "lm_head" else scheme, module.weight.get_value()
         weights = jax.block_until_ready(quantize(_normal(next(keys), spec), kind))
-        how: Any = {"dtype": jnp.bfloat16, "implementation": runtime.implementation}
-        setattr(parent, attribute, PackedLinear(weights, module.bias, **how))
+        setattr(parent, attribute, PackedLinear(weights, module.bias, dtype=jnp.bfloat16))
     for _, parameter in nnx.iter_graph(model):
         spec = parameter.get_value() if isinstance(parameter, nnx.Param) else None
         if isinstance(spec, jax.ShapeDtypeStruct):

@@ -4,15 +4,18 @@ A query is its scale times what is stored, and so is a key and a value: the scor
 `attention_reference` times q_scale k_scale, and the result is that times v_scale. A scale is one
 number, or one a head: q_scale [N], k_scale and v_scale [K]; without one it is 1.
 
-The bound. Softmax is float32 and so are sums, so all that is lost is in the weights' product with
-the values: there a weight is 256 exp(score - the row's largest) as float8, rounded to 4 bits. With
-p the exact weights of a query, its result is no farther from the exact one, in each column, than
+The bound. Softmax is float32; what is lost is in the weights' product with the values, where a
+weight is 256 exp(score - the row's largest) as float8, rounded to 4 bits. With p the exact weights
+of a query, its result is no farther from the exact one, in each column, than
     sum_s (p[s] / 16 + max(p) / 2^18) |v_scale v[s]|,
-and half a unit in the last place of bfloat16, and the sums' own error.
-That is larger in Hopper's tensor cores: of float8 they add 32 products at a time and keep 13 bits
-behind the leading one of the largest, so a score q k is off by less than 35 ceil(H / 32) 2^-13 of
-the largest product or partial sum. On an H200, of normal numbers, logarithms of the denominator
-were off by 7e-4 at most, which next to weights of 4 bits does not show in the result.
+and half a unit in the last place of bfloat16, and the error of the sums.
+Those are float32 in XLA. Hopper's tensor cores add 32 products of float8 at a time and keep 13 bits
+behind the leading one of the largest, so that a sum of n is off by less than 35 ceil(n / 32) 2^-13
+of the largest product or partial sum. A score is a sum of H: on an H200, of normal numbers,
+logarithms of the denominator were off by 7e-4 at most, which next to weights of 4 bits does not
+show in the result. Weights times values are summed so by blocks of at most 128 keys, and the blocks
+in float32, with heads of TWO_SUMS at most; the kernel goes on in one sum over all keys where heads
+are wider, and values of one sign may then lose a tenth over 4096 keys.
 Source: Shah et al. 2024 (FlashAttention-3), arXiv:2407.08608, section 3.3; for the tensor cores Xie
 et al. 2025, arXiv:2511.10909.
 """
@@ -31,6 +34,7 @@ from pallas_kernels import attention_reference as reference
 
 FP8 = jnp.float8_e4m3fn
 LIFT = 8  # weights are rounded as 2^8 times as large: 256 of 448, far from what float8 rounds to 0
+TWO_SUMS = 128  # the widest head whose registers hold a block's sums beside all others
 
 
 def attention_fp8_reference(

@@ -30,13 +30,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels import flash_attention_tiles as tiles
-from pallas_kernels.attention_fp8 import FP8, LIFT
+from pallas_kernels.attention_fp8 import FP8, LIFT, TWO_SUMS
 from pallas_kernels.flash_attention_plan import Config, Static, bend_and_factor, plan_of
 from pallas_kernels.flash_attention_tiles import REGISTERS, filled, wide
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 OUT_LINE = 64  # of the result, of 16 bits
-TWO_SUMS = 128  # the widest head of which the registers hold a block's sums beside all others
 
 
 def line_width(columns: int) -> int:

@@ -162,7 +162,7 @@ def why_not(
     device: Device | None = None,
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
-    del residual
+    del bias, residual
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
     if a.dtype == jnp.float32:
@@ -184,8 +184,6 @@ def why_not(
     width = n // 2 if epilogue == "swiglu" else n
     if has_blocks(b_scale) and epilogue == "swiglu" and width % (BLOCK // 2):
         return f"up begins within 64 columns that share a scale: F = {width}"
-    if epilogue == "swiglu" and bias is not None and bias.dtype.itemsize == 1 and width % 16:
-        return f"up's bias of 8 bits is copied from byte {width}, which is no multiple of 16"
     # the gradient of N columns takes them as an operand of 16 bits
     out_bytes = 1 if result_dtype(a, out_dtype).itemsize == 1 else 2
     for name, size_bytes in (("K", a.shape[-1] * a.dtype.itemsize), ("N", width * out_bytes)):

@@ -35,8 +35,8 @@ class Finish:
     """Of a tile of `rows` outputs of each half of the weight, for x [m, k].
 
     at: addresses, by name: out, row_scale, bias and residual, those that there are; on chip kept,
-    x's rows of row_bytes. n: outputs of a row of x. row: of out, where x's first row goes; None:
-    its first. eps: that of an RMSNorm of x, whose sums of squares lie behind the rows; None: there
+    x's rows of row_bytes. n: outputs of a row of x. out_row: of out, where x's first goes; None:
+    the first. eps: that of an RMSNorm of x, whose sums of squares lie behind the rows; None: there
     is none.
     """
 
@@ -52,7 +52,7 @@ class Finish:
     bias_dtype: Any
     out_dtype: Any
     row_bytes: int
-    row: Any
+    out_row: Any
     eps: float | None = None
 
     @property
@@ -129,8 +129,8 @@ class Finish:
         if "residual" in self.at:
             y = arith.addf(y, self._number("residual", 0, index, self.out_dtype))
         out = jnp.dtype(self.out_dtype)
-        if self.row is not None:
-            index = arith.addi(index, times(self.row, self.n))
+        if self.out_row is not None:
+            index = arith.addi(index, times(self.out_row, self.n))
         address = further(self.at["out"], times(index, out.itemsize))
         store_float(address, y, out.name)
 

@@ -42,10 +42,10 @@ OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCHEMES = tuple(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary")
 EPILOGUES = (None, "swiglu")
 SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)  # that there is at every epilogue
-# H200, int4 [28672, 4096] with its gate, us, ours and XLA's: 64 rows 62 and 211, 512 rows 250 and
-# 318, 4096 rows 1786 and 1556
+# H200, int4 [28672, 4096] with its gate, us, ours and XLA's: 64 rows 62 and 212, 512 rows 250 and
+# 313, 4096 rows 1759 and 1548. Other formats and narrower weights of so many rows: not measured.
 AUTO_ROWS = 512
-SPLITS = (1, 2, 4, 8)
+SPLITS = (1, 2, 4, sizes.MOST_SPLITS)
 FEW_ROWS = 16  # of x: those that a warp has registers for
 
 
@@ -76,6 +76,8 @@ def quantized_matmul(
     """
     rest = {"bias": bias, "epilogue": epilogue, "residual": residual, "out_dtype": out_dtype}
     _check(x, packed, norm=norm, **rest)
+    if bias is not None and bias.dtype.itemsize == 1:  # no lane and no copy takes so few bytes
+        bias = rest["bias"] = bias.astype(jnp.bfloat16)
     m, gated = math.prod(x.shape[:-1]), epilogue == "swiglu"
     out = _out_dtype(x, out_dtype)
     if config is not None and (problem := _problem(config, m, packed, gated)):
@@ -169,11 +171,14 @@ def why_not(
     if i % (part := sizes.part(packed.scheme)):
         return f"{packed.scheme} takes inputs in multiples of {part}, got {i}"
     if isinstance(config, Tiles) or (config is None and not _is_few(m, packed)):
+        if norm is not None and m > FEW_ROWS:
+            return f"norms {FEW_ROWS} rows of x at most, got {m}"
         if norm is not None:
-            return f"norms {FEW_ROWS} rows of x at most, and no tiles; got {m}"
+            return f"norms no rows of x where tiles multiply them: {m} of {i} numbers"
         return tiles.why_not(packed)
-    if norm is not None and (config.splits if config else _fewest_splits(m, packed)) != 1:
-        return f"norms rows that lie on chip whole; got {m} of {i} numbers"
+    splits = config.splits if config else _fewest_splits(m, packed)
+    if norm is not None and splits != 1:
+        return f"norms whole rows of x, and {m} of {i} numbers are in {splits} parts"
     grain = MMA_ROWS * (2 if epilogue == "swiglu" else 1)
     if o % grain:
         return f"takes outputs in multiples of {grain} at {m} rows, got {o}"
@@ -239,7 +244,8 @@ def default_config(
     m, (o, _), gated = math.prod(x.shape[:-1]), packed.shape, epilogue == "swiglu"
     if not _is_few(m, packed):
         return tiles.default_tiles(m, packed, gated=gated, num_sms=device.num_sms)
-    splits = _fewest_splits(m, packed) or 1
+    splits = _fewest_splits(m, packed)
+    assert splits is not None, "few rows lie on chip"
     grain, wide = MMA_ROWS * (1 + gated), o * splits >= 4 * 32 * device.num_sms
     # Tiles of 32 rows where there are several a block; else 16, that each has one (H200)
     tile_n = next(rows for rows in ((32, 16) if wide else (16, 32)) if rows >= grain)
@@ -260,7 +266,7 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
     """What is worth a measurement beside the default."""
     m, gated = math.prod(x.shape[:-1]), keywords.get("epilogue") == "swiglu"
     # A launch more costs a decoding row what splits gain: 4096 x 14336 in 11.5 us, and not 12.0
-    splits = SPLITS[:1] if m == 1 or keywords.get("norm") is not None else SPLITS[:3]
+    splits = SPLITS[:1] if m == 1 else SPLITS[:3]
     found: list[Config | Tiles] = [
         Config(tile_n, warps, ahead, blocks, count)
         for count in splits
@@ -282,12 +288,12 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
 
 
 def tuning_calls() -> list[tuned.Call]:
-    """The projections of real models when decoding, in int4 and int8."""
+    """The projections of real models, in int4 and int8: what decodes one row first."""
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     shapes += [(1152, 896), (896, 896), (9728, 896), (896, 4864)]
     calls = []
     for (scheme, m), (o, i) in itertools.product(
-        [("int4", 1), ("int4", 16), ("int8", 1), ("int8", 16), ("int4", 8), ("int8", 8)], shapes
+        itertools.product(("int4", "int8"), (1, 16, 8, 64, 512)), shapes
     ):
         make = functools.partial(_random_call, m, o, i, scheme)
         arguments: Any = jax.eval_shape(make, jax.random.key(0))
@@ -367,14 +373,19 @@ def _plain(static: Static, x, packed, norm, bias, residual):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _quantized_matmul(static: Static, x, packed, norm, bias, residual):
-    def finish(total):
-        out = jnp.dtype(static.out_dtype)
-        return _finish(total, packed.row_scale, bias, residual, static.gated, out)
+    def products(static, packed, norm=None, bias=None, residual=None):
+        if isinstance(static.config, Tiles):
+            return tile_products(static, x, packed, bias, residual)
+        return kernel.warp_products(static, x, packed, norm, bias, residual, plain=_plain)
 
-    if isinstance(static.config, Tiles):
-        return tile_products(static, x, packed, bias, residual, finish=finish)
-    rest = {"norm": norm, "bias": bias, "residual": residual}
-    return kernel.warp_products(static, x, packed, **rest, plain=_plain, finish=finish)
+    if static.config.splits == 1:
+        return products(static, packed, norm, bias, residual)[0]
+    assert norm is None, "a norm's root is that of whole rows"
+    of_sums = dataclasses.replace(static, out_dtype="float32", gated=False)
+    parts = products(of_sums, dataclasses.replace(packed, row_scale=None))
+    total = functools.reduce(jnp.add, list(parts))  # in order
+    out = jnp.dtype(static.out_dtype)
+    return _finish(total, packed.row_scale, bias, residual, static.gated, out)
 
 
 def _forward(static, *arrays):

@@ -7,9 +7,8 @@ scales of the next turns, of the next rows too, are on their way into a ring on 
 sums meet on chip and are added in the order of the warps, so that the same call gives the same
 bits. A scale of a group that is half a turn or more multiplies its float32 sums; that of a smaller
 group multiplies the numbers. A norm of x costs no launch: its weight multiplies x on the way on
-chip, its root the sums. Where x does not lie on chip whole, K is split over blocks too: each writes
-float32 sums of its part, which XLA adds in order, with all that follows. Imported only by
-quantized_matmul.py.
+chip, its root the sums. Where x does not lie on chip whole, or where that is faster, K is split
+over blocks too, each of which writes the sums of its part. Imported only by quantized_matmul.py.
 """
 
 from __future__ import annotations
@@ -42,24 +41,12 @@ def warp_products(
     residual=None,
     *,
     plain: Callable[..., jax.Array],
-    finish: Callable[..., jax.Array],
 ):
-    """[M, N] of x [M, K]. norm: the weight [K] of an RMSNorm of x. plain: (static, x, weight, norm,
-    bias, residual) -> the same of a block's rows in plain JAX, for the interpreter, which knows
-    neither a warp's products nor a lane's registers. finish: what follows float32 sums [M, O]
-    of all splits.
+    """[splits, M, N] of x [M, K]: of more splits than one each its part of the sums. norm: the
+    weight [K] of an RMSNorm of x. plain: (static, x, weight, norm, bias, residual) -> the same of a
+    block's rows in plain JAX, for the interpreter, which knows neither a warp's products nor a
+    lane's registers.
     """
-    if static.config.splits > 1:
-        assert norm is None, "a norm's root is that of whole rows"
-        inner = dataclasses.replace(static, out_dtype="float32", gated=False)
-        weight = dataclasses.replace(packed, row_scale=None)
-        sums = _products(inner, x, weight, None, None, None, plain=plain)
-        return finish(jnp.sum(sums, axis=0))
-    return _products(static, x, packed, norm, bias, residual, plain=plain)[0]
-
-
-def _products(static: Static, x, packed: Packed, norm, bias, residual, *, plain):
-    """[splits, M, N]."""
     c, interpret = static.config, static.interpret
     m, halves = x.shape[0], 1 + static.gated
     n, rows = packed.shape[0] // halves, c.tile_n // halves

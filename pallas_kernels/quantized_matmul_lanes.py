@@ -150,7 +150,7 @@ class Block:
             scheme=self.scheme,
             warps=c.warps,
             row_bytes=row_bytes,
-            first=None if c.splits == 1 else times(self.first_turn, self.turn),
+            offset=None if c.splits == 1 else times(self.first_turn, self.turn),
             count=self.share * self.turn,
             zero_centered=static.zero_centered,
         )
@@ -167,7 +167,7 @@ class Block:
             bias_dtype=None if bias is None else bias.dtype,
             out_dtype=static.out_dtype,
             row_bytes=row_bytes,
-            row=None if c.splits == 1 else times(self.split, self.m),
+            out_row=None if c.splits == 1 else times(self.split, self.m),
             eps=static.eps,
         )
 

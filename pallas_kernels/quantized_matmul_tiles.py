@@ -13,10 +13,8 @@ in the interpreter, which sees all the rest. Imported only by quantized_matmul.p
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,31 +45,13 @@ from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, w
 PRODUCER_REGISTERS, EXPANDER_REGISTERS, CONSUMER_REGISTERS = 40, 88, 184
 
 
-def tile_products(
-    static: Static,
-    x,
-    packed: Packed,
-    bias=None,
-    residual=None,
-    *,
-    finish: Callable[..., jax.Array],
-):
-    """[M, N] of x [M, K]. finish: the result, of float32 sums [M, O] where blocks divide K."""
-    splits = _tiles(static).splits
-    if splits == 1:
-        return _product(static, x, packed, bias, residual)[0]
-    sums = dataclasses.replace(static, out_dtype="float32", gated=False)
-    parts = _product(sums, x, dataclasses.replace(packed, row_scale=None))
-    return finish(functools.reduce(jnp.add, [parts[i] for i in range(splits)]))
-
-
 def _tiles(static: Static) -> Tiles:
     assert isinstance(static.config, Tiles)
     return static.config
 
 
-def _product(static: Static, x, packed: Packed, bias=None, residual=None):
-    """[splits, M, N]: of each part of K."""
+def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
+    """[splits, M, N] of x [M, K]: of more splits than one each its part of the sums."""
     c, interpret = _tiles(static), static.interpret
     gated, out_dtype = static.gated, jnp.dtype(static.out_dtype)
     rest = 1.0 if interpret else unpack.rest(packed.scheme, x.dtype)

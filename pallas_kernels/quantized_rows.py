@@ -30,9 +30,9 @@ class Rows:
     """x [m, k] of 16 bits a number.
 
     at: addresses of x, on chip of kept, and of the norm's weight [k], of x's dtype, if there is a
-    norm. row_bytes: of a row on chip, PART_BYTES of them behind it. first: the number of a row with
-    which the block's begin, `count` of them at most; None: a row's first. zero_centered: x is
-    multiplied by 1 + weight.
+    norm. row_bytes: of a row on chip, PART_BYTES of them behind it. offset: of a row's numbers the
+    block's first, which has `count` at most; None: the row's first. zero_centered: x is multiplied
+    by 1 + weight.
     """
 
     at: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Rows:
     scheme: str
     warps: int
     row_bytes: int
-    first: Any
+    offset: Any
     count: int
     zero_centered: bool = False
 
@@ -53,8 +53,8 @@ class Rows:
         units = (self.row_bytes - PART_BYTES) // ACCESS_BYTES  # of a row
         threads = self.warps * LANES
         end: Any = word(self.k * 2 // ACCESS_BYTES)
-        if self.first is not None:
-            numbers = arith.subi(word(self.k), self.first)
+        if self.offset is not None:
+            numbers = arith.subi(word(self.k), self.offset)
             numbers = arith.minui(numbers, word(self.count))
             end = arith.divui(numbers, word(ACCESS_BYTES // 2))
         last = arith.subi(end, word(1))
@@ -93,7 +93,7 @@ class Rows:
 
     def _row(self, one: int) -> Any:
         row = further(self.at["x"], word(one * self.k * 2))
-        return row if self.first is None else further(row, times(self.first, 2))
+        return row if self.offset is None else further(row, times(self.offset, 2))
 
     def _weighed(self, words: list[Any], weights: list[Any]) -> list[Any]:
         """x w, or x w + x, rounded once."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES
 from pallas_kernels.packed import Packed
+from pallas_kernels.quantized_matmul_config import MOST_SPLITS
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS
 
 CODE_BYTES = 64  # of a row of the weight, in a stage
@@ -20,7 +21,6 @@ CHUNK = 64  # numbers of a row that are expanded and multiplied at a time: 128 b
 ROWS = 64  # of the weight that a warpgroup expands at a time
 HELD = 8  # numbers side by side that a thread expands: 16 bytes
 COPIED_BYTES = 128  # where the copy engine writes begins at a multiple of them
-MAX_SPLITS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +105,8 @@ def problem(config: Tiles, packed: Packed, *, gated: bool) -> str | None:
         "tile_m must be 64, 128 or 256": c.tile_m not in (64, 128, 256),
         f"tile_n must be {' or '.join(str(n) for n in (64, 128) if n >= least)}": not whole,
         "stages must be 2 at least, snake 1": c.stages < 2 or c.snake < 1,
-        f"splits must be 1 to {MAX_SPLITS}, and to the {steps} steps of K": (
-            not 1 <= c.splits <= min(MAX_SPLITS, steps)
+        f"splits must be 1 to {MOST_SPLITS}, and to the {steps} steps of K": (
+            not 1 <= c.splits <= min(MOST_SPLITS, steps)
         ),
         f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
     }
@@ -129,7 +129,7 @@ def why_not(packed: Packed) -> str | None:
 def default_tiles(m: int, packed: Packed, *, gated: bool, num_sms: int) -> Tiles:
     """The tile with the least work in the last wave; K divided where tiles are few.
 
-    Predicted, by what tiles of `matmul` measured: none of them has run on a GPU.
+    Predicted, by what tiles of `matmul` measured.
     """
     o, i = packed.shape
     # more rows of x share what is expanded (128 x 256 would need more registers than four
@@ -145,7 +145,7 @@ def default_tiles(m: int, packed: Packed, *, gated: bool, num_sms: int) -> Tiles
 
     tile = min(tiles, key=cost)
     steps = i // step(packed.scheme)
-    splits = max(1, min(MAX_SPLITS, num_sms // count(tile), steps // 4))
+    splits = max(1, min(MOST_SPLITS, num_sms // count(tile), steps // 4))
     for stages in (6, 4, 3, 2):
         config = Tiles(tile[0], tile[1], stages, splits)
         if problem(config, packed, gated=gated) is None:

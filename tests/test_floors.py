@@ -88,8 +88,8 @@ MAY_IMPORT = {
         "pallas_kernels.quantized_matmul_lanes"
     ),
     "pallas_kernels.quantized_tiles_config": (
-        "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_unpack "
-        "pallas_kernels.wgmma_tiles"
+        "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_matmul_config "
+        "pallas_kernels.quantized_unpack pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_expand": (
         "pallas_kernels._compat pallas_kernels.lane_code pallas_kernels.packed "

@@ -46,7 +46,6 @@ def cases() -> list[Case]:
         for m in (1, 16)
         for form in ("int4", "int8")
         for name in LLAMA
-        if (m, name) != (16, "down")  # whose x does not fit the chip
     ]
     found += [_case(m, *QWEN[name], silu="gate" in name) for m in (1, 16) for name in QWEN]
     found += [_case(1, *LLAMA["out"], form) for form in FORMATS[2:]]

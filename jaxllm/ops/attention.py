@@ -16,7 +16,7 @@ from pallas_kernels import attention_fp8
 from pallas_kernels import attention_reference as reference
 from pallas_kernels import device as device_lib
 from pallas_kernels import softmax as softmax_kernels
-from pallas_kernels.attention_fp8 import FP8
+from pallas_kernels.attention_fp8 import FP8, TWO_SUMS
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import why_not as why_not_decode
 from pallas_kernels.flash_attention import flash_attention
@@ -262,9 +262,11 @@ def _why_not_unfused_interpret(q, k, v, *, device, **kwargs) -> str | None:
 
 def _pallas_not_auto(q, k, v, *, device, **kwargs) -> str | None:
     del k, v, device
-    if q.dtype == FP8:
-        return None
     t, width = q.shape[1], q.shape[-1]
+    if q.dtype == FP8:
+        if width <= TWO_SUMS:
+            return None
+        return f"values of heads of {width} are summed in the tensor cores' 13 bits over all keys"
     names = "q_segment_ids kv_lengths softcap sinks".split()
     alone = all(kwargs.get(name) is None for name in names)
     if not alone or t == 1 or t >= 8192 or width <= 128:

@@ -478,13 +478,6 @@ def test_wrong_configs_of_other_operands():
             "up begins within 64 columns that share a scale: F = 48",
         ),
         (
-            BYTES8[0],
-            shape(272, 64, dtype=FP8),
-            {**WEIGHT, "epilogue": "swiglu", "bias": shape(272, dtype=FP8)},
-            H200,
-            "up's bias of 8 bits is copied from byte 136, which is no multiple of 16",
-        ),
-        (
             A,
             shape(24, 64),
             {**WEIGHT, "out_dtype": I8, "out_scale": ONE},

@@ -3,11 +3,16 @@
 import dataclasses
 import importlib
 import json
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import quantized_matmul_config as quantized_config
 from pallas_kernels import tuned
 from pallas_kernels.device import Device
+from pallas_kernels.quantize import quantize
 
 H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 ROW = {"op": "toy", "key": "bf16 4096", "config": {"rows": 4}, "evidence": {"us": 1.0}}
@@ -45,6 +50,32 @@ def test_every_row_builds_its_config():
         assert len({(row["op"], row["key"]) for row in rows}) == len(rows)
         for row in rows:
             check(row, gpu)
+
+
+def packed_call(key):
+    """m, and the packed weight, of a key of `quantized_matmul`."""
+    scheme, group, m, o, i, gate = re.fullmatch(
+        r"(\w+?)(?:-g(\d+))?-bfloat16-m(\d+)-n(\d+)-k(\d+)-bfloat16(-swiglu)?", key
+    ).groups()
+    weight = jax.ShapeDtypeStruct((int(o), int(i)), jnp.bfloat16)
+    group = None if group is None else int(group)
+    packed = jax.eval_shape(lambda w: quantize(w, scheme, group), weight)
+    return int(m), packed, gate is not None
+
+
+def test_rows_of_packed_weights_are_legal():
+    """A config of a row is not looked at before it runs."""
+    found = 0
+    for path in sorted(tuned.FOLDER.glob("*.json")):
+        for row in tuned.read(path):
+            if row["op"] == "quantized_matmul":
+                m, packed, gated = packed_call(row["key"])
+                config = quantized_config.Config(**row["config"])
+                assert quantized_config.problem(config, m, packed, gated=gated) is None, row["key"]
+                found += 1
+                larger = dataclasses.replace(config, ahead=64)
+                assert "on chip" in quantized_config.problem(larger, m, packed, gated=gated)
+    assert found
 
 
 def test_the_check_of_rows_can_fail():

@@ -103,6 +103,10 @@ def test_who_takes_float8():
     with absent("NVIDIA H200"):
         reasons = ops.explain("attention", q, k, v, q_scale=jnp.asarray(2.0))
         assert ops.chosen("attention", q, k, v) == "pallas"
+        wide = [jnp.zeros((*x.shape[:3], 256), x.dtype) for x in (q, k, v)]
+        assert ops.chosen("attention", *wide) == "xla"
+        why = ops.explain("attention", *wide)["pallas"]
+        assert why == "values of heads of 256 are summed in the tensor cores' 13 bits over all keys"
     refused = dict.fromkeys(("cudnn", "unfused", "unfused-interpret"), BYTES_REFUSED)
     by_name = "runs only by name: it is a test, and slow"
     assert reasons == {"pallas": None, "pallas-interpret": by_name, **refused, "xla": None}
