@@ -379,6 +379,17 @@ def write_readme(readme: Path, text: str) -> None:
     readme.write_text(f"{head}{BEGIN}\n\n{text.strip()}\n\n{END}{tail}")
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """Raises: ValueError if there is no file, or none that a run wrote."""
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"report: {path} cannot be read as results: {error}") from error
+    if not isinstance(results, dict) or not {"date", "rows", "sections"} <= results.keys():
+        raise ValueError(f"report: {path} is no file that python -m benchmarks wrote")
+    return results
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
@@ -386,9 +397,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--readme", type=Path, default=HERE / "README.md")
     parser.add_argument("--plot", type=Path, default=HERE / "results" / "results.png")
     args = parser.parse_args(argv)
-    runs = without_repeats([json.loads(path.read_text()) for path in args.files])
-    text = "\n".join(line for run in runs for line in lines(run))
     try:
+        runs = without_repeats([_read(path) for path in args.files])
+        text = "\n".join(line for run in runs for line in lines(run))
         plot(runs, args.plot)
         write_readme(args.readme, text)
     except ValueError as error:

@@ -159,6 +159,11 @@ def test_what_cannot_be_reported(tmp_path, capsys):
     readme, plot, file = (tmp_path / name for name in ("README.md", "x.png", "cpu.json"))
     readme.write_text("no marks")
     arguments = [str(file), "--readme", str(readme), "--plot", str(plot)]
+    for text, sentence in ((None, "No such file"), ("{", "Expecting"), ("[]", "is no file that")):
+        if text is not None:
+            file.write_text(text)
+        assert report.main(arguments) == 2
+        assert sentence in capsys.readouterr().err
     file.write_text(json.dumps(results(ceilings=None)))
     assert report.main(arguments) == 2
     assert "no file has rows and ceilings" in capsys.readouterr().err
