@@ -266,10 +266,10 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
     """What is worth a measurement beside the default."""
     m, gated = math.prod(x.shape[:-1]), keywords.get("epilogue") == "swiglu"
     # A launch more costs a decoding row what splits gain: 4096 x 14336 in 11.5 us, and not 12.0
-    splits = SPLITS[:1] if m == 1 else SPLITS[:3]
+    few_splits = SPLITS[:1] if m == 1 else SPLITS[:3]
     found: list[Config | Tiles] = [
-        Config(tile_n, warps, ahead, blocks, count)
-        for count in splits
+        Config(tile_n, warps, ahead, blocks, splits)
+        for splits in few_splits
         for tile_n in (16, 32, 64)
         for warps in (4, 8, 16)
         for ahead in (1, 2, 4, 8)
@@ -280,7 +280,7 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
         for tile_m in (64, 128, 256)
         for tile_n in (64, 128)
         for stages in (2, 3, 4)
-        for splits in (1, 2, 4, 8)
+        for splits in SPLITS
         if not _is_few(m, packed) and tile_m < 2 * max(m, 64)
     ]
     default = default_config(x, packed, device=device, **keywords)

@@ -75,10 +75,12 @@ def warp_products(
             weight = dataclasses.replace(packed, **whole)
             more = None if residual_ref is None else residual_ref[:, place[0]]
             scale = None if norm_ref is None else norm_ref[...]
-            split, numbers = lax.axis_index("split"), sizes.turn(packed.scheme)
-            its = jnp.arange(x.shape[1]) // (numbers * sizes.share(c, packed)) == split
-            its = jnp.where(its, x_ref[...], 0)
-            out_ref[pl.ds(split * m, m), place[0]] = plain(static, its, weight, scale, added, more)
+            split = lax.axis_index("split")
+            of_split = jnp.arange(x.shape[1]) // (
+                sizes.share(c, packed) * sizes.turn(packed.scheme)
+            )
+            part = jnp.where(of_split == split, x_ref[...], 0)
+            out_ref[pl.ds(split * m, m), place[0]] = plain(static, part, weight, scale, added, more)
             return
         refs = {"x": x_ref, **given, "out": out_ref, **scratch}
         optional = {"norm": norm_ref, "residual": residual_ref}

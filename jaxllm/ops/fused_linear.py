@@ -127,12 +127,10 @@ def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpr
         before = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
         y = ternary_linear(x, weight, **before, **after, interpret=interpret)
         return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
-    if _takes_norm(x, weight, norm, bias=bias, epilogue=epilogue):
-        after["norm"] = norm
-    elif norm is not None:
+    if norm is not None and not _takes_norm(x, weight, norm, bias=bias, epilogue=epilogue):
         norms = {"eps": norm.eps, "zero_centered": norm.zero_centered}
-        x = rms_norm_kernel(x, norm.weight, **norms, interpret=interpret)
-    y = quantized_matmul(x, weight, **after, interpret=interpret)
+        x, norm = rms_norm_kernel(x, norm.weight, **norms, interpret=interpret), None
+    y = quantized_matmul(x, weight, norm=norm, **after, interpret=interpret)
     return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
 
 

@@ -1,18 +1,14 @@
 """Rows of measured configs: every one builds its Config, and is found by its exact key alone."""
 
 import dataclasses
+import functools
 import importlib
 import json
-import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import quantized_matmul_config as quantized_config
 from pallas_kernels import tuned
 from pallas_kernels.device import Device
-from pallas_kernels.quantize import quantize
 
 H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 ROW = {"op": "toy", "key": "bf16 4096", "config": {"rows": 4}, "evidence": {"us": 1.0}}
@@ -32,10 +28,26 @@ def folder(tmp_path, monkeypatch):
     tuned._rows.cache_clear()
 
 
-def check(row, gpu):
+@functools.cache
+def calls(op):
+    """What is tuned of an op, by key."""
+    module = importlib.import_module(f"pallas_kernels.{op}")
+    return {module.bucket(*c.arguments, **c.keywords): c for c in module.tuning_calls()}
+
+
+def call_of(row):
+    return calls(row["op"])[row["key"]]
+
+
+def kind_of(row):
+    """The class of a row's config: that of the call's default."""
+    module, call = importlib.import_module(f"pallas_kernels.{row['op']}"), call_of(row)
+    return type(module.default_config(*call.arguments, device=H200, **call.keywords))
+
+
+def check(row, gpu, config):
     """A row is whole, builds its config and was faster than the default."""
-    module = importlib.import_module(f"pallas_kernels.{row['op']}")
-    assert module.Config(**row["config"]) != module.Config(**row["evidence"]["default"])
+    assert config(**row["config"]) != config(**row["evidence"]["default"])
     assert row["evidence"].keys() >= EVIDENCE
     assert row["evidence"]["us"] < row["evidence"]["default_us"]
     assert gpu
@@ -49,32 +61,22 @@ def test_every_row_builds_its_config():
         assert rows, f"{path.name} has no rows: take it out"
         assert len({(row["op"], row["key"]) for row in rows}) == len(rows)
         for row in rows:
-            check(row, gpu)
-
-
-def packed_call(key):
-    """m, and the packed weight, of a key of `quantized_matmul`."""
-    scheme, group, m, o, i, gate = re.fullmatch(
-        r"(\w+?)(?:-g(\d+))?-bfloat16-m(\d+)-n(\d+)-k(\d+)-bfloat16(-swiglu)?", key
-    ).groups()
-    weight = jax.ShapeDtypeStruct((int(o), int(i)), jnp.bfloat16)
-    group = None if group is None else int(group)
-    packed = jax.eval_shape(lambda w: quantize(w, scheme, group), weight)
-    return int(m), packed, gate is not None
+            check(row, gpu, kind_of(row))
 
 
 def test_rows_of_packed_weights_are_legal():
     """A config of a row is not looked at before it runs."""
+    module = importlib.import_module("pallas_kernels.quantized_matmul")
     found = 0
     for path in sorted(tuned.FOLDER.glob("*.json")):
         for row in tuned.read(path):
             if row["op"] == "quantized_matmul":
-                m, packed, gated = packed_call(row["key"])
-                config = quantized_config.Config(**row["config"])
-                assert quantized_config.problem(config, m, packed, gated=gated) is None, row["key"]
+                (x, packed), gated = call_of(row).arguments, row["key"].endswith("-swiglu")
+                config = kind_of(row)(**row["config"])
+                assert module._problem(config, x.shape[0], packed, gated) is None, row["key"]
+                larger = dataclasses.replace(config, tile_n=24)
+                assert "tile_n" in module._problem(larger, x.shape[0], packed, gated)
                 found += 1
-                larger = dataclasses.replace(config, ahead=64)
-                assert "on chip" in quantized_config.problem(larger, m, packed, gated=gated)
     assert found
 
 
@@ -85,7 +87,7 @@ def test_the_check_of_rows_can_fail():
     evidence = dict.fromkeys(EVIDENCE, 1.0)
     row = {"op": "rms_norm", "key": "k", "config": {"no_such_field": 1}, "evidence": evidence}
     with pytest.raises(TypeError, match="no_such_field"):
-        check(row, "NVIDIA H200")
+        check(row, "NVIDIA H200", Config)
     assert "no_such_field" not in fields
 
 
