@@ -35,9 +35,8 @@ class Finish:
     """Of a tile of `rows` outputs of each half of the weight, for x [m, k].
 
     at: addresses, by name: out, row_scale, bias and residual, those that there are; on chip kept,
-    x's rows of row_bytes. n: outputs of a row of x. out_row: of out, where x's first goes; None:
-    the first. eps: that of an RMSNorm of x, whose sums of squares lie behind the rows; None: there
-    is none.
+    x's rows of row_bytes. n: outputs of a row of x. out_row: of out, where x's first goes.
+    eps: that of an RMSNorm of x, whose sums of squares lie behind the rows; None: there is none.
     """
 
     at: Mapping[str, Any]
@@ -129,8 +128,7 @@ class Finish:
         if "residual" in self.at:
             y = arith.addf(y, self._number("residual", 0, index, self.out_dtype))
         out = jnp.dtype(self.out_dtype)
-        if self.out_row is not None:
-            index = arith.addi(index, times(self.out_row, self.n))
+        index = arith.addi(index, times(self.out_row, self.n))
         address = further(self.at["out"], times(index, out.itemsize))
         store_float(address, y, out.name)
 

@@ -96,11 +96,9 @@ class Block:
         self.turn, self.share = sizes.turn(self.scheme), sizes.share(c, packed)
         self.rounds = sizes.rounds(c, packed)
         thread = mgpu_utils.thread_idx()
-        block = mgpu_utils.block_idx()
-        self.block, self.split = block, word(0)
-        if c.splits > 1:
-            self.block, self.split = (f(block, word(c.splits)) for f in (arith.divui, arith.remui))
-        self.first_turn = times(self.split, self.share)
+        block, splits = mgpu_utils.block_idx(), word(c.splits)
+        self.block, split = (f(block, splits) for f in (arith.divui, arith.remui))
+        self.first_turn = times(split, self.share)
         self.lane = arith.remui(thread, word(LANES))
         self.warp = arith.divui(thread, word(LANES))
         self.row, self.across = (f(self.lane, word(ACROSS)) for f in (arith.divui, arith.remui))
@@ -150,7 +148,7 @@ class Block:
             scheme=self.scheme,
             warps=c.warps,
             row_bytes=row_bytes,
-            offset=None if c.splits == 1 else times(self.first_turn, self.turn),
+            offset=times(self.first_turn, self.turn),
             count=self.share * self.turn,
             zero_centered=static.zero_centered,
         )
@@ -167,7 +165,7 @@ class Block:
             bias_dtype=None if bias is None else bias.dtype,
             out_dtype=static.out_dtype,
             row_bytes=row_bytes,
-            out_row=None if c.splits == 1 else times(self.split, self.m),
+            out_row=times(split, self.m),
             eps=static.eps,
         )
 

@@ -31,8 +31,7 @@ class Rows:
 
     at: addresses of x, on chip of kept, and of the norm's weight [k], of x's dtype, if there is a
     norm. row_bytes: of a row on chip, PART_BYTES of them behind it. offset: of a row's numbers the
-    block's first, which has `count` at most; None: the row's first. zero_centered: x is multiplied
-    by 1 + weight.
+    block's first, which has `count` at most. zero_centered: x is multiplied by 1 + weight.
     """
 
     at: Mapping[str, Any]
@@ -52,11 +51,8 @@ class Rows:
         """
         units = (self.row_bytes - PART_BYTES) // ACCESS_BYTES  # of a row
         threads = self.warps * LANES
-        end: Any = word(self.k * 2 // ACCESS_BYTES)
-        if self.offset is not None:
-            numbers = arith.subi(word(self.k), self.offset)
-            numbers = arith.minui(numbers, word(self.count))
-            end = arith.divui(numbers, word(ACCESS_BYTES // 2))
+        numbers = arith.minui(arith.subi(word(self.k), self.offset), word(self.count))
+        end = arith.divui(numbers, word(ACCESS_BYTES // 2))
         last = arith.subi(end, word(1))
         thread, normed = mgpu_utils.thread_idx(), "norm" in self.at
         places = [(one, at) for one in range(self.m) for at in range(0, units, threads)]
@@ -93,7 +89,7 @@ class Rows:
 
     def _row(self, one: int) -> Any:
         row = further(self.at["x"], word(one * self.k * 2))
-        return row if self.offset is None else further(row, times(self.offset, 2))
+        return further(row, times(self.offset, 2))
 
     def _weighed(self, words: list[Any], weights: list[Any]) -> list[Any]:
         """x w, or x w + x, rounded once."""

@@ -316,7 +316,8 @@ def assert_near(y: jax.Array, want: np.ndarray, dtype: Any) -> None:
     step = np.maximum(2**-9, np.abs(want) * 2**-3) if y.dtype == FP8 else 1
     ours = np.asarray(y).astype(np.float64)
     assert np.all(np.abs(ours - want) <= step)
-    assert np.mean(ours != want) < {I8: 1e-3, FP8: 5e-3, BF16: 5e-2}[dtype]
+    # cut off by that rule, sums of bfloat16 alone make 4e-5 of such results others
+    assert np.mean(ours != want) < (1e-3 if dtype == I8 else 5e-3)
 
 
 def test_the_check_of_the_device_can_fail():
