@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels import decode_attention_bytes as of_bytes
 from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.cluster import meet_blocks
 from pallas_kernels.decode_attention_parts import (
     LINE,
     each,
@@ -401,9 +402,7 @@ def attend(
             sums_s[...] = lse
             for chunk, out in enumerate(outs):
                 parts_s.at[chunk][...] = out
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(meeting)
-            plgpu.barrier_wait(meeting)
+            meet_blocks(meeting)
             peers: list[Any] = [{"rank": jnp.int32(i)} for i in range(cluster)]
             for chunk in range(chunks):
 
@@ -413,10 +412,7 @@ def attend(
                     ours = [plgpu.cluster_ref(parts_s.at[chunk], peer) for peer in peers]
                     leave(chunk, sums, [read(x, plgpu.Layout.WGMMA) for x in ours])
 
-            if packed:  # one thread arrives for all, which have to be done with reading
-                plgpu.commit_smem()
-            plgpu.barrier_arrive(meeting)  # no block may go while others read what it has
-            plgpu.barrier_wait(meeting)
+            meet_blocks(meeting)  # none may go while others read what it has
         if parts == 1:
             plgpu.wait_smem_to_gmem(0)
 

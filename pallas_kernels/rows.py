@@ -364,9 +364,15 @@ class Staged:
         return self.ref.at[pl.ds(part.row, part.rows), pl.ds(part.chunk, part.chunks)]
 
 
-def _at_tile(ref: Any, index: jax.Array, chunks: int, *, tile: RowTile) -> Any:
-    """Tile `index` of an array [M, n, inner] in device memory, likewise."""
-    return ref.at[pl.ds(index * tile.rows, tile.rows), pl.ds(tile.unknown_first_chunk, chunks)]
+def _at_tile(ref: Any, index: jax.Array, first: int, chunks: int, *, tile: RowTile) -> Any:
+    """Some chunks of tile `index` of an array [M, n, inner] in device memory."""
+    start = tile.unknown_first_chunk + first
+    return ref.at[pl.ds(index * tile.rows, tile.rows), pl.ds(start, chunks)]
+
+
+def runs(chunks: int) -> list[tuple[int, int]]:
+    """(first chunk, chunks) of each copy that brings so many."""
+    return [(first, min(MAX_BOX, chunks - first)) for first in range(0, chunks, MAX_BOX)]
 
 
 def stream(
@@ -389,11 +395,11 @@ def stream(
 
     The slots are a stage of each of the `buffers` (`RowTile.buffer` of `stages`), which hold a tile
     of the sources; what the step leaves in the first of them goes to the targets. Both are arrays
-    in device memory as `RowTile.view` makes them. `barrier` has a barrier a stage that expects as
-    many arrivals as there are sources, from `first_barrier` on. `places`: for each source, and the
-    target written from its slot, where in the array [.., n, inner] `chunks` of tile `index` lie,
-    place(ref, index, chunks), if not in rows one after another; `chunk_of`: at which of the n
-    chunks tile `index` begins.
+    in device memory as `RowTile.view` makes them. `barrier` has a barrier a stage that expects an
+    arrival for each of the `runs` of each source, from `first_barrier` on. `places`: for each
+    source, and the target written from its slot, where in the array [.., n, inner] `chunks` of tile
+    `index` lie, place(ref, index, first, chunks), if not in rows one after another; `chunk_of`: at
+    which of the n chunks tile `index` begins.
     """
     block = jax.lax.axis_index("block")
     places = places or [functools.partial(_at_tile, tile=tile)] * len(sources)
@@ -405,30 +411,35 @@ def stream(
 
     def fetch(i, slot):
         for ref, buffer, place in zip(sources, buffers, places, strict=True):
-            plgpu.copy_gmem_to_smem(
-                place(ref, block + i * blocks, tile.chunks),
-                buffer.at[slot],
-                barrier.at[first_barrier + slot],
-            )
+            for first, chunks in runs(buffer.shape[-2]):
+                plgpu.copy_gmem_to_smem(
+                    place(ref, block + i * blocks, first, chunks),
+                    buffer.at[slot, :, pl.ds(first, chunks)],
+                    barrier.at[first_barrier + slot],
+                )
 
     for s in range(ahead):
         pl.when(s < mine)(functools.partial(fetch, s, s))
 
     def leave(source, ref, place, index):
-        def copy(chunks):
+        def copy(first, chunks):
             plgpu.copy_smem_to_gmem(
-                source.at[:, pl.ds(0, chunks)], place(ref, index, chunks), commit_group=False
+                source.at[:, pl.ds(first, chunks)],
+                place(ref, index, first, chunks),
+                commit_group=False,
             )
 
         rest = ref.shape[-2] % tile.chunks
-        if tile.rows > 1 or not rest:
-            copy(tile.chunks)
-            return
-        # What passes the end of one row is not cut off: JAX makes a plain copy of one row, which
-        # would go on in the next.
-        inside = chunk_of(index) + tile.chunks <= ref.shape[-2]
-        pl.when(inside)(functools.partial(copy, tile.chunks))
-        pl.when(jnp.logical_not(inside))(functools.partial(copy, rest))
+        for first, chunks in runs(tile.chunks):
+            if tile.rows > 1 or not rest:
+                copy(first, chunks)
+                continue
+            # What passes the end of one row is not cut off: JAX makes a plain copy of one row,
+            # which would go on in the next.
+            inside = chunk_of(index) + first + chunks <= ref.shape[-2]
+            pl.when(inside)(functools.partial(copy, first, chunks))
+            if 0 < rest - first < chunks:
+                pl.when(jnp.logical_not(inside))(functools.partial(copy, first, rest - first))
 
     def body(i, carry):
         slot = jax.lax.rem(i, stages)

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
+from pallas_kernels.cluster import meet_blocks
 from pallas_kernels.device import ACCESS_BYTES, MAX_BOX, SHARED_BYTES, THREADS, Device
 
 LOWEST = -(2**31)
@@ -223,8 +224,7 @@ def _search(static: _Static, keys, ratio, top_k, top_p):
                 return sums
             for i, total in enumerate(sums):
                 shown[slot, i] = lax.bitcast_convert_type(total, jnp.int32)
-            plgpu.barrier_arrive(meeting)
-            plgpu.barrier_wait(meeting)
+            meet_blocks(meeting)
 
             def of_peer(peer, i, dtype):
                 bits = plgpu.cluster_ref(shown, {"rank": jnp.int32(peer)})[slot, i]
@@ -291,8 +291,7 @@ def _search(static: _Static, keys, ratio, top_k, top_p):
             out_ref[row] = found
 
         if cluster > 1:  # no block may go while others read what it has
-            plgpu.barrier_arrive(meeting)
-            plgpu.barrier_wait(meeting)
+            meet_blocks(meeting)
 
     scratch: list[Any] = [
         plgpu.SMEM(shape, jnp.int32),

@@ -1,11 +1,11 @@
 """Scale, mask and softmax in one: y = exp(scale * x - max) / sum over what the mask lets through.
 
 x is [*B, S], or any axis of any array, which is then moved to the end and back: a copy each way.
-A row that fits on chip (32 KB) is read once and written once: one block owns every blocks-th tile
-of rows. A longer row is read twice, shared by some blocks: one kernel finds each block's maximum
-and sum, online, a second one writes. The backward kernels work likewise on the saved result:
+Each row is read once and written once. A row of up to 32 KB has one block, which owns every
+blocks-th tile of rows; a longer one is shared out among the blocks of a cluster, which show each
+other their maxima and sums. The backward kernels work likewise on the saved result:
 d_x = scale * y * (d_y - sum(d_y * y)). A mask is read as it is stored, one byte a number, never at
-the size of x. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (the online sum).
+the size of x. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (how sums of parts are added).
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from pallas_kernels import softmax_kernel, tuned
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, THREADS, WARPS, Device
 from pallas_kernels.rows import MARGIN_BYTES
 from pallas_kernels.softmax_tiles import (
-    MAX_PARTS,
+    MAX_CLUSTER,
     NUMBERS,
+    ROOM,
     Config,
     Static,
     fits,
     misfit,
     row_tile,
+    share,
 )
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+LONGEST_BYTES = MAX_CLUSTER * (ROOM // 2 // 2048 * 2048)  # a row, for y and d_y are there at once
 
 
 def scale_softmax(
@@ -61,7 +64,7 @@ def scale_softmax(
     Raises: ValueError for another dtype than a floating one, a mask that is not boolean or does not
     broadcast, a NaN scale, an axis out of range, causal over another axis than the last of two or
     more. NotImplementedError without a Hopper GPU (unless `interpret`), or for rows that are no
-    multiple of 16 bytes.
+    multiple of 16 bytes or longer than LONGEST_BYTES.
     """
     check(x, scale, mask, causal, axis)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
@@ -150,13 +153,15 @@ def why_not(
     size = width * x.dtype.itemsize
     if reason := device_lib.why_not_copied("rows", size):
         return reason
+    if size > LONGEST_BYTES:
+        return f"rows of {size} bytes are longer than {LONGEST_BYTES}, what a cluster has on chip"
     if mask is not None and width < ACCESS_BYTES:
         return f"a mask of rows of {width} bytes is too narrow for the copy engine"
     return None
 
 
 def default_config(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: Device) -> Config:
-    """Whole rows of 8 to 16 KB a block, or pieces of longer rows, shared out (`_default`)."""
+    """Whole rows of 8 to 16 KB a block, or shares of longer rows (`_default`)."""
     del scale
     shape = [n for i, n in enumerate(x.shape) if i != axis % x.ndim] + [x.shape[axis]]
     if mask is not None:
@@ -183,12 +188,17 @@ def candidates(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: Device
     default = default_config(x, **kwargs, device=device)
     width, itemsize = x.shape[axis], x.dtype.itemsize
     if not fits(width, itemsize):
-        return [
-            Config(stages=4, columns=columns, parts=parts)
-            for columns in (1024, 2048, 4096)
-            for parts in (2, 4, 8, 16, 32)
-            if parts * columns < 2 * width
+        held = itemsize + (mask is not None)
+        shares = {cluster: share(width, itemsize, cluster) * held for cluster in (2, 4, 8)}
+        found = [
+            Config(stages=stages, blocks_per_sm=blocks, cluster=cluster)
+            for cluster, size_bytes in shares.items()
+            for stages in (1, 2)
+            for blocks in (1, 2, 3, 4)
+            if blocks * (stages * size_bytes + MARGIN_BYTES) <= SHARED_BYTES
         ]
+        alone = (Config(stages=0, blocks_per_sm=1, cluster=cluster) for cluster in shares)
+        return found + [c for c in alone if misfit(c, (), width, itemsize) is None]
     found = []
     for warps in (1, 4):
         for repeat in sorted({1, 2, 4, default.repeat}):
@@ -235,7 +245,6 @@ def _default(
 
     `held_bytes` of each number, in `arrays` arrays and a mask, are on chip.
     """
-    room = SHARED_BYTES - MARGIN_BYTES
     if fits(width, itemsize):
         # A warp that has a row alone sums it without the others; but there must be rows for all
         # warps, registers for a row each, and room for several blocks.
@@ -257,14 +266,18 @@ def _default(
         if whole and len(tile.groups(NUMBERS // arrays)[0]) == 1:
             return Config(direct, config.warps, 0)
         stage = repeat * numbers * held_bytes
-        stages = max(1, min(3, room // stage))
-        return Config(repeat, config.warps, stages, max(1, min(8, room // (stages * stage + 2048))))
-    # 4 blocks a multiprocessor, each with 4 tiles in flight, have the bytes that hide the latency
-    blocks, columns = 4 * num_sms, 4096 // arrays
-    while columns > 1024 and count * -(-width // columns) < blocks:
-        columns //= 2
-    parts = min(MAX_PARTS, max(1, blocks // max(count, 1)))
-    return Config(stages=4, columns=columns, parts=parts)
+        stages = max(1, min(3, ROOM // stage))
+        return Config(repeat, config.warps, stages, max(1, min(8, ROOM // (stages * stage + 2048))))
+    # The least shares are the most blocks, whose products hide each other's copies. H200, 64 and
+    # 1024 rows of 131072 in bfloat16, us: forward 13.8 and 141 without stages, 13.2 and 195 with
+    # one; backward 21 and 244 without, with one and two blocks 18.8 and 210, three 15.8 and 248.
+    held = share(width, itemsize, MAX_CLUSTER) * held_bytes
+    most = SHARED_BYTES // (held + MARGIN_BYTES)
+    direct = Config(stages=0, blocks_per_sm=1, cluster=MAX_CLUSTER)
+    if misfit(direct, (), width, itemsize) is None and (arrays == 1 or most < 2):
+        return direct
+    wanted = 2 if arrays == 2 and count > 2 * num_sms else 3
+    return Config(stages=1, blocks_per_sm=max(1, min(wanted, most)), cluster=MAX_CLUSTER)
 
 
 def _static(groups, queries, scale, config, device, interpret) -> tuple[Static, Any]:

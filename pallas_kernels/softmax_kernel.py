@@ -1,7 +1,9 @@
-"""The kernels of `scale_softmax`: over whole rows, or two over the pieces of longer ones.
+"""The kernels of `scale_softmax`: over whole rows, or over shares of longer ones.
 
-A row on chip takes its maximum, its sum and its quotients in registers. Of a longer row one kernel
-finds each block's maximum and sum, online, and a second one writes. Imported only by softmax.py.
+A row that one block has takes its maximum, its sum and its quotients in registers. Of a longer row
+each block of a cluster has a share on chip, and reads it from there three times: for its maximum,
+for its sum, and to write; between the last two the blocks show each other what they found. Imported
+only by softmax.py.
 """
 
 from __future__ import annotations
@@ -17,93 +19,115 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, rows
+from pallas_kernels.cluster import meet_blocks
+from pallas_kernels.device import THREADS
 from pallas_kernels.rows import Part, Staged
 from pallas_kernels.softmax_tiles import NUMBERS, Mask, Plan, Static, Tile, accesses, plan_of
 
 LOG2_E = math.log2(math.e)  # the GPU has powers of two
+KEPT = 160  # float32 numbers of a share that a thread keeps in registers
 
 
 def _run(
     static: Static,
     plan: Plan,
     name: str,
-    step: Callable[..., Any],
+    step: Callable[..., None],
     *,
     arrays: Sequence[jax.Array],
     mask: jax.Array | None = None,
-    numbers: Sequence[jax.Array | None] = (),
-    writes: bool = True,
-    carry: tuple[float, ...] = (),
-) -> list[jax.Array]:
-    """Runs carry = step(index, arrays, out, mask, numbers, carry) for all tiles of arrays [M, S].
+    number: jax.Array | None = None,
+    shown: int = 1,
+) -> jax.Array:
+    """Runs step(index, arrays, out, mask, number, meet) for all tiles of arrays [M, S]; [M, S].
 
     The arrays have load(part), the mask too, `out` has store(part, value); it may lie over the
-    first array, so a step loads a part before it stores it. `numbers` are references to float32 in
-    device memory. Each number of the carry is a result [blocks] too: a block begins with the value
-    given, and returns its last.
+    first array, so a step loads a part before it stores it. `number` is a reference to float32 [1]
+    in device memory. meet(numbers), of `shown` numbers and once a step: for each number those of
+    all blocks that share the row.
     """
     tile, width = plan.tile, arrays[0].shape[-1]
-    runs = (width // tile.inner, tile.inner) if plan.stages else (width,)
-    arrays = [x.reshape(-1, plan.rows, *runs) for x in arrays]
+    cut = (width // tile.inner, tile.inner) if plan.stages else (width,)
+    arrays = [x.reshape(-1, plan.rows, *cut) for x in arrays]
     masks = [] if mask is None else [plan.mask_view(mask) if plan.stages else mask]
-    known = [n for n in numbers if n is not None]
-    out_type = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)] * writes
-    out_type += [jax.ShapeDtypeStruct((plan.blocks,), jnp.float32)] * len(carry)
+    together = plan.cluster > 1
 
     def body(*refs):
         refs = iter(refs)
         take = lambda n: [next(refs) for _ in range(n)]  # noqa: E731
-        sources, mask_refs, taken = take(len(arrays)), take(len(masks)), iter(take(len(known)))
-        targets, totals = take(writes), take(len(carry))
-        held = [None if n is None else next(taken) for n in numbers]
+        sources, mask_refs = take(len(arrays)), take(len(masks))
+        known = None if number is None else next(refs)
+        target = next(refs)
         block = jax.lax.axis_index("block")
-        if not plan.stages:
-            tiles = [Tile(plan, ref, block) for ref in sources]
-            masked = [Mask(plan, ref, block) for ref in mask_refs]
-            target = Tile(plan, targets[0], block)
-            step(block, tiles, target, masked[0] if masked else None, held, ())
-            return
+        buffers, arrived = (take(len(arrays) + len(masks)), next(refs)) if plan.stages else ([], 0)
+        shared = take(2) if together else []
+
+        def meet(turn, numbers):
+            if not together:
+                return [[number] for number in numbers]
+            board, meeting = shared
+            for i, number in enumerate(numbers):
+                board[turn, i] = number
+            meet_blocks(meeting)
+            peers = [
+                plgpu.cluster_ref(board, {"rank": jnp.int32(rank)}) for rank in range(plan.cluster)
+            ]
+            return [[peer[turn, i] for peer in peers] for i in range(len(numbers))]
 
         def tile_step(slots, state):
-            index, state = state
+            index, turn = state
             staged = [Staged(slot) for slot in slots[: len(arrays)]]
             masked = [Mask(plan, slot, index) for slot in slots[len(arrays) :]]
-            state = step(index, staged, staged[0], masked[0] if masked else None, held, state)
-            return index + plan.blocks, state
+            others = functools.partial(meet, turn)
+            step(index, staged, staged[0], masked[0] if masked else None, known, others)
+            return index + plan.blocks, 1 - turn
 
-        _, last = rows.stream(
-            tile_step,
-            tile=tile,
-            tiles=plan.tiles,
-            blocks=plan.blocks,
-            stages=plan.stages,
-            sources=[*sources, *mask_refs],
-            targets=targets,
-            buffers=take(len(arrays) + len(masks)),
-            barrier=next(refs),
-            carry=(block, tuple(map(jnp.float32, carry))),
-            places=[plan.place] * len(arrays) + [plan.mask_place] * len(masks),
-            chunk_of=lambda index: plan.at(index)[2],
-        )
-        for ref, value in zip(totals, last, strict=True):
-            ref[block] = value
+        if plan.stages:
+            rows.stream(
+                tile_step,
+                tile=tile,
+                tiles=plan.tiles,
+                blocks=plan.blocks,
+                stages=plan.stages,
+                sources=[*sources, *mask_refs],
+                targets=[target],
+                buffers=buffers,
+                barrier=arrived,
+                carry=(block, jnp.int32(0)),
+                places=[plan.place] * len(arrays) + [plan.mask_place] * len(masks),
+                chunk_of=lambda index: plan.at(index)[2],
+            )
+        else:
+            tiles = [Tile(plan, ref, block) for ref in sources]
+            masked = [Mask(plan, ref, block) for ref in mask_refs]
+            out, others = Tile(plan, target, block), functools.partial(meet, 0)
+            step(block, tiles, out, masked[0] if masked else None, known, others)
+        if together:  # no block may go while others read what it shows
+            meet_blocks(shared[1])
 
-    scratch = [
-        *(tile.buffer(x.dtype, plan.stages) for x in arrays),
-        *[plan.mask_buffer for _ in masks],
-        plgpu.Barrier(num_arrivals=len(arrays) + len(masks), num_barriers=plan.stages or 1),
-    ]
-    results = _compat.kernel(
+    scratch: list[Any] = []
+    if plan.stages:
+        scratch += [tile.buffer(x.dtype, plan.stages) for x in arrays]
+        scratch += [plan.mask_buffer for _ in masks]
+        copies = sum(len(rows.runs(buffer.shape[-2])) for buffer in scratch)
+        scratch.append(plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages))
+    clusters: dict[str, Any] = {}
+    if together:
+        scratch.append(plgpu.SMEM((2, shown), jnp.float32))  # steps take turns
+        scratch.append(plgpu.ClusterBarrier(collective_axes=("rank",)))
+        clusters = {"cluster": (plan.cluster,), "cluster_names": ("rank",)}
+    result = _compat.kernel(
         body,
         name=name,
-        out_type=out_type,
+        out_type=jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype),
         grid=(plan.blocks,),
         grid_names=("block",),
-        scratch_types=scratch if plan.stages else [],
+        scratch_types=scratch,
         approx_math=True,  # exp2 as the hardware has it: two float32 ulps
         interpret=static.interpret,
-    )(*arrays, *masks, *known)
-    return [x.reshape(-1, width) if writes and i == 0 else x for i, x in enumerate(results)]
+        **clusters,
+    )(*arrays, *masks, *([] if number is None else [number]))
+    return result.reshape(-1, width)
 
 
 def _kept(plan: Plan, static: Static, width: int, part: Part, index: Any, mask: Any) -> Any:
@@ -128,8 +152,8 @@ def _kept(plan: Plan, static: Static, width: int, part: Part, index: Any, mask: 
     return functools.reduce(jnp.logical_and, rules) if rules else None
 
 
-def _scale(static: Static, numbers: Sequence[Any]) -> Any:
-    return numbers[0][0] if static.scale is None else jnp.float32(static.scale)
+def _scale(static: Static, number: Any) -> Any:
+    return number[0] if static.scale is None else jnp.float32(static.scale)
 
 
 def _or_zero(top: jax.Array) -> jax.Array:
@@ -140,6 +164,21 @@ def _or_zero(top: jax.Array) -> jax.Array:
 def _inverse(total: jax.Array) -> jax.Array:
     """1 over a sum, 0 where nothing was summed."""
     return jnp.where(total == 0, jnp.float32(0), 1 / total)
+
+
+def _over(group: Sequence[Part], value: Callable[[Part], Any], add: Any, of_all: Any) -> jax.Array:
+    """One number of the parts of a row: values of a shape are added first, threads meet once."""
+    found: dict[tuple[int, ...], jax.Array] = {}
+    for part in group:
+        one = value(part)
+        found[one.shape] = add(found[one.shape], one) if one.shape in found else one
+    return functools.reduce(add, [of_all(of_all(one, axis=1)) for one in found.values()])
+
+
+def _at_once(plan: Plan, arrays: int) -> int:
+    """Numbers of a share that a thread holds of each array: all, or some that it reads anew."""
+    numbers = plan.tile.padded // THREADS
+    return numbers if numbers * arrays <= KEPT else NUMBERS // 2
 
 
 def _once(group: Sequence[Part], f: Callable[[Part], Any]) -> Callable[[Part], Any]:
@@ -154,22 +193,23 @@ def forward(static: Static, x, number, mask):
     """The softmax of rows [M, S]; `number` is the scale [1] if the kernel does not know it."""
     width = x.shape[-1]
     plan = plan_of(static, width, x.dtype.itemsize, static.config)
-    groups = plan.tile.groups(NUMBERS)
+    groups = plan.tile.groups(_at_once(plan, 1) if plan.cluster else NUMBERS)
 
     def scores(part, index, arrays, mask, scale):
         if static.queries and not plan.stages:
-            _, row, _ = plan.at(index)
-            z = arrays[0].load_seen(part, width - static.queries + row + plan.tile.rows)
+            _, row, chunk = plan.at(index)
+            seen = width - static.queries + row + plan.tile.rows
+            z = arrays[0].load_seen(part, seen - chunk * plan.tile.inner)
         else:
             z = arrays[0].load(part)
         z = z.astype(jnp.float32) * scale
         keep = _kept(plan, static, width, part, index, mask)
         return z if keep is None else jnp.where(keep, z, -jnp.inf)
 
-    def whole(index, arrays, out, mask, numbers, carry):
+    def whole(index, arrays, out, mask, number, meet):
+        del meet
         for group in groups:
-            some_rows(group, index, arrays, out, mask, _scale(static, numbers))
-        return carry
+            some_rows(group, index, arrays, out, mask, _scale(static, number))
 
     def some_rows(group, index, arrays, out, mask, scale):
         z = _once(group, lambda part: scores(part, index, arrays, mask, scale))
@@ -179,57 +219,38 @@ def forward(static: Static, x, number, mask):
         for part in group:
             out.store(part, (e(part) * part.across(inverse)).astype(x.dtype))
 
-    def statistics(index, arrays, out, mask, numbers, carry):
-        (group,), (top, total) = groups, carry
-        scale = _scale(static, numbers)
-        for part in group:
-            z = scores(part, index, arrays, mask, scale)
-            new = jnp.maximum(top, jnp.max(jnp.max(z, axis=1)))
-            e = jnp.exp2((z - _or_zero(new)) * LOG2_E)
-            total = total * jnp.exp2((top - _or_zero(new)) * LOG2_E) + jnp.sum(jnp.sum(e, axis=1))
-            top = new
-        return top, total
+    def shared(index, arrays, out, mask, number, meet):
+        (group,), scale = groups, _scale(static, number)
 
-    def write(index, arrays, out, mask, numbers, carry):
-        scale = _scale(static, numbers)
-        tops, totals = ([ref[part] for part in plan.parts_of_row()] for ref in numbers[1:])
+        z = _once(group, lambda part: scores(part, index, arrays, mask, scale))
+        mine = _over(group, z, jnp.maximum, jnp.max)
+        e = _once(group, lambda part: jnp.exp2((z(part) - _or_zero(mine)) * LOG2_E))
+        tops, totals = meet([mine, _over(group, e, jnp.add, jnp.sum)])
         top = _or_zero(functools.reduce(jnp.maximum, tops))
         shares = [n * jnp.exp2((t - top) * LOG2_E) for t, n in zip(tops, totals, strict=True)]
         inverse = _inverse(functools.reduce(jnp.add, shares))
-        for part in groups[0]:
-            z = scores(part, index, arrays, mask, scale)
-            y = jnp.exp2((z - top) * LOG2_E) * inverse
-            out.store(part, y.astype(x.dtype))
-        return carry
+        factor = jnp.exp2((mine - top) * LOG2_E) * inverse
+        for part in group:
+            out.store(part, (e(part) * factor).astype(x.dtype))
 
-    run = functools.partial(_run, static, plan, arrays=[x], mask=mask)
-    if not plan.pieces:
-        return run("scale_softmax", whole, numbers=[number])[0]
-    found = run(
-        "scale_softmax_statistics",
-        statistics,
-        numbers=[number],
-        writes=False,
-        carry=(-math.inf, 0.0),
-    )
-    return run("scale_softmax_write", write, numbers=[number, *found])[0]
+    step = shared if plan.cluster else whole
+    return _run(static, plan, "scale_softmax", step, arrays=[x], mask=mask, number=number, shown=2)
 
 
 def backward(static: Static, y, number, d_y):
     """The gradient to rows [M, S]; no mask is needed, for y is 0 there."""
     width, itemsize = y.shape[-1], y.dtype.itemsize
     plan = plan_of(static, width, itemsize, static.config)
-    groups = plan.tile.groups(NUMBERS // 2)
+    groups = plan.tile.groups(_at_once(plan, 2) if plan.cluster else NUMBERS // 2)
 
     def load(part, arrays):
         p, d = (x.load(part).astype(jnp.float32) for x in arrays)
         return p, jnp.where(p == 0, jnp.float32(0), d)  # whatever d_y is where nothing was kept
 
-    def whole(index, arrays, out, mask, numbers, carry):
-        scale = _scale(static, numbers)
+    def whole(index, arrays, out, mask, number, meet):
+        del index, mask, meet
         for group in groups:
-            some_rows(group, arrays, out, scale)
-        return carry
+            some_rows(group, arrays, out, _scale(static, number))
 
     def some_rows(group, arrays, out, scale):
         both = _once(group, lambda part: load(part, arrays))
@@ -240,23 +261,16 @@ def backward(static: Static, y, number, d_y):
             d_x = scale * (p * (d - part.across(along)))
             out.store(part, d_x.astype(y.dtype))
 
-    def statistics(index, arrays, out, mask, numbers, carry):
-        (along,) = carry
-        for part in groups[0]:
-            p, d = load(part, arrays)
-            along = along + jnp.sum(jnp.sum(p * d, axis=1))
-        return (along,)
-
-    def write(index, arrays, out, mask, numbers, carry):
-        scale = _scale(static, numbers)
-        along = functools.reduce(jnp.add, [numbers[1][part] for part in plan.parts_of_row()])
-        for part in groups[0]:
-            p, d = load(part, arrays)
+    def shared(index, arrays, out, mask, number, meet):
+        del index, mask
+        (group,), scale = groups, _scale(static, number)
+        both = _once(group, lambda part: load(part, arrays))
+        mine = _over(group, lambda part: math.prod(both(part)), jnp.add, jnp.sum)
+        [sums] = meet([mine])
+        along = functools.reduce(jnp.add, sums)
+        for part in group:
+            p, d = both(part)
             out.store(part, (scale * (p * (d - along))).astype(y.dtype))
-        return carry
 
-    run = functools.partial(_run, static, plan, arrays=[y, d_y])
-    if not plan.pieces:
-        return run("scale_softmax_backward", whole, numbers=[number])[0]
-    found = run("scale_softmax_backward_statistics", statistics, writes=False, carry=(0.0,))
-    return run("scale_softmax_backward_write", write, numbers=[number, *found])[0]
+    step = shared if plan.cluster else whole
+    return _run(static, plan, "scale_softmax_backward", step, arrays=[y, d_y], number=number)

@@ -1,6 +1,6 @@
 """Where the tiles of `scale_softmax` lie, and what of the mask belongs to each.
 
-A tile is some whole rows, or a piece of a row that does not fit on chip. Imported only by
+A tile is some whole rows, or the share of a row that one block of a cluster has. Imported only by
 softmax.py and softmax_kernel.py.
 """
 
@@ -18,11 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, rows
-from pallas_kernels.device import ACCESS_BYTES, LANES, MAX_BOX, THREADS, WARPS
-from pallas_kernels.rows import Part, RowTile
+from pallas_kernels.device import ACCESS_BYTES, LANES, MAX_BOX, SHARED_BYTES, THREADS, WARPS
+from pallas_kernels.rows import MARGIN_BYTES, Part, RowTile
 
 NUMBERS = 64  # of a row that a thread holds at once: float32 registers, with as many for the rest
-MAX_PARTS = 32  # each block reads the statistics of all parts of its row
+MAX_CLUSTER = 8  # blocks that any GPU runs as one cluster
+ROOM = SHARED_BYTES - MARGIN_BYTES  # on chip, of a block that has a multiprocessor alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,22 +33,21 @@ class Config:
     repeat: rows a tile, in multiples of those that the warpgroup holds side by side. warps: of a
     row that one warp could hold, 1 or 4. stages: tiles in flight a block; 0 is a block for each
     tile, from memory to registers and back. blocks_per_sm: blocks a multiprocessor that has stages.
-    columns: numbers a tile of a row that does not fit on chip; parts: blocks that share such a row.
+    cluster: blocks that share a row which does not fit on one chip.
     """
 
     repeat: int = 1
     warps: int = 1
     stages: int = 3
     blocks_per_sm: int = 4
-    columns: int = 4096
-    parts: int = 1
+    cluster: int = 1
 
     def __post_init__(self) -> None:
-        numbers = (self.repeat, self.stages + 1, self.blocks_per_sm, self.columns, self.parts)
-        if min(numbers) < 1 or self.warps not in (1, 4):
+        numbers = (self.repeat, self.stages + 1, self.blocks_per_sm, self.cluster)
+        if min(numbers) < 1 or self.warps not in (1, 4) or self.cluster > MAX_CLUSTER:
             raise ValueError(
                 f"scale_softmax: {self}: warps is 1 or 4, stages may be 0, the other numbers must "
-                "be 1 at least"
+                f"be 1 at least, and cluster {MAX_CLUSTER} at most"
             )
 
 
@@ -90,17 +90,23 @@ def row_tile(width: int, itemsize: int, config: Config, interpret: bool) -> RowT
     return tile
 
 
-def _piece_tile(width: int, itemsize: int, columns: int, interpret: bool) -> RowTile:
-    """A piece of a row that has the warpgroup: about `columns` numbers."""
+def share(width: int, itemsize: int, cluster: int) -> int:
+    """Numbers of a row that each of so many blocks has, the last the rest; whole accesses of all
+    threads.
+    """
+    step = THREADS * ACCESS_BYTES // itemsize
+    return -(-width // (cluster * step)) * step
+
+
+def _share_tile(width: int, itemsize: int, cluster: int, interpret: bool) -> RowTile:
+    """A share of a row, which has the warpgroup."""
     vector = ACCESS_BYTES // itemsize
     inner = _inner(width, vector)
-    step = THREADS * vector
-    columns = max(step, min(columns, MAX_BOX * inner) // step * step)
     return RowTile(
         width=width,
         rows=1,
         inner=inner,
-        chunks=columns // inner,
+        chunks=share(width, itemsize, cluster) // inner,
         vector=vector,
         warps=(1, WARPS),
         lanes=(1, LANES),
@@ -112,22 +118,16 @@ def _piece_tile(width: int, itemsize: int, columns: int, interpret: bool) -> Row
 class Plan:
     """Which tile of the rows [groups, rows, S] which block has when.
 
-    stages: tiles in flight a block; 0: a block has one tile and needs no copy engine. pieces: tiles
-    of a row, which `parts` blocks take in turn; 0: tiles are whole rows. No tile lies wholly behind
-    the end of a row, for what a copy of one row writes there is not cut off.
+    blocks: clusters of blocks, where `cluster` of them share a row; 0: tiles are whole rows.
+    stages: tiles in flight a block; 0: a block has one tile and needs no copy engine. No share of a
+    row lies wholly behind its end, for what a copy of one row writes there is not cut off.
     """
 
     tile: RowTile
     groups: tuple[tuple[int, bool], ...]
     blocks: int
     stages: int
-    parts: int
-    pieces: int
-
-    @property
-    def count(self) -> int:
-        """All rows."""
-        return math.prod(n for n, _ in self.groups)
+    cluster: int
 
     @property
     def rows(self) -> int:
@@ -135,29 +135,24 @@ class Plan:
 
     @property
     def tiles(self) -> int:
-        if self.pieces:
-            return self.count * self.pieces
-        return self.count // self.rows * -(-self.rows // self.tile.rows)
+        """Rows, where they are shared."""
+        count = math.prod(n for n, _ in self.groups)
+        return count if self.cluster else count // self.rows * -(-self.rows // self.tile.rows)
 
     def at(self, index: Any) -> tuple[Any, Any, Any]:
         """Where tile `index` begins: group, row, chunk."""
         div, rem = jax.lax.div, jax.lax.rem
-        if not self.pieces:
+        zero = jax.lax.axis_index("block") * 0
+        if not self.cluster:
             tiles = -(-self.rows // self.tile.rows)
-            zero = jax.lax.axis_index("block") * 0
             return div(index, tiles), rem(index, tiles) * self.tile.rows, zero
-        row, piece = rem(index, self.count), div(index, self.count)
-        return div(row, self.rows), rem(row, self.rows), piece * self.tile.chunks
+        rank = jax.lax.axis_index("rank") if self.cluster > 1 else zero
+        return div(index, self.rows), rem(index, self.rows), rank * self.tile.chunks
 
-    def parts_of_row(self) -> list[Any]:
-        """The blocks that share the row of the block that asks."""
-        row = jax.lax.rem(jax.lax.axis_index("block"), self.count)
-        return [row + part * self.count for part in range(self.parts)]
-
-    def place(self, ref: Any, index: Any, chunks: int) -> Any:
-        """Tile `index` of rows in device memory, [groups, rows, n, inner], or its first chunks."""
+    def place(self, ref: Any, index: Any, first: int, chunks: int) -> Any:
+        """Some chunks of tile `index` of rows in device memory, [groups, rows, n, inner]."""
         group, row, chunk = self.at(index)
-        return ref.at[group, pl.ds(row, self.tile.rows), pl.ds(chunk, chunks)]
+        return ref.at[group, pl.ds(row, self.tile.rows), pl.ds(chunk + first, chunks)]
 
     @property
     def mask_inner(self) -> int:
@@ -187,11 +182,11 @@ class Plan:
             rest = jax.lax.div(rest, n)
         return group, row if self.groups[-1][1] else zero, chunk
 
-    def mask_place(self, ref: Any, index: Any, chunks: int) -> Any:
-        del chunks  # of x; those of the mask are its buffer's
+    def mask_place(self, ref: Any, index: Any, first: int, chunks: int) -> Any:
         group, row, chunk = self.mask_at(index)
-        _, count, wide, inner = self.mask_buffer.shape
-        return ref.at[group, pl.ds(row, count), pl.ds(chunk * self.tile.inner // inner, wide)]
+        _, count, _, inner = self.mask_buffer.shape
+        start = chunk * self.tile.inner // inner + first
+        return ref.at[group, pl.ds(row, count), pl.ds(start, chunks)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,8 +215,8 @@ class Tile:
         self._of(part)[...] = value
 
     def _of(self, part: Part) -> Any:
-        group, row, _ = self.plan.at(self.index)
-        columns = pl.ds(part.chunk * part.tile.inner, part.shape[1])
+        group, row, chunk = self.plan.at(self.index)
+        columns = pl.ds((chunk + part.chunk) * part.tile.inner, part.shape[1])
         return self.ref.at[group, pl.ds(row + part.row, part.rows), columns]
 
 
@@ -242,9 +237,9 @@ class Mask:
             at = (pl.ds(first // inner, columns // inner),)
             ref = self.ref
         else:
-            group, row, _ = self.plan.mask_at(self.index)
+            group, row, chunk = self.plan.mask_at(self.index)
             ref = self.ref.at[group, pl.ds(row, 1 if shared else tile.rows)]
-            at = (pl.ds(first, columns),)
+            at = (pl.ds(chunk * tile.inner + first, columns),)
         ref = ref.at[(0, *at) if shared else (pl.ds(part.row, part.rows), *at)]
         shape = (columns,) if shared else part.shape
         if tile.interpret:
@@ -263,7 +258,12 @@ def misfit(
     if config.stages:
         return None
     if not fits(width, itemsize):
-        return f"{config} has no stages, but rows of {width} do not fit on chip"
+        if width == config.cluster * share(width, itemsize, config.cluster):
+            return None
+        return (
+            f"{config} has no stages, for rows that fill the threads of {config.cluster} blocks, "
+            f"but got rows of {width}"
+        )
     tile, count = row_tile(width, itemsize, config, False), groups[-1][0]
     if width < tile.padded or count % tile.rows:
         return (
@@ -282,15 +282,24 @@ def plan_of(static: Static, width: int, itemsize: int, config: Config) -> Plan:
         raise NotImplementedError(f"scale_softmax: cannot run this call: {reason}")
     if fits(width, itemsize):
         tile = row_tile(width, itemsize, config, static.interpret)
-        plan = Plan(tile, static.groups, 1, config.stages, 1, 0)
+        plan = Plan(tile, static.groups, 1, config.stages, 0)
         blocks = static.num_sms * config.blocks_per_sm
         blocks = min(plan.tiles, blocks) if plan.stages else plan.tiles
         return dataclasses.replace(plan, blocks=blocks)
-    tile = _piece_tile(width, itemsize, config.columns, static.interpret)
-    tiles = -(-width // tile.padded)
-    parts = min(config.parts, MAX_PARTS, tiles)
-    plan = Plan(tile, static.groups, 1, config.stages, parts, tiles)
-    return dataclasses.replace(plan, blocks=plan.count * parts)
+    # The interpreter knows no other block's shared memory, and has room for the whole row.
+    cluster = 1 if static.interpret else config.cluster
+    while (cluster - 1) * share(width, itemsize, cluster) >= width:
+        cluster -= 1
+    size_bytes = config.stages * share(width, itemsize, cluster) * itemsize
+    if size_bytes > ROOM and not static.interpret:
+        raise NotImplementedError(
+            f"scale_softmax: cannot run this call: {config} takes {size_bytes} bytes on chip for "
+            f"rows of {width}, more than {ROOM}"
+        )
+    tile = _share_tile(width, itemsize, cluster, static.interpret)
+    plan = Plan(tile, static.groups, 1, config.stages, cluster)
+    most = max(1, static.num_sms * config.blocks_per_sm // cluster) if plan.stages else plan.tiles
+    return dataclasses.replace(plan, blocks=min(plan.tiles, most))
 
 
 def accesses(part: Part) -> list[Part]:

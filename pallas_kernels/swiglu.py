@@ -265,12 +265,12 @@ class _Tile:
         """Whether the tiles of `count` rows hold nothing else."""
         return self.tiles(count) * self.numbers == count * self.on_chip.width
 
-    def place(self, half: int) -> Callable[[Any, jax.Array, int], Any]:
+    def place(self, half: int) -> Callable[[Any, jax.Array, int, int], Any]:
         """Where `chunks` of tile `index` of one half lie in an array [M, halves, n, inner]."""
 
-        def place(ref, index, chunks):
+        def place(ref, index, first, chunks):
             row, chunk = self.first(index)
-            return ref.at[pl.ds(row, self.on_chip.rows), half, pl.ds(chunk, chunks)]
+            return ref.at[pl.ds(row, self.on_chip.rows), half, pl.ds(chunk + first, chunks)]
 
         return place
 

@@ -173,8 +173,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.decode_attention_kernel": (
         "pallas_kernels._compat pallas_kernels.attention_reference "
-        "pallas_kernels.decode_attention_bytes pallas_kernels.decode_attention_parts "
-        "pallas_kernels.wgmma_tiles"
+        "pallas_kernels.cluster pallas_kernels.decode_attention_bytes "
+        "pallas_kernels.decode_attention_parts pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.decode_attention_config": (
         "pallas_kernels.decode_attention_kernel pallas_kernels.decode_attention_parts "
@@ -201,12 +201,16 @@ MAY_IMPORT = {
     "pallas_kernels.rope_into_cache": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device"
     ),
-    "pallas_kernels.sampling_threshold": "pallas_kernels._compat pallas_kernels.device",
+    "pallas_kernels.cluster": "",
+    "pallas_kernels.sampling_threshold": (
+        "pallas_kernels._compat pallas_kernels.cluster pallas_kernels.device"
+    ),
     "pallas_kernels.softmax_tiles": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows"
     ),
     "pallas_kernels.softmax_kernel": (
-        "pallas_kernels._compat pallas_kernels.rows pallas_kernels.softmax_tiles"
+        "pallas_kernels._compat pallas_kernels.cluster pallas_kernels.device "
+        "pallas_kernels.rows pallas_kernels.softmax_tiles"
     ),
     "pallas_kernels.softmax": (
         "pallas_kernels.device pallas_kernels.rows pallas_kernels.softmax_kernel "

@@ -205,33 +205,6 @@ def test_what_a_call_gets_wrong(changes, message):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("cache", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
-def test_no_block_of_a_cluster_goes_while_another_reads_what_it_has(cache, monkeypatch):
-    """One thread tells the cluster that a block is done, so its warps have to meet before."""
-    texts, read = [], aot._mosaic_kernel
-
-    def kept(ptx):
-        texts.append(ptx.read_text())
-        return read(ptx)
-
-    monkeypatch.setattr(aot, "_mosaic_kernel", kept)
-    call = shapes(8, 2, 64, 512, batch=1)
-    if cache != jnp.bfloat16:
-        for name in "kv":
-            call[f"{name}_cache"] = jax.ShapeDtypeStruct((1, 512, 2, 64), cache)
-            call[f"{name}_scale"] = jax.ShapeDtypeStruct((1, 512, 2), jnp.float32)
-    config = Config(64, 2, 4, 2)  # two parts, so that the results go straight to memory
-    aot.compile_for(lambda call: decode_attention(**call, config=config), call)
-    [text] = [text for text in texts if "shared::cluster" in text]
-    loads = [m.end() for m in re.finditer(r"ld[.\w]*\.shared::cluster", text)]
-    arrivals = [m.start() for m in re.finditer(r"mbarrier\.arrive[.\w]*\.shared::cluster", text)]
-    [*_, arrival] = arrivals
-    assert loads
-    assert loads[-1] < arrival
-    assert re.search(r"\bbar(rier)?\.sync|barrier\.cta\.sync", text[loads[-1] : arrival])
-
-
-@pytest.mark.aot
 @pytest.mark.parametrize("group", [33, 56, 64])
 def test_many_heads_share_a_key_head(group):
     """wgmma of int8 has no 40 or 56 columns; nor have 32 parts of 64 heads room in registers."""

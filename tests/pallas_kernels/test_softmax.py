@@ -17,16 +17,19 @@ from pallas_kernels import softmax
 from pallas_kernels.device import Device
 from pallas_kernels.softmax import (
     Config,
+    Static,
     scale_softmax,
     scale_softmax_backward,
     scale_softmax_reference,
     why_not,
 )
+from pallas_kernels.softmax_tiles import plan_of
 
 H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 LONG = 8248  # 8 * 1031: in too many runs for one copy, so it is taken as a row that does not fit
+FILLS = 17 * 1024  # does not fit either, and fills the threads
 
 # x, dtype, mask, then arguments. "scale" is an array with a gradient where it is one.
 CASES: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...] | None, dict[str, Any]]] = {
@@ -54,6 +57,7 @@ CASES: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...] | None, dict[str, A
     "long rows": ((3, LONG), BF16, None, {"scale": np.float32(1.3)}),
     "long rows, mask": ((2, 2, LONG), F16, (2, 1, LONG), {}),
     "long rows, causal": ((2, 2, 16640), BF16, (1, 2, 16640), {"causal": True}),
+    "long rows that fill the threads": ((2, FILLS), BF16, (2, FILLS), {}),
 }
 
 
@@ -160,11 +164,11 @@ def test_large_scores_do_not_overflow():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 8, 2048), (3, LONG)])
+@pytest.mark.parametrize("shape", [(2, 8, 2048), (3, LONG), (2, FILLS)])
 def test_every_config_gives_the_same(shape):
     x, d_y, mask = arrays(shape, BF16, (8, 2048) if shape[-1] == 2048 else shape)
-    if shape[-1] == LONG:
-        configs = [Config(stages=2, columns=c, parts=p) for c, p in ((1024, 3), (2048, 5))]
+    if shape[-1] in (LONG, FILLS):
+        configs = [Config(stages=stages) for stages in (1, 2, 0) if stages or shape[-1] == FILLS]
     else:
         grid = itertools.product((1, 2), (1, 4), (0, 1, 3))
         configs = [Config(repeat, warps, stages) for repeat, warps, stages in grid]
@@ -185,7 +189,7 @@ def test_every_config_gives_the_same(shape):
             (3, 256),
             r"has no stages, for rows that fill the threads, 4 at a time, but got 3 rows of",
         ),
-        ((4, LONG), f"has no stages, but rows of {LONG} do not fit on chip"),
+        ((4, LONG), f"for rows that fill the threads of 1 blocks, but got rows of {LONG}"),
     ],
 )
 def test_a_config_that_rows_do_not_fill(shape, phrase, monkeypatch):
@@ -198,6 +202,15 @@ def test_a_config_that_rows_do_not_fill(shape, phrase, monkeypatch):
     monkeypatch.setattr(softmax.tuned, "lookup", lambda *args: Config(stages=0))
     y = interpreted(lambda x: scale_softmax(x, interpret=True), x)
     np.testing.assert_allclose(np.asarray(y, np.float32).sum(axis=-1), 1, rtol=0.02)
+
+
+@pytest.mark.parametrize("cluster", [1, 8])
+def test_shares_that_do_not_fit_on_chip(cluster):
+    """On a GPU: the interpreter has room for all."""
+    config = Config(stages=2 * cluster, cluster=cluster)
+    static = Static(((4, False),), 0, 1.0, config, 132, False)
+    with pytest.raises(NotImplementedError, match="takes 524288 bytes on chip for rows of 131072"):
+        plan_of(static, 131072, 2, config)
 
 
 def test_a_tuned_row_is_used(monkeypatch):
@@ -213,7 +226,7 @@ def test_a_tuned_row_is_used(monkeypatch):
     assert asked == [("softmax", "float32 4x256 mask")]
 
 
-@pytest.mark.parametrize("numbers", [{"warps": 2}, {"stages": -1}, {"repeat": 0}, {"parts": 0}])
+@pytest.mark.parametrize("numbers", [{"warps": 2}, {"stages": -1}, {"repeat": 0}, {"cluster": 9}])
 def test_a_config_that_makes_no_sense(numbers):
     with pytest.raises(ValueError, match="scale_softmax: .*warps is 1 or 4"):
         Config(**numbers)
@@ -288,7 +301,7 @@ def struct(*shape, dtype: Any = BF16):
 def test_what_runs(x, kwargs):
     assert why_not(x, **kwargs, device=H200) is None
     config = softmax.default_config(x, **kwargs, device=H200)
-    assert config in softmax.candidates(x, **kwargs, device=H200) or config.stages == 4
+    assert config in softmax.candidates(x, **kwargs, device=H200)
     assert softmax.bucket(x, **kwargs).startswith(str(x.dtype))
 
 
@@ -311,6 +324,11 @@ def test_what_runs(x, kwargs):
             struct(4, 8),
             {"mask": struct(4, 8, dtype=bool)},
             "a mask of rows of 8 bytes is too narrow for the copy engine",
+        ),
+        (
+            struct(1, 262144, dtype=F32),
+            {},
+            "rows of 1048576 bytes are longer than 901120, what a cluster has on chip",
         ),
     ],
 )
@@ -363,5 +381,5 @@ def test_concrete_nan_scale_of_an_array():
 
 def test_config_is_tiling():
     assert {f.name for f in dataclasses.fields(Config)} == {
-        *("repeat", "warps", "stages", "blocks_per_sm", "columns", "parts")
+        *("repeat", "warps", "stages", "blocks_per_sm", "cluster")
     }
