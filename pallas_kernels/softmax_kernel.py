@@ -194,6 +194,9 @@ def forward(static: Static, x, number, mask):
     width = x.shape[-1]
     plan = plan_of(static, width, x.dtype.itemsize, static.config)
     groups = plan.tile.groups(_at_once(plan, 1) if plan.cluster else NUMBERS)
+    # A known scale above 0 moves no maximum: it is left to the exponent, whose factor is there
+    left = static.scale if static.scale is not None and static.scale > 0 else None
+    factor = LOG2_E * (left or 1.0)
 
     def scores(part, index, arrays, mask, scale):
         if static.queries and not plan.stages:
@@ -202,7 +205,8 @@ def forward(static: Static, x, number, mask):
             z = arrays[0].load_seen(part, seen - chunk * plan.tile.inner)
         else:
             z = arrays[0].load(part)
-        z = z.astype(jnp.float32) * scale
+        z = z.astype(jnp.float32)
+        z = z if left else z * scale
         keep = _kept(plan, static, width, part, index, mask)
         return z if keep is None else jnp.where(keep, z, -jnp.inf)
 
@@ -214,7 +218,7 @@ def forward(static: Static, x, number, mask):
     def some_rows(group, index, arrays, out, mask, scale):
         z = _once(group, lambda part: scores(part, index, arrays, mask, scale))
         top = _or_zero(functools.reduce(jnp.maximum, [jnp.max(z(p), axis=1) for p in group]))
-        e = _once(group, lambda part: jnp.exp2((z(part) - part.across(top)) * LOG2_E))
+        e = _once(group, lambda part: jnp.exp2((z(part) - part.across(top)) * factor))
         inverse = _inverse(functools.reduce(jnp.add, [jnp.sum(e(p), axis=1) for p in group]))
         for part in group:
             out.store(part, (e(part) * part.across(inverse)).astype(x.dtype))
@@ -224,14 +228,14 @@ def forward(static: Static, x, number, mask):
 
         z = _once(group, lambda part: scores(part, index, arrays, mask, scale))
         mine = _over(group, z, jnp.maximum, jnp.max)
-        e = _once(group, lambda part: jnp.exp2((z(part) - _or_zero(mine)) * LOG2_E))
+        e = _once(group, lambda part: jnp.exp2((z(part) - _or_zero(mine)) * factor))
         tops, totals = meet([mine, _over(group, e, jnp.add, jnp.sum)])
         top = _or_zero(functools.reduce(jnp.maximum, tops))
-        shares = [n * jnp.exp2((t - top) * LOG2_E) for t, n in zip(tops, totals, strict=True)]
+        shares = [n * jnp.exp2((t - top) * factor) for t, n in zip(tops, totals, strict=True)]
         inverse = _inverse(functools.reduce(jnp.add, shares))
-        factor = jnp.exp2((mine - top) * LOG2_E) * inverse
+        own = jnp.exp2((mine - top) * factor) * inverse
         for part in group:
-            out.store(part, (e(part) * factor).astype(x.dtype))
+            out.store(part, (e(part) * own).astype(x.dtype))
 
     step = shared if plan.cluster else whole
     return _run(static, plan, "scale_softmax", step, arrays=[x], mask=mask, number=number, shown=2)
