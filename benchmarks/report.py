@@ -2,7 +2,7 @@
 
 Writes the tables into benchmarks/README.md, between its two marks, and results.png beside the
 files. Ratios are taken within one file, that is one run on one GPU. What one file has had no time
-for and another has is in the other's table alone.
+for and a later one has is in the later one's table alone.
 """
 
 from __future__ import annotations
@@ -358,10 +358,12 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def without_repeats(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs without the rows and sections that they had no time for and another run has."""
-    done = {name for run in runs for name in complete(run)}
+    """The runs without the rows and sections that they had no time for and another run has, unless
+    that is older: it may have measured other code.
+    """
     kept = []
     for run in runs:
+        done = {name for other in runs if other["date"] >= run["date"] for name in complete(other)}
         late = done - set(complete(run))
         rows = [row for row in run["rows"] if f"{row['op']}: {row['label']}" not in late]
         sections = {key: x for key, x in run["sections"].items() if key not in late}

@@ -195,6 +195,8 @@ def test_what_one_run_had_no_time_for_is_in_the_tables_of_another():
     assert two == second
     alone = report.without_repeats([first])
     assert alone == [first]  # nobody has it
+    older = {**second, "date": "2000-01-01T00:00:00+00:00"}
+    assert report.without_repeats([first, older]) == [first, older]  # of other code, perhaps
     spent = row(label="spent", correct=lacking.SPENT, times={"ours": lacking.NO_RESULT})
     text = "\n".join(report.lines(results(rows=[row(), spent])))
     assert "1 more had no time in this run." in text
