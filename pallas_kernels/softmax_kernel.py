@@ -1,9 +1,9 @@
 """The kernels of `scale_softmax`: over whole rows, or over shares of longer ones.
 
 A row that one block has takes its maximum, its sum and its quotients in registers. Of a longer row
-each block of a cluster has a share on chip, and reads it from there three times: for its maximum,
-for its sum, and to write; between the last two the blocks show each other what they found. Imported
-only by softmax.py.
+each block of a cluster has a share: it takes the exponentials around the share's own maximum, and
+writes them when the blocks have shown each other their maxima and sums. What a thread's registers
+do not hold of it is read anew from shared memory. Imported only by softmax.py.
 """
 
 from __future__ import annotations
