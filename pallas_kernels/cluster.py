@@ -8,13 +8,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def meet_blocks(barrier: Any) -> None:
-    """Behind it, each block sees what all threads of all blocks had written on chip, and no block
-    reads any more what it read before: it may be overwritten, or its block may go.
+    """Behind it, each block reads what all threads of the others wrote on chip before it, and all
+    have read what they wanted: the memory may be written anew, and blocks may go.
 
-    barrier: a `plgpu.ClusterBarrier` of the cluster's axes. Its arrivals come from some threads of
-    a warpgroup for all; without the commit, which all wait for, 17 of 6144 softmaxes among 8 blocks
-    lacked a block's sum (H200). Fences of a cluster's scope instead of it, or barrier.cluster, cost
-    12 and 14 % of the time there (1024 x 131072 bfloat16: 157 and 160 us, so 141).
+    barrier: a `plgpu.ClusterBarrier` of the cluster's axes, one warpgroup a block. One thread tells
+    each of the other blocks, so all meet first, at the commit. PTX promises the order of these
+    arrivals within a block alone; that others see it too is measured (test_cluster.py): without the
+    commit 17 of 6144 softmaxes among 8 blocks lacked a block's sum, with it none (H200). What
+    promises it, fences of the cluster's scope or barrier.cluster, takes 157 and 160 us for 1024 x
+    131072 numbers of bfloat16, where this takes 141.
     """
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)

@@ -326,16 +326,19 @@ def over_rows(
             for part, columns in zip(groups[0], total, strict=True):
                 _store(ref.at[_columns(part)], part, columns)
 
+    buffers = [tile.buffer(x.dtype, tile.warpgroups, config.stages) for x in inputs]
     kernel = run(
         streamed,
         out_type=out_type,
         grid=(blocks,),
         scratch_types=[
-            *(tile.buffer(x.dtype, tile.warpgroups, config.stages) for x in inputs),
+            *buffers,
             *(tile.row_buffer(w.dtype, tile.warpgroups) for w in weights),
             *lines,
             *shared,
-            plgpu.Barrier(num_arrivals=len(inputs), num_barriers=tile.warpgroups * config.stages),
+            plgpu.Barrier(
+                num_arrivals=rows.arrivals(*buffers), num_barriers=tile.warpgroups * config.stages
+            ),
             *[
                 plgpu.Barrier(num_arrivals=len(weights), num_barriers=tile.warpgroups)
                 for _ in weights[:1]

@@ -370,9 +370,14 @@ def _at_tile(ref: Any, index: jax.Array, first: int, chunks: int, *, tile: RowTi
     return ref.at[pl.ds(index * tile.rows, tile.rows), pl.ds(start, chunks)]
 
 
-def runs(chunks: int) -> list[tuple[int, int]]:
-    """(first chunk, chunks) of each copy that brings so many."""
+def _copies(chunks: int) -> list[tuple[int, int]]:
+    """(first chunk, chunks) of each copy of so many."""
     return [(first, min(MAX_BOX, chunks - first)) for first in range(0, chunks, MAX_BOX)]
+
+
+def arrivals(*buffers: Any) -> int:
+    """At a barrier of `stream`, for a stage of each of the buffers."""
+    return sum(len(_copies(buffer.shape[-2])) for buffer in buffers)
 
 
 def stream(
@@ -395,11 +400,11 @@ def stream(
 
     The slots are a stage of each of the `buffers` (`RowTile.buffer` of `stages`), which hold a tile
     of the sources; what the step leaves in the first of them goes to the targets. Both are arrays
-    in device memory as `RowTile.view` makes them. `barrier` has a barrier a stage that expects an
-    arrival for each of the `runs` of each source, from `first_barrier` on. `places`: for each
-    source, and the target written from its slot, where in the array [.., n, inner] `chunks` of tile
-    `index` lie, place(ref, index, first, chunks), if not in rows one after another; `chunk_of`: at
-    which of the n chunks tile `index` begins.
+    in device memory as `RowTile.view` makes them. `barrier` has a barrier a stage that expects
+    `arrivals` of the buffers, from `first_barrier` on. `places`: for each source, and the target
+    written from its slot, where in the array [.., n, inner] `chunks` of tile `index` lie from the
+    tile's chunk `first` on, place(ref, index, first, chunks), if not in rows one after another;
+    chunks are the buffer's own. `chunk_of`: at which of the n chunks tile `index` begins.
     """
     block = jax.lax.axis_index("block")
     places = places or [functools.partial(_at_tile, tile=tile)] * len(sources)
@@ -411,7 +416,7 @@ def stream(
 
     def fetch(i, slot):
         for ref, buffer, place in zip(sources, buffers, places, strict=True):
-            for first, chunks in runs(buffer.shape[-2]):
+            for first, chunks in _copies(buffer.shape[-2]):
                 plgpu.copy_gmem_to_smem(
                     place(ref, block + i * blocks, first, chunks),
                     buffer.at[slot, :, pl.ds(first, chunks)],
@@ -430,7 +435,7 @@ def stream(
             )
 
         rest = ref.shape[-2] % tile.chunks
-        for first, chunks in runs(tile.chunks):
+        for first, chunks in _copies(tile.chunks):
             if tile.rows > 1 or not rest:
                 copy(first, chunks)
                 continue

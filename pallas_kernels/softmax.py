@@ -1,17 +1,20 @@
 """Scale, mask and softmax in one: y = exp(scale * x - max) / sum over what the mask lets through.
 
 x is [*B, S], or any axis of any array, which is then moved to the end and back: a copy each way.
-Each row is read once and written once. A row of up to 32 KB has one block, which owns every
-blocks-th tile of rows; a longer one is shared out among the blocks of a cluster, which show each
-other their maxima and sums. The backward kernels work likewise on the saved result:
-d_x = scale * y * (d_y - sum(d_y * y)). A mask is read as it is stored, one byte a number, never at
-the size of x. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (how sums of parts are added).
+Each row is read once and written once. A row of up to 32 KB, in no more pieces than one copy takes,
+has one block, which owns every blocks-th tile of rows; a longer one is shared out among the blocks
+of a cluster, which show each other their maxima and sums. The backward kernels work likewise on the
+saved result: d_x = scale * y * (d_y - sum(d_y * y)); float32 rows of more than 112,000 numbers are
+read twice there, if they fill the threads. A mask is read as it is stored, one byte a number, never
+at the size of x. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (how the sums of parts are
+added).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from numbers import Real
@@ -27,6 +30,7 @@ from pallas_kernels import softmax_kernel, tuned
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, THREADS, WARPS, Device
 from pallas_kernels.rows import MARGIN_BYTES
 from pallas_kernels.softmax_tiles import (
+    KEPT,
     MAX_CLUSTER,
     NUMBERS,
     ROOM,
@@ -36,6 +40,7 @@ from pallas_kernels.softmax_tiles import (
     misfit,
     row_tile,
     share,
+    share_bytes,
 )
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -189,16 +194,13 @@ def candidates(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: Device
     width, itemsize = x.shape[axis], x.dtype.itemsize
     if not fits(width, itemsize):
         held = itemsize + (mask is not None)
-        shares = {cluster: share(width, itemsize, cluster) * held for cluster in (2, 4, 8)}
-        found = [
-            Config(stages=stages, blocks_per_sm=blocks, cluster=cluster)
-            for cluster, size_bytes in shares.items()
-            for stages in (1, 2)
-            for blocks in (1, 2, 3, 4)
-            if blocks * (stages * size_bytes + MARGIN_BYTES) <= SHARED_BYTES
-        ]
-        alone = (Config(stages=0, blocks_per_sm=1, cluster=cluster) for cluster in shares)
-        return found + [c for c in alone if misfit(c, (), width, itemsize) is None]
+        clusters, found = (2, 4, MAX_CLUSTER), []
+        for cluster, stages in itertools.product(clusters, (1, 2)):
+            config = Config(1, 1, stages, 1, cluster)
+            most = _most_blocks(config, width, itemsize, held)
+            found += [dataclasses.replace(config, blocks_per_sm=n + 1) for n in range(most)]
+        direct = (Config(1, 1, 0, 1, cluster) for cluster in clusters)
+        return found + [c for c in direct if misfit(c, (), width, itemsize) is None]
     found = []
     for warps in (1, 4):
         for repeat in sorted({1, 2, 4, default.repeat}):
@@ -268,16 +270,24 @@ def _default(
         stage = repeat * numbers * held_bytes
         stages = max(1, min(3, ROOM // stage))
         return Config(repeat, config.warps, stages, max(1, min(8, ROOM // (stages * stage + 2048))))
-    # The least shares are the most blocks, whose products hide each other's copies. H200, 64 and
-    # 1024 rows of 131072 in bfloat16, us: forward 13.8 and 141 without stages, 13.2 and 195 with
-    # one; backward 21 and 244 without, with one and two blocks 18.8 and 210, three 15.8 and 248.
-    held = share(width, itemsize, MAX_CLUSTER) * held_bytes
-    most = SHARED_BYTES // (held + MARGIN_BYTES)
-    direct = Config(stages=0, blocks_per_sm=1, cluster=MAX_CLUSTER)
-    if misfit(direct, (), width, itemsize) is None and (arrays == 1 or most < 2):
+    # The least shares are the most blocks, whose arithmetic hides each other's copies. H200, us, 64
+    # and 1024 rows of 131072 in bfloat16: forward without stages 13.8 and 141, with one 13.2 and
+    # 195; backward without 21.4 and 244, with one and two blocks a multiprocessor 18.8 and 210,
+    # with one and three blocks 15.8 and 248.
+    config = Config(stages=1, blocks_per_sm=1, cluster=MAX_CLUSTER)
+    most = _most_blocks(config, width, itemsize, held_bytes)
+    direct = dataclasses.replace(config, stages=0)
+    in_registers = arrays * share(width, itemsize, MAX_CLUSTER) <= KEPT * THREADS
+    if misfit(direct, (), width, itemsize) is None and (in_registers or most < arrays):
         return direct
     wanted = 2 if arrays == 2 and count > 2 * num_sms else 3
-    return Config(stages=1, blocks_per_sm=max(1, min(wanted, most)), cluster=MAX_CLUSTER)
+    return dataclasses.replace(config, blocks_per_sm=max(1, min(wanted, most)))
+
+
+def _most_blocks(config: Config, width: int, itemsize: int, held_bytes: int) -> int:
+    """That fit on a multiprocessor side by side, four at most."""
+    size_bytes = share_bytes(config, width, itemsize, held_bytes) + MARGIN_BYTES
+    return min(4, SHARED_BYTES // size_bytes)
 
 
 def _static(groups, queries, scale, config, device, interpret) -> tuple[Static, Any]:

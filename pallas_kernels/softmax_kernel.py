@@ -22,10 +22,10 @@ from pallas_kernels import _compat, rows
 from pallas_kernels.cluster import meet_blocks
 from pallas_kernels.device import THREADS
 from pallas_kernels.rows import Part, Staged
-from pallas_kernels.softmax_tiles import NUMBERS, Mask, Plan, Static, Tile, accesses, plan_of
+from pallas_kernels.softmax_tiles import KEPT, NUMBERS, Mask, Plan, Static, Tile, accesses, plan_of
 
 LOG2_E = math.log2(math.e)  # the GPU has powers of two
-KEPT = 160  # float32 numbers of a share that a thread keeps in registers
+SMALLEST, LARGEST = jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).max
 
 
 def _run(
@@ -56,10 +56,10 @@ def _run(
         refs = iter(refs)
         take = lambda n: [next(refs) for _ in range(n)]  # noqa: E731
         sources, mask_refs = take(len(arrays)), take(len(masks))
-        known = None if number is None else next(refs)
+        scale_ref = None if number is None else next(refs)
         target = next(refs)
         block = jax.lax.axis_index("block")
-        buffers, arrived = (take(len(arrays) + len(masks)), next(refs)) if plan.stages else ([], 0)
+        *buffers, arrived = take(len(arrays) + len(masks) + 1) if plan.stages else [None]
         shared = take(2) if together else []
 
         def meet(turn, numbers):
@@ -79,7 +79,7 @@ def _run(
             staged = [Staged(slot) for slot in slots[: len(arrays)]]
             masked = [Mask(plan, slot, index) for slot in slots[len(arrays) :]]
             others = functools.partial(meet, turn)
-            step(index, staged, staged[0], masked[0] if masked else None, known, others)
+            step(index, staged, staged[0], masked[0] if masked else None, scale_ref, others)
             return index + plan.blocks, 1 - turn
 
         if plan.stages:
@@ -101,7 +101,7 @@ def _run(
             tiles = [Tile(plan, ref, block) for ref in sources]
             masked = [Mask(plan, ref, block) for ref in mask_refs]
             out, others = Tile(plan, target, block), functools.partial(meet, 0)
-            step(block, tiles, out, masked[0] if masked else None, known, others)
+            step(block, tiles, out, masked[0] if masked else None, scale_ref, others)
         if together:  # no block may go while others read what it shows
             meet_blocks(shared[1])
 
@@ -109,8 +109,8 @@ def _run(
     if plan.stages:
         scratch += [tile.buffer(x.dtype, plan.stages) for x in arrays]
         scratch += [plan.mask_buffer for _ in masks]
-        copies = sum(len(rows.runs(buffer.shape[-2])) for buffer in scratch)
-        scratch.append(plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages))
+        count = rows.arrivals(*scratch)
+        scratch.append(plgpu.Barrier(num_arrivals=count, num_barriers=plan.stages))
     clusters: dict[str, Any] = {}
     if together:
         scratch.append(plgpu.SMEM((2, shown), jnp.float32))  # steps take turns
@@ -166,13 +166,15 @@ def _inverse(total: jax.Array) -> jax.Array:
     return jnp.where(total == 0, jnp.float32(0), 1 / total)
 
 
-def _over(group: Sequence[Part], value: Callable[[Part], Any], add: Any, of_all: Any) -> jax.Array:
-    """One number of the parts of a row: values of a shape are added first, threads meet once."""
+def _over(group: Sequence[Part], value: Callable[[Part], Any], both: Any, of_all: Any) -> jax.Array:
+    """The sum or maximum of the parts of a row: `both` of two values, for parts of one shape before
+    their threads meet, and `of_all` of one.
+    """
     found: dict[tuple[int, ...], jax.Array] = {}
     for part in group:
         one = value(part)
-        found[one.shape] = add(found[one.shape], one) if one.shape in found else one
-    return functools.reduce(add, [of_all(of_all(one, axis=1)) for one in found.values()])
+        found[one.shape] = both(found[one.shape], one) if one.shape in found else one
+    return functools.reduce(both, [of_all(of_all(one, axis=1)) for one in found.values()])
 
 
 def _at_once(plan: Plan, arrays: int) -> int:
@@ -192,11 +194,14 @@ def _once(group: Sequence[Part], f: Callable[[Part], Any]) -> Callable[[Part], A
 def forward(static: Static, x, number, mask):
     """The softmax of rows [M, S]; `number` is the scale [1] if the kernel does not know it."""
     width = x.shape[-1]
-    plan = plan_of(static, width, x.dtype.itemsize, static.config)
+    itemsize = x.dtype.itemsize
+    plan = plan_of(static, width, itemsize, itemsize + (mask is not None))
     groups = plan.tile.groups(_at_once(plan, 1) if plan.cluster else NUMBERS)
-    # A known scale above 0 moves no maximum: it is left to the exponent, whose factor is there
-    left = static.scale if static.scale is not None and static.scale > 0 else None
-    factor = LOG2_E * (left or 1.0)
+    # A known scale above 0 moves no maximum: it is left to the exponent, whose factor is there. One
+    # that float32 has as 0 or as infinite would make NaN of what is masked, or of the maximum.
+    factor = LOG2_E * (static.scale or 0.0)
+    is_left = float(SMALLEST) <= factor <= float(LARGEST)
+    factor = factor if is_left else LOG2_E
 
     def scores(part, index, arrays, mask, scale):
         if static.queries and not plan.stages:
@@ -206,7 +211,7 @@ def forward(static: Static, x, number, mask):
         else:
             z = arrays[0].load(part)
         z = z.astype(jnp.float32)
-        z = z if left else z * scale
+        z = z if is_left else z * scale
         keep = _kept(plan, static, width, part, index, mask)
         return z if keep is None else jnp.where(keep, z, -jnp.inf)
 
@@ -244,7 +249,7 @@ def forward(static: Static, x, number, mask):
 def backward(static: Static, y, number, d_y):
     """The gradient to rows [M, S]; no mask is needed, for y is 0 there."""
     width, itemsize = y.shape[-1], y.dtype.itemsize
-    plan = plan_of(static, width, itemsize, static.config)
+    plan = plan_of(static, width, itemsize, 2 * itemsize)
     groups = plan.tile.groups(_at_once(plan, 2) if plan.cluster else NUMBERS // 2)
 
     def load(part, arrays):

@@ -22,6 +22,7 @@ from pallas_kernels.device import ACCESS_BYTES, LANES, MAX_BOX, SHARED_BYTES, TH
 from pallas_kernels.rows import MARGIN_BYTES, Part, RowTile
 
 NUMBERS = 64  # of a row that a thread holds at once: float32 registers, with as many for the rest
+KEPT = 160  # the most numbers of a share that it holds, and has fewer blocks beside its own
 MAX_CLUSTER = 8  # blocks that any GPU runs as one cluster
 ROOM = SHARED_BYTES - MARGIN_BYTES  # on chip, of a block that has a multiprocessor alone
 
@@ -33,7 +34,7 @@ class Config:
     repeat: rows a tile, in multiples of those that the warpgroup holds side by side. warps: of a
     row that one warp could hold, 1 or 4. stages: tiles in flight a block; 0 is a block for each
     tile, from memory to registers and back. blocks_per_sm: blocks a multiprocessor that has stages.
-    cluster: blocks that share a row which does not fit on one chip.
+    cluster: the most blocks that share a row which one block cannot have; other rows ignore it.
     """
 
     repeat: int = 1
@@ -118,9 +119,10 @@ def _share_tile(width: int, itemsize: int, cluster: int, interpret: bool) -> Row
 class Plan:
     """Which tile of the rows [groups, rows, S] which block has when.
 
-    blocks: clusters of blocks, where `cluster` of them share a row; 0: tiles are whole rows.
-    stages: tiles in flight a block; 0: a block has one tile and needs no copy engine. No share of a
-    row lies wholly behind its end, for what a copy of one row writes there is not cut off.
+    cluster: blocks that share a row; 0: tiles are whole rows. blocks: of the grid, clusters where
+    there are any. stages: tiles in flight a block; 0: a block has one tile and needs no copy
+    engine. No share of a row lies wholly behind its end, for what a copy of one row writes there is
+    not cut off.
     """
 
     tile: RowTile
@@ -261,8 +263,8 @@ def misfit(
         if width == config.cluster * share(width, itemsize, config.cluster):
             return None
         return (
-            f"{config} has no stages, for rows that fill the threads of {config.cluster} blocks, "
-            f"but got rows of {width}"
+            f"{config} has no stages, for rows that fill the threads of all its blocks, but got "
+            f"rows of {width}"
         )
     tile, count = row_tile(width, itemsize, config, False), groups[-1][0]
     if width < tile.padded or count % tile.rows:
@@ -273,11 +275,17 @@ def misfit(
     return None
 
 
-def plan_of(static: Static, width: int, itemsize: int, config: Config) -> Plan:
-    """Which block has what, of rows of this width.
+def share_bytes(config: Config, width: int, itemsize: int, held_bytes: int) -> int:
+    """On chip, of a block's share: `held_bytes` of each number, in all arrays and a mask."""
+    return config.stages * share(width, itemsize, config.cluster) * held_bytes
+
+
+def plan_of(static: Static, width: int, itemsize: int, held_bytes: int) -> Plan:
+    """Which block has what, of rows of this width, `held_bytes` of each number on chip.
 
     Raises: NotImplementedError if the config does not fit them.
     """
+    config = static.config
     if (reason := misfit(config, static.groups, width, itemsize)) is not None:
         raise NotImplementedError(f"scale_softmax: cannot run this call: {reason}")
     if fits(width, itemsize):
@@ -290,7 +298,7 @@ def plan_of(static: Static, width: int, itemsize: int, config: Config) -> Plan:
     cluster = 1 if static.interpret else config.cluster
     while (cluster - 1) * share(width, itemsize, cluster) >= width:
         cluster -= 1
-    size_bytes = config.stages * share(width, itemsize, cluster) * itemsize
+    size_bytes = share_bytes(config, width, itemsize, held_bytes)
     if size_bytes > ROOM and not static.interpret:
         raise NotImplementedError(
             f"scale_softmax: cannot run this call: {config} takes {size_bytes} bytes on chip for "

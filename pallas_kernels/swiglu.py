@@ -266,7 +266,9 @@ class _Tile:
         return self.tiles(count) * self.numbers == count * self.on_chip.width
 
     def place(self, half: int) -> Callable[[Any, jax.Array, int, int], Any]:
-        """Where `chunks` of tile `index` of one half lie in an array [M, halves, n, inner]."""
+        """Where `chunks` of tile `index` of one half lie, from its chunk `first` on, in an array
+        [M, halves, n, inner].
+        """
 
         def place(ref, index, first, chunks):
             row, chunk = self.first(index)
@@ -389,13 +391,14 @@ def _over_tiles(
             chunk_of=lambda index: tile.first(index)[1],
         )
 
+    buffers = [on_chip.buffer(x.dtype, config.stages) for _ in inputs]
     kernel = run(
         streamed,
         out_type=[jax.ShapeDtypeStruct(view(out), out.dtype) for out in outputs],
         grid=(blocks,),
         scratch_types=[
-            *(on_chip.buffer(x.dtype, config.stages) for _ in inputs),
-            plgpu.Barrier(num_arrivals=len(inputs), num_barriers=config.stages),
+            *buffers,
+            plgpu.Barrier(num_arrivals=rows.arrivals(*buffers), num_barriers=config.stages),
         ],
     )
     results = kernel(*(array.reshape(view(array)) for array, _ in inputs))

@@ -39,6 +39,8 @@ def cases() -> list[Case]:
         ((13, 4864), "float32"),
         ((3, 8248), "bfloat16"),
         ((257, 16384), "bfloat16"),
+        ((2, 40008), "bfloat16"),  # shares of more than one copy
+        ((2, 151936), "float32"),  # the most that registers keep of a share
     ):
         found += [_case(shape, dtype, **odd), _case(shape, dtype, **backward, **odd)]
         found.append(_case(shape, dtype, mask=shape[-1:], **odd))

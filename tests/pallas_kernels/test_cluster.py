@@ -86,3 +86,44 @@ def test_every_block_sees_what_the_others_found(dtype):
 
     # a unit in the last place of bfloat16; a share of eight that is not there is a seventh
     assert max(float(apart(x)) for _ in range(24)) < 0.01
+
+
+def softmax_and_gradient(x, d_y, *, interpret=False, reference=False, **keywords):
+    """Both in float32."""
+
+    def f(x):
+        if reference:
+            keywords.pop("config", None)
+            return softmax.scale_softmax_reference(x, **keywords)
+        return softmax.scale_softmax(x, **keywords, interpret=interpret)
+
+    y, pull = jax.vjp(f, x)
+    return y.astype(F32), pull(d_y)[0].astype(F32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "near"), [(BF16, 5e-3), (F32, 1e-6)])
+@pytest.mark.parametrize(
+    ("width", "config"),
+    [
+        (8248, None),  # five blocks
+        (40008, None),  # a share is more than one copy
+        (40008, softmax.Config(stages=1, blocks_per_sm=1, cluster=2)),
+        (128256, None),  # the last share is the rest
+        (131072, None),  # all threads have some
+    ],
+)
+def test_shares_of_rows(width, config, dtype, near, masked, causal):
+    """The result and its gradient, which is of the rounded result, by the norm."""
+    x, d_y = (jax.random.normal(jax.random.key(i), (2, 5, width), dtype) for i in range(2))
+    mask = jax.random.bernoulli(jax.random.key(2), 0.5, (width,)) if masked else None
+    keywords = {"mask": mask, "causal": causal, "scale": 3.0, "config": config}
+    both = zip(
+        softmax_and_gradient(x, d_y, **keywords),
+        softmax_and_gradient(x, d_y, **keywords, reference=True),
+        strict=True,
+    )
+    for ours, wanted in both:
+        assert jnp.linalg.norm(ours - wanted) < near * jnp.linalg.norm(wanted)
