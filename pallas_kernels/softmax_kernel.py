@@ -25,7 +25,7 @@ from pallas_kernels.rows import Part, Staged
 from pallas_kernels.softmax_tiles import KEPT, NUMBERS, Mask, Plan, Static, Tile, accesses, plan_of
 
 LOG2_E = math.log2(math.e)  # the GPU has powers of two
-SMALLEST, LARGEST = jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).max
+SMALLEST, LARGEST = (float(x) for x in (jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).max))
 
 
 def _run(
@@ -200,7 +200,7 @@ def forward(static: Static, x, number, mask):
     # A known scale above 0 moves no maximum: it is left to the exponent, whose factor is there. One
     # that float32 has as 0 or as infinite would make NaN of what is masked, or of the maximum.
     factor = LOG2_E * (static.scale or 0.0)
-    is_left = float(SMALLEST) <= factor <= float(LARGEST)
+    is_left = SMALLEST <= factor <= LARGEST
     factor = factor if is_left else LOG2_E
 
     def scores(part, index, arrays, mask, scale):

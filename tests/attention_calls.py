@@ -83,10 +83,10 @@ NOTHING: dict[str, Any] = {
 }
 
 
-def compare(arrays, kwargs, gradient: bool, implementation: str):
+def compare(arrays, kwargs, gradient: bool, implementation: str, *, one_by_one: bool = False):
     """Ours, the plain path and the truth: the result, and the gradients of q, k, v and sinks.
 
-    `arrays` are q, k, v and the cotangent.
+    `arrays` are q, k, v and the cotangent. one_by_one: how the plain path's products add up.
     """
     *qkv, d_out = arrays
     dtype = qkv[0].dtype
@@ -113,10 +113,11 @@ def compare(arrays, kwargs, gradient: bool, implementation: str):
         known["sinks"] = np.asarray(sinks[0])
     expected = []
     for kind in (dtype, np.dtype(np.float64)):
-        out = oracles.attention(*operands, **known, dtype=kind)
+        known |= {"dtype": kind, "one_by_one": one_by_one and kind == dtype}
+        out = oracles.attention(*operands, **known)
         gradients = ()
         if gradient:
-            gradients = oracles.attention(*operands, **known, d_out=np.asarray(d_out), dtype=kind)
+            gradients = oracles.attention(*operands, **known, d_out=np.asarray(d_out))
         expected.append((out, *gradients))
     if implementation.endswith("-interpret"):
         return interpreted(both, args, d_out, sides), *expected

@@ -409,6 +409,7 @@ def attention(
     d_lse: np.ndarray | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
+    one_by_one: bool = False,
     dtype: DTypeLike = np.float64,
     **sides: Any,
 ) -> Any:
@@ -418,8 +419,13 @@ def attention(
     With `return_weights` the result and what the softmax gave, [B, N, T, S]; with `return_lse` the
     result and the logarithm of the denominator, [B, T, N], whose cotangent is `d_lse`. Neither is
     rounded, nor are the gradients of sinks. As a kernel must, the gradients have the weights and
-    the scores' gradients rounded for the products, and the result as it is stored.
+    the scores' gradients rounded for the products, and the result as it is stored. `one_by_one`:
+    products add up in that order, as some CPUs' do in XLA; NumPy's own go by blocks.
     """
+
+    def product(x, y):
+        return np.einsum("ij,jk->ik", x, y) if one_by_one else x @ y
+
     (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
     scale = h**-0.5 if scale is None else scale
     mask = sees((b, t, s), causal=causal, **sides)
@@ -431,7 +437,7 @@ def attention(
     for i, head in np.ndindex(b, n):
         group = head // (n // kv_heads)
         keys, values = k[i, :, group], v[i, :, group]
-        scores = q[i, :, head] @ keys.T * number(scale)
+        scores = product(q[i, :, head], keys.T) * number(scale)
         slope = number(1)
         if softcap is not None:
             bent = np.tanh(scores / number(softcap))
@@ -444,18 +450,18 @@ def attention(
         some = total > 0
         p = np.divide(e, total, out=e, where=some)
         lse[i, :, head] = (top + np.log(total, where=some, out=np.full_like(total, -np.inf)))[:, 0]
-        out[i, :, head] = _store(_store(p, dtype) @ values, dtype)
+        out[i, :, head] = _store(product(_store(p, dtype), values), dtype)
         if weights is not None:
             weights[i, head] = p
         if d_out is not None:
             (d_o,) = _load(dtype, d_out[i, :, head])
-            d_v[i, :, group] += _store(p, dtype).T @ d_o
+            d_v[i, :, group] += product(_store(p, dtype).T, d_o)
             less = (out[i, :, head] * d_o).sum(axis=-1, keepdims=True)
             if d_lse is not None:
                 less = less - d_lse[i, :, head, None].astype(q.dtype)
-            d_s = _store(p * (d_o @ values.T - less) * slope * number(scale), dtype)
-            d_q[i, :, head] = d_s @ keys
-            d_k[i, :, group] += d_s.T @ q[i, :, head]
+            d_s = _store(p * (product(d_o, values.T) - less) * slope * number(scale), dtype)
+            d_q[i, :, head] = product(d_s, keys)
+            d_k[i, :, group] += product(d_s.T, q[i, :, head])
             part = np.exp(sink - top, where=some, out=np.zeros_like(top))
             part = np.divide(part, total, out=part, where=some)  # the weight of the sink
             d_sinks[head] -= (part * less).sum()

@@ -1,5 +1,6 @@
 """Calls of `quantized_matmul` by chance, and what is right of them."""
 
+import functools
 from typing import Any
 
 import jax
@@ -48,6 +49,13 @@ def numbers(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -
 def packed_weight(form: str, o: int, i: int, dtype: Any) -> Packed:
     scheme, group, zeros, *wide = TILED_FORMATS[form]
     return quantize(numbers(1, (o, i), *wide or [dtype], i**-0.5), scheme, group, zero_points=zeros)
+
+
+def packed_shape(form: str, o: int, i: int, dtype: Any) -> Packed:
+    """As `packed_weight`, without numbers."""
+    scheme, group, zeros, *wide = TILED_FORMATS[form]
+    pack = functools.partial(quantize, scheme=scheme, group_size=group, zero_points=zeros)
+    return jax.eval_shape(pack, jax.ShapeDtypeStruct((o, i), *wide or [dtype]))
 
 
 def call(

@@ -1,7 +1,7 @@
 """Matmul against float64: in the interpreter at small tiles, on a GPU at the sizes of models."""
 
 import dataclasses
-import functools
+from functools import partial
 from typing import Any
 
 import jax
@@ -97,71 +97,74 @@ def split(tile_n: int, tile_k: int, stages: int = 2, cluster: int = 1) -> Config
 
 
 FORWARD = {
-    "one row": (NARROW, call(1, 96, 96, **WEIGHT)),
-    "a prime of rows, bias": (SMALL, call(131, 96, 72, extra="bias", **WEIGHT)),
-    "one past a tile": (SMALL, call(129, 72, 72, F16, **WEIGHT)),
-    "K of 1000": (SMALL, call(3, 40, 1000, **WEIGHT)),
+    "one row": (NARROW, partial(call, 1, 96, 96, **WEIGHT)),
+    "a prime of rows, bias": (SMALL, partial(call, 131, 96, 72, extra="bias", **WEIGHT)),
+    "one past a tile": (SMALL, partial(call, 129, 72, 72, F16, **WEIGHT)),
+    "K of 1000": (SMALL, partial(call, 3, 40, 1000, **WEIGHT)),
     "float32 result, residual": (
         SMALL,
-        call(130, 40, 64, F16, extra="residual", out_dtype=F32, **WEIGHT),
+        partial(call, 130, 40, 64, F16, extra="residual", out_dtype=F32, **WEIGHT),
     ),
-    "b as [K, N]": (SMALL, call(65, 72, 136)),
-    "b as [K, N], bias, residual": (SMALL, call(200, 136, 64, F16, extra="bias residual")),
-    "rows and columns scaled": (NARROW, call(65, 40, 64, extra="rows columns", **WEIGHT)),
-    "two lines of K a stage": (Config(64, 16, 128, 1, 2), call(67, 40, 200, **WEIGHT)),
-    "three stages, snake 1": (Config(64, 16, 64, 1, 3, snake=1), call(130, 40, 72, **WEIGHT)),
+    "b as [K, N]": (SMALL, partial(call, 65, 72, 136)),
+    "b as [K, N], bias, residual": (SMALL, partial(call, 200, 136, 64, F16, extra="bias residual")),
+    "rows and columns scaled": (NARROW, partial(call, 65, 40, 64, extra="rows columns", **WEIGHT)),
+    "two lines of K a stage": (Config(64, 16, 128, 1, 2), partial(call, 67, 40, 200, **WEIGHT)),
+    "three stages, snake 1": (
+        Config(64, 16, 64, 1, 3, snake=1),
+        partial(call, 130, 40, 72, **WEIGHT),
+    ),
     "a cluster of two": (
         dataclasses.replace(SMALL, cluster=2),
-        call(200, 72, 136, extra="bias residual", **WEIGHT),
+        partial(call, 200, 72, 136, extra="bias residual", **WEIGHT),
     ),
-    "swiglu": (GATED, call(130, 72, 64, epilogue="swiglu", **WEIGHT)),
+    "swiglu": (GATED, partial(call, 130, 72, 64, epilogue="swiglu", **WEIGHT)),
     "swiglu, all": (
         GATED,
-        call(65, 136, 72, F16, extra="bias residual", epilogue="swiglu", **WEIGHT),
+        partial(call, 65, 136, 72, F16, extra="bias residual", epilogue="swiglu", **WEIGHT),
     ),
     "swiglu, a cluster of two": (
         dataclasses.replace(GATED, cluster=2),
-        call(65, 72, 72, epilogue="swiglu", **WEIGHT),
+        partial(call, 65, 72, 72, epilogue="swiglu", **WEIGHT),
     ),
     # forms for few rows; 32, 16 or 8 lanes share a row of the weight of 1024, 384 or 192 numbers
-    "vectors, one row": (vectors(4, 256), call(1, 40, 1024, **WEIGHT)),
+    "vectors, one row": (vectors(4, 256), partial(call, 1, 40, 1024, **WEIGHT)),
     "vectors, a rest of K, residual": (
         vectors(16, 256),
-        call(3, 48, 384, F16, extra="residual", **WEIGHT),
+        partial(call, 3, 48, 384, F16, extra="residual", **WEIGHT),
     ),
     "vectors, bias, float32 result": (
         vectors(16, 192),
-        call(2, 32, 192, extra="bias", out_dtype=F32, **WEIGHT),
+        partial(call, 2, 32, 192, extra="bias", out_dtype=F32, **WEIGHT),
     ),
     "vectors, swiglu, all": (
         vectors(16, 1024),
-        call(2, 24, 384, extra="bias residual", epilogue="swiglu", **WEIGHT),
+        partial(call, 2, 24, 384, extra="bias residual", epilogue="swiglu", **WEIGHT),
     ),
-    "split, one row": (split(128, 64), call(1, 128, 200, **WEIGHT)),
+    "split, one row": (split(128, 64), partial(call, 1, 128, 200, **WEIGHT)),
     "split, all": (
         split(64, 128),
-        call(17, 64, 264, F16, extra="bias residual", **WEIGHT),
+        partial(call, 17, 64, 264, F16, extra="bias residual", **WEIGHT),
     ),
     "split, K among three": (
         split(64, 64, cluster=3),
-        call(5, 128, 328, extra="bias residual", **WEIGHT),
+        partial(call, 5, 128, 328, extra="bias residual", **WEIGHT),
     ),
     "split, swiglu, all": (
         split(128, 64, stages=3),
-        call(9, 64, 200, F16, extra="bias residual", epilogue="swiglu", **WEIGHT),
+        partial(call, 9, 64, 200, F16, extra="bias residual", epilogue="swiglu", **WEIGHT),
     ),
     "split, swiglu, K among two": (
         split(128, 64, cluster=2),
-        call(64, 64, 136, epilogue="swiglu", **WEIGHT),
+        partial(call, 64, 64, 136, epilogue="swiglu", **WEIGHT),
     ),
-    "fp8, one scale each": (BYTES, call(3, 72, 144, FP8, extra="one", **WEIGHT)),
+    "fp8, one scale each": (BYTES, partial(call, 3, 72, 144, FP8, extra="one", **WEIGHT)),
     "fp8, all": (
         BYTES,
-        call(65, 72, 144, FP8, extra="rows columns bias residual", **WEIGHT),
+        partial(call, 65, 72, 144, FP8, extra="rows columns bias residual", **WEIGHT),
     ),
     "fp8, swiglu, float16 result": (
         Config(64, 128, 128, 1, 2),
-        call(65, 72, 144, FP8, extra="one", epilogue="swiglu", out_dtype=F16, **WEIGHT),
+        partial(call, 65, 72, 144, FP8, extra="one", epilogue="swiglu", out_dtype=F16, **WEIGHT),
     ),
 }
 
@@ -169,7 +172,8 @@ FORWARD = {
 @transposed
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward(name: str):
-    config, (arrays, keywords) = FORWARD[name]
+    config, make = FORWARD[name]
+    arrays, keywords = make()
     run = lambda arrays: matmul(**arrays, **keywords, config=config, interpret=True)  # noqa: E731
     assert_right(arrays, keywords, interpreted(run, arrays))
 
@@ -185,24 +189,28 @@ def test_forward_fails_where_a_scale_is_left_out():
 
 
 BACKWARD = {
-    "weight, bias, residual": (SMALL, call(67, 72, 136, extra="bias residual", **WEIGHT)),
-    "b as [K, N]": (SMALL, call(67, 72, 136, F16)),
-    "float32 result": (NARROW, call(3, 40, 72, out_dtype=F32, **WEIGHT)),
-    "swiglu": (GATED, call(67, 72, 64, epilogue="swiglu", extra="bias residual", **WEIGHT)),
-    "scales": (NARROW, call(5, 40, 64, extra="rows columns", **WEIGHT)),
+    "weight, bias, residual": (SMALL, partial(call, 67, 72, 136, extra="bias residual", **WEIGHT)),
+    "b as [K, N]": (SMALL, partial(call, 67, 72, 136, F16)),
+    "float32 result": (NARROW, partial(call, 3, 40, 72, out_dtype=F32, **WEIGHT)),
+    "swiglu": (
+        GATED,
+        partial(call, 67, 72, 64, epilogue="swiglu", extra="bias residual", **WEIGHT),
+    ),
+    "scales": (NARROW, partial(call, 5, 40, 64, extra="rows columns", **WEIGHT)),
     "vectors, swiglu": (
         vectors(16, 256),
-        call(2, 24, 384, extra="bias residual", epilogue="swiglu", **WEIGHT),
+        partial(call, 2, 24, 384, extra="bias residual", epilogue="swiglu", **WEIGHT),
     ),
-    "split": (split(64, 64, cluster=2), call(9, 64, 136, extra="bias residual", **WEIGHT)),
-    "one scale": (NARROW, call(5, 40, 64, F16, extra="one bias", **WEIGHT)),
+    "split": (split(64, 64, cluster=2), partial(call, 9, 64, 136, extra="bias residual", **WEIGHT)),
+    "one scale": (NARROW, partial(call, 5, 40, 64, F16, extra="one bias", **WEIGHT)),
 }
 
 
 @transposed
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward(name: str):
-    config, (arrays, keywords) = BACKWARD[name]
+    config, make = BACKWARD[name]
+    arrays, keywords = make()
     m, n = matmul_reference(**arrays, **keywords).shape
     d_out = numbers(9, (m, n), plain_dtype(arrays, keywords))
 
@@ -585,20 +593,20 @@ def test_bucket():
 
 
 ON_DEVICE = {
-    "4096 cubed": call(4096, 4096, 4096, **WEIGHT),
-    "a prime of rows, K of 1000": call(131, 1000, 1000, extra="bias residual", **WEIGHT),
-    "b as [K, N]": call(1000, 4864, 896, F16),
-    "one row": call(1, 4096, 4096, **WEIGHT),
-    "decode, vocabulary": call(2, 151936, 896, out_dtype=F32, **WEIGHT),
-    "swiglu": call(2048, 4864, 896, epilogue="swiglu", extra="bias", **WEIGHT),
-    "swiglu, one row": call(1, 14336, 4096, epilogue="swiglu", **WEIGHT),
-    "query, one row": call(1, 896, 896, extra="bias residual", **WEIGHT),
-    "down, two rows": call(2, 896, 4864, F16, extra="residual", **WEIGHT),
-    "down, five rows": call(5, 896, 4864, extra="bias residual", **WEIGHT),
-    "down, 64 rows": call(64, 4096, 14336, extra="residual", **WEIGHT),
-    "swiglu, 16 rows": call(16, 4864, 896, F16, extra="bias", epilogue="swiglu", **WEIGHT),
-    "vocabulary, eight rows": call(8, 32064, 896, out_dtype=F32, **WEIGHT),
-    "few rows, a weight of no whole tiles": call(7, 1000, 1000, extra="bias", **WEIGHT),
+    "4096 cubed": partial(call, 4096, 4096, 4096, **WEIGHT),
+    "a prime of rows, K of 1000": partial(call, 131, 1000, 1000, extra="bias residual", **WEIGHT),
+    "b as [K, N]": partial(call, 1000, 4864, 896, F16),
+    "one row": partial(call, 1, 4096, 4096, **WEIGHT),
+    "decode, vocabulary": partial(call, 2, 151936, 896, out_dtype=F32, **WEIGHT),
+    "swiglu": partial(call, 2048, 4864, 896, epilogue="swiglu", extra="bias", **WEIGHT),
+    "swiglu, one row": partial(call, 1, 14336, 4096, epilogue="swiglu", **WEIGHT),
+    "query, one row": partial(call, 1, 896, 896, extra="bias residual", **WEIGHT),
+    "down, two rows": partial(call, 2, 896, 4864, F16, extra="residual", **WEIGHT),
+    "down, five rows": partial(call, 5, 896, 4864, extra="bias residual", **WEIGHT),
+    "down, 64 rows": partial(call, 64, 4096, 14336, extra="residual", **WEIGHT),
+    "swiglu, 16 rows": partial(call, 16, 4864, 896, F16, extra="bias", epilogue="swiglu", **WEIGHT),
+    "vocabulary, eight rows": partial(call, 8, 32064, 896, out_dtype=F32, **WEIGHT),
+    "few rows, a weight of no whole tiles": partial(call, 7, 1000, 1000, extra="bias", **WEIGHT),
 }
 FEW_ROWS = {
     **{f"vectors, {m} rows": (vectors(16, 1024), m) for m in (1, 3, 4)},
@@ -623,7 +631,7 @@ def test_forms_for_few_rows_on_the_device(name: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_forward_on_the_device(name: str):
-    arrays, keywords = ON_DEVICE[name]
+    arrays, keywords = ON_DEVICE[name]()
     assert_right(arrays, keywords, jax.jit(lambda x: matmul(**x, **keywords))(arrays))
 
 
@@ -660,5 +668,5 @@ def test_what_stands_around_a_product_is_traced_by_every_jax():
     narrow = jax.ShapeDtypeStruct((128,), jnp.float8_e4m3fn)
     calls += [({"bias": narrow}, {"epilogue": "swiglu", "transpose_b": True})]
     for arrays, keywords in calls:
-        run = functools.partial(matmul, **keywords, interpret=True)
+        run = partial(matmul, **keywords, interpret=True)
         assert jax.eval_shape(run, a, b, **arrays).shape == (128, 64 if keywords else 128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,37 +70,47 @@ def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> np
 
 
 CALLS: Any = {
-    "int4": (Config(16, 4, 2, 1), call(1, 64, 896, "int4")),
-    "norm": (Config(16, 4, 1, 2), call(1, 64, 896, "int4", BF16, "norm bias residual")),
+    "int4": (Config(16, 4, 2, 1), partial(call, 1, 64, 896, "int4")),
+    "norm": (Config(16, 4, 1, 2), partial(call, 1, 64, 896, "int4", BF16, "norm bias residual")),
     "norm, gate": (
         Config(32, 8, 2, 1),
-        call(3, 64, 1024, "int8", BF16, "norm", epilogue="swiglu"),
+        partial(call, 3, 64, 1024, "int8", BF16, "norm", epilogue="swiglu"),
     ),
-    "norm that adds 1": (Config(32, 4, 1, 1), call(9, 32, 640, "mxfp8", BF16, "norm centred")),
-    "norm, many accesses": (Config(16, 4, 2, 1), call(16, 16, 1152, "nvfp4", BF16, "norm bias")),
+    "norm that adds 1": (
+        Config(32, 4, 1, 1),
+        partial(call, 9, 32, 640, "mxfp8", BF16, "norm centred"),
+    ),
+    "norm, many accesses": (
+        Config(16, 4, 2, 1),
+        partial(call, 16, 16, 1152, "nvfp4", BF16, "norm bias"),
+    ),
     "zero points of small groups": (
         Config(16, 4, 2, 1),
-        call(9, 32, 512, "int4, groups of 32", F16, "bias"),
+        partial(call, 9, 32, 512, "int4, groups of 32", F16, "bias"),
     ),
-    "zero points": (Config(32, 4, 2, 1), call(2, 64, 512, "int4, zero points", F16)),
+    "zero points": (Config(32, 4, 2, 1), partial(call, 2, 64, 512, "int4, zero points", F16)),
     "float32 result": (
         Config(16, 4, 3, 1),
-        call(2, 32, 512, "mxfp4", BF16, "residual", out_dtype=F32),
+        partial(call, 2, 32, 512, "mxfp4", BF16, "residual", out_dtype=F32),
     ),
     # Of 7 turns 4 and 3; of 10 turns 4, 4 and 2, the last of which ends with the row
-    "splits": (Config(16, 4, 2, 1, 2), call(9, 64, 1792, "int4", BF16, out_dtype=F32)),
+    "splits": (Config(16, 4, 2, 1, 2), partial(call, 9, 64, 1792, "int4", BF16, out_dtype=F32)),
     "splits, of which one is short": (
         Config(32, 4, 1, 2, 3),
-        call(16, 64, 2432, "int4, groups of 64, zero points", F16, out_dtype=F32),
+        partial(call, 16, 64, 2432, "int4, groups of 64, zero points", F16, out_dtype=F32),
     ),
-    "splits of int8": (Config(16, 4, 1, 1, 4), call(3, 32, 896, "int8, groups", out_dtype=F32)),
-    "fp8, groups": (Config(16, 8, 1, 1), call(7, 32, 896, "fp8, groups", F16)),
+    "splits of int8": (
+        Config(16, 4, 1, 1, 4),
+        partial(call, 3, 32, 896, "int8, groups", out_dtype=F32),
+    ),
+    "fp8, groups": (Config(16, 8, 1, 1), partial(call, 7, 32, 896, "fp8, groups", F16)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_lanes(name: str, monkeypatch: Any):
-    config, (arrays, keywords) = CALLS[name]
+    config, make = CALLS[name]
+    arrays, keywords = make()
     with monkeypatch.context() as patched:
         ours = by_lanes(patched, arrays, keywords, config)
     assert_right(arrays, keywords, ours)
@@ -123,7 +134,8 @@ def test_every_code_by_lanes(form: str, dtype: str, monkeypatch: Any):
 
 
 def test_another_norm_is_seen(monkeypatch: Any):
-    config, (arrays, keywords) = CALLS["norm"]
+    config, make = CALLS["norm"]
+    arrays, keywords = make()
     other = {**arrays, "norm": arrays["norm"]._replace(eps=0.05)}
     with monkeypatch.context() as patched:
         ours = by_lanes(patched, other, keywords, config)

@@ -4,8 +4,8 @@ The interpreter runs the kernel's frame; what a warp does in it is plain JAX the
 by lane in test_quantized_lanes.py.
 """
 
-import functools
 import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,19 +65,19 @@ def interpret(arrays: dict[str, Any], keywords: dict[str, Any], **more: Any) -> 
 
 
 CALLS: Any = {
-    "one row": call(1, 64, 256),
-    "a prime of rows, K of 896, bias": call(7, 96, 896, "int4", F16, "bias"),
-    "all": call(3, 64, 512, "int8", BF16, "bias residual", epilogue="swiglu"),
-    "norm": call(2, 64, 256, "int4, zero points", BF16, "norm bias residual"),
-    "norm of one row, gate": call(1, 64, 896, "int8", BF16, "norm", epilogue="swiglu"),
-    "norm that adds 1": call(3, 32, 256, "mxfp4", BF16, "norm centred"),
-    "float32 result": call(2, 32, 256, "nvfp4", BF16, "residual", out_dtype=F32),
+    "one row": partial(call, 1, 64, 256),
+    "a prime of rows, K of 896, bias": partial(call, 7, 96, 896, "int4", F16, "bias"),
+    "all": partial(call, 3, 64, 512, "int8", BF16, "bias residual", epilogue="swiglu"),
+    "norm": partial(call, 2, 64, 256, "int4, zero points", BF16, "norm bias residual"),
+    "norm of one row, gate": partial(call, 1, 64, 896, "int8", BF16, "norm", epilogue="swiglu"),
+    "norm that adds 1": partial(call, 3, 32, 256, "mxfp4", BF16, "norm centred"),
+    "float32 result": partial(call, 2, 32, 256, "nvfp4", BF16, "residual", out_dtype=F32),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_forward(name: str):
-    arrays, keywords = CALLS[name]
+    arrays, keywords = CALLS[name]()
     assert_right(arrays, keywords, interpret(arrays, keywords))
 
 
@@ -94,7 +94,7 @@ def test_the_reference_is_the_mathematics(form: str, dtype: str):
 
 
 def test_the_check_sees_another_norm():
-    arrays, keywords = CALLS["norm"]
+    arrays, keywords = CALLS["norm"]()
     other = {**arrays, "norm": arrays["norm"]._replace(eps=0.05)}
     with pytest.raises(AssertionError, match="error is"):
         assert_right(arrays, keywords, interpret(other, keywords))
@@ -132,7 +132,7 @@ def test_rows_that_do_not_lie_on_chip_are_split():
 
 def test_leading_dimensions():
     arrays, _ = call(6, 64, 256, "int8", BF16, "residual")
-    run = functools.partial(quantized_matmul, packed=arrays["packed"], interpret=True)
+    run = partial(quantized_matmul, packed=arrays["packed"], interpret=True)
     flat = interpreted(lambda x, r: run(x, residual=r), arrays["x"], arrays["residual"])
     x, residual = (arrays[name].reshape(2, 3, -1) for name in ("x", "residual"))
     y = interpreted(lambda x, r: run(x, residual=r), x, residual)
@@ -148,10 +148,10 @@ def test_gradients():
     d_out = numbers(9, (3, 32), BF16)
 
     def run(arrays: dict[str, Any], d_out: jax.Array, **extra: Any) -> Any:
-        f = functools.partial(quantized_matmul, packed=packed, **keywords, **extra)
+        f = partial(quantized_matmul, packed=packed, **keywords, **extra)
         return jax.vjp(lambda arrays: f(**arrays), arrays)[1](d_out)[0]
 
-    ours = interpreted(functools.partial(run, interpret=True), arrays, d_out)
+    ours = interpreted(partial(run, interpret=True), arrays, d_out)
     weight = oracles.packed_numbers(packed)
     exact = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
     both: Any = {"transpose_b": True, **keywords}
@@ -259,7 +259,7 @@ def test_wrong_configs(config: Config, sentence: str):
 
 
 def test_warps_take_few_rows():
-    run = functools.partial(quantized_matmul, config=Config(ahead=1), interpret=True)
+    run = partial(quantized_matmul, config=Config(ahead=1), interpret=True)
     with pytest.raises(ValueError, match="^quantized_matmul: .*warps take 16 rows of x at most"):
         jax.eval_shape(run, shape(17, 256), W)
 
@@ -363,7 +363,7 @@ def test_the_default_config_is_legal(m: int, o: int, i: int, form: str):
     for epilogue in (None, "swiglu"):
         config = default_config(x, weight, epilogue=epilogue, device=H200)
         assert why_not(x, weight, epilogue=epilogue, config=config, device=H200) is None
-        run = functools.partial(quantized_matmul, epilogue=epilogue, config=config, interpret=True)
+        run = partial(quantized_matmul, epilogue=epilogue, config=config, interpret=True)
         jax.eval_shape(run, x, weight)
 
 
@@ -380,18 +380,18 @@ def test_what_lies_on_chip_is_known(form: str, monkeypatch: pytest.MonkeyPatch):
         config = default_config(x, weight, epilogue=epilogue, device=H200)
         for c in (config, Config(32, 4, 3, 1), Config(32, 4, 1, 1, splits=2), TOO_LARGE):
             static = Static("name", c, False, "bfloat16", 132, epilogue == "swiglu")
-            run = functools.partial(kernel.warp_products, static, plain=jnp.add)
+            run = partial(kernel.warp_products, static, plain=jnp.add)
             taken = on_chip(monkeypatch, run, x, weight)
             assert taken < sizes.shared_bytes(c, rows, weight) <= taken + 1024
 
 
 def test_a_config_that_fills_all_there_is_refused():
-    run = functools.partial(quantized_matmul, epilogue="swiglu", interpret=True)
+    run = partial(quantized_matmul, epilogue="swiglu", interpret=True)
     x, weight = shape(16, 4864), shaped(256, 4864, "int8, groups")
     with pytest.raises(ValueError, match="takes 233472 of 232448 bytes on chip"):
-        jax.eval_shape(functools.partial(run, config=TOO_LARGE), x, weight)
+        jax.eval_shape(partial(run, config=TOO_LARGE), x, weight)
     config = default_config(x, weight, epilogue="swiglu", device=H200)
-    jax.eval_shape(functools.partial(run, config=config), x, weight)
+    jax.eval_shape(partial(run, config=config), x, weight)
 
 
 @pytest.mark.slow
@@ -400,7 +400,7 @@ def test_on_chip_as_compiled():
     """The nearest to all there is of the configs that are taken."""
     x, weight = shape(16, 4864), shaped(256, 4864, "int8")
     assert sizes.shared_bytes(TOO_LARGE, 16, weight) == SHARED_BYTES
-    run = functools.partial(quantized_matmul, epilogue="swiglu", config=TOO_LARGE)
+    run = partial(quantized_matmul, epilogue="swiglu", config=TOO_LARGE)
     compiled = aot.compile_for(run, x, weight).kernel("quantized_matmul_swiglu")
     assert compiled.dynamic_shared_bytes == SHARED_BYTES - 1024
     assert compiled.static_shared_bytes == 1

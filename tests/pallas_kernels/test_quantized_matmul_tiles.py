@@ -6,9 +6,9 @@ the registers become is shown instruction by instruction (`lane_machine`), and o
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from quantized_calls import (
     call,
     numbers,
     on_chip,
+    packed_shape,
     packed_weight,
 )
 from quantized_calls import TILED_FORMATS as FORMATS
@@ -112,7 +113,7 @@ SHAPES: Any = {
 
 
 def interpret(arrays: dict[str, Any], keywords: dict[str, Any], config: Tiles | None) -> jax.Array:
-    run = functools.partial(quantized_matmul, **keywords, config=config, interpret=True)
+    run = partial(quantized_matmul, **keywords, config=config, interpret=True)
     return interpreted(lambda arrays: run(**arrays), arrays)
 
 
@@ -129,19 +130,19 @@ def test_every_format(i: int):
 
 
 CALLS: Any = {  # K of 896 and N of 80 are what is left of real models
-    "17 rows, K of 896": (None, call(17, 80, 896, "int4, groups of 64, zero points")),
+    "17 rows, K of 896": (None, partial(call, 17, 80, 896, "int4, groups of 64, zero points")),
     "all, rows past a tile": (
         Tiles(64, 128, 3),
-        call(67, 288, 256, "int8", F16, "bias residual", epilogue="swiglu"),
+        partial(call, 67, 288, 256, "int8", F16, "bias residual", epilogue="swiglu"),
     ),
     "K in two, float32": (
         Tiles(64, 128, 2, splits=2),
-        call(33, 272, 384, "nvfp4", BF16, "bias", epilogue="swiglu", out_dtype=F32),
+        partial(call, 33, 272, 384, "nvfp4", BF16, "bias", epilogue="swiglu", out_dtype=F32),
     ),
-    "a row": (Tiles(64, 64, 2), call(1, 64, 256, "mxfp8")),
+    "a row": (Tiles(64, 64, 2), partial(call, 1, 64, 256, "mxfp8")),
     "half a row of zero points": (
         Tiles(64, 128, 2),
-        call(17, 176, 256, "int4, zero points", epilogue="swiglu"),
+        partial(call, 17, 176, 256, "int4, zero points", epilogue="swiglu"),
     ),
 }
 
@@ -149,7 +150,8 @@ CALLS: Any = {  # K of 896 and N of 80 are what is left of real models
 @transposed
 @pytest.mark.parametrize("name", CALLS)
 def test_forward(name: str):
-    config, (arrays, keywords) = CALLS[name]
+    config, make = CALLS[name]
+    arrays, keywords = make()
     assert_right(arrays, keywords, interpret(arrays, keywords, config))
 
 
@@ -157,7 +159,8 @@ def test_forward(name: str):
 @pytest.mark.parametrize("part", ["row_scale", "zero"])
 def test_the_check_sees_another_scale(part: str):
     name = {"row_scale": "K in two, float32", "zero": "17 rows, K of 896"}[part]
-    config, (arrays, keywords) = CALLS[name]
+    config, make = CALLS[name]
+    arrays, keywords = make()
     packed = arrays["packed"]
     if part == "zero":  # of one group and one row of the weight
         other = dataclasses.replace(packed, zero=packed.zero.at[3, 5].add(np.uint8(1)))
@@ -192,7 +195,7 @@ def test_the_interpreter_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
                 plgpu.barrier_wait(barrier)
 
     arrays, _ = call(17, 128, 64 * config.buffers, "int8")
-    run = functools.partial(quantized_matmul, config=config, interpret=True)
+    run = partial(quantized_matmul, config=config, interpret=True)
     monkeypatch.setattr(quantized_matmul_tiles, "plgpu", WithoutReady())
     jax.block_until_ready(jax.jit(lambda arrays: run(**arrays))(arrays))
     assert _compat.races_found()
@@ -202,10 +205,10 @@ def test_the_interpreter_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
 def test_gradients():
     """Those of the reference."""
     arrays, _ = call(17, 64, 256, "int4")
-    run = functools.partial(quantized_matmul, packed=arrays["packed"], interpret=True)
+    run = partial(quantized_matmul, packed=arrays["packed"], interpret=True)
     d_out = numbers(9, (17, 64), BF16)
     (ours,) = interpreted(lambda x, d: jax.vjp(run, x)[1](d), arrays["x"], d_out)
-    plain = functools.partial(quantized_matmul_reference, packed=arrays["packed"])
+    plain = partial(quantized_matmul_reference, packed=arrays["packed"])
     np.testing.assert_array_equal(ours, jax.vjp(plain, arrays["x"])[1](d_out)[0])
 
 
@@ -271,7 +274,7 @@ def test_numbers_in_another_order_are_seen(monkeypatch: Any):
 
 
 def weight_shape(o: int, i: int, form: str = "int4") -> Packed:
-    return jax.eval_shape(lambda: packed_weight(form, o, i, BF16))
+    return packed_shape(form, o, i, BF16)
 
 
 def shape(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
@@ -291,17 +294,15 @@ def shape(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
     ],
 )
 def test_wrong_tiles(config: Tiles, sentence: str):
-    run = functools.partial(quantized_matmul, config=config, interpret=True)
+    run = partial(quantized_matmul, config=config, interpret=True)
     with pytest.raises(ValueError, match=f"^quantized_matmul: .*{sentence}"):
         jax.eval_shape(run, shape(17, 256), weight_shape(64, 256))
 
 
 def test_gate_and_up_want_wide_tiles():
-    run = functools.partial(quantized_matmul, epilogue="swiglu", interpret=True)
+    run = partial(quantized_matmul, epilogue="swiglu", interpret=True)
     with pytest.raises(ValueError, match="tile_n must be 128"):
-        jax.eval_shape(
-            functools.partial(run, config=Tiles(64, 64)), shape(17, 256), weight_shape(64, 256)
-        )
+        jax.eval_shape(partial(run, config=Tiles(64, 64)), shape(17, 256), weight_shape(64, 256))
 
 
 @pytest.mark.parametrize(
@@ -333,7 +334,7 @@ def test_what_lies_on_chip_is_known(form: str, monkeypatch: pytest.MonkeyPatch):
         for c in (default, Tiles(64, 128, 3), Tiles(128, 128, 2), Tiles(256, 128, 2)):
             c = dataclasses.replace(c, splits=1)
             static = Static("name", c, False, "bfloat16", 132, gated)
-            run = functools.partial(quantized_matmul_tiles.tile_products, static)
+            run = partial(quantized_matmul_tiles.tile_products, static)
             taken = on_chip(monkeypatch, run, x, weight, bias, residual)
             assert taken < shared_bytes(c, weight, gated=gated) < taken + 4096
 
@@ -363,9 +364,7 @@ def test_candidates_are_legal():
     assert len(found) > 10
     assert all(isinstance(config, Tiles) for config in found)
     for config in found[::20]:
-        jax.eval_shape(
-            functools.partial(quantized_matmul, config=config, interpret=True), x, weight
-        )
+        jax.eval_shape(partial(quantized_matmul, config=config, interpret=True), x, weight)
 
 
 def test_a_form_that_is_asked_for_is_looked_at():
@@ -387,7 +386,7 @@ def test_compiled(form: str, rows: int):
     for epilogue, name in (("swiglu", "quantized_matmul_swiglu"), (None, "quantized_matmul")):
         arrays = {"x": shape(rows, 1024), "packed": weight_shape(1024, 1024, form)}
         arrays["bias"] = shape(1024)
-        run = functools.partial(quantized_matmul, epilogue=epilogue)
+        run = partial(quantized_matmul, epilogue=epilogue)
         kernel = aot.compile_for(lambda arrays, run=run: run(**arrays), arrays).kernel(name)
         assert kernel.spill_store_bytes == kernel.spill_load_bytes == 0
         assert not [n for n in kernel.notes if n.startswith(("C7504", "C7511", "C7512"))]
