@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxllm.checkpoint.tensor_names import FUSED
@@ -26,8 +27,8 @@ from pallas_kernels.quantize import concatenate
 def fuse(model: nnx.Module) -> None:
     """Joins the projections of each layer that can be: beside the model, one layer's joined weight.
 
-    They can be where all of them are `Linear`s, or `PackedLinear`s of one scheme, and all or none
-    have a bias. A model that was fused already is left as it is.
+    They can be where all of them are `Linear`s, or `PackedLinear`s of one scheme and one order of
+    inputs, and all or none have a bias. A model that was fused already is left as it is.
     """
     owners: list[tuple[str, Any]] = [
         (str(path[-1]), module)
@@ -52,10 +53,15 @@ def _can_join(linears: list[Any]) -> bool:
     kinds = {type(linear) for linear in linears}
     if kinds not in ({Linear}, {PackedLinear}):
         return False
-    alike = {linear.bias is None for linear in linears}
-    if PackedLinear in kinds:
-        alike = {(part.bias is None, part.scheme, part.group_size) for part in linears}
-    return len(alike) == 1
+    return len({(linear.bias is None, _form(linear)) for linear in linears}) == 1
+
+
+def _form(linear: Linear | PackedLinear) -> tuple[Any, ...] | None:
+    """What packed weights that are joined must have alike."""
+    if isinstance(linear, Linear):
+        return None
+    order = None if linear.order is None else np.asarray(linear.order[...]).tobytes()
+    return linear.scheme, linear.group_size, order
 
 
 def _join(linears: list[Any]) -> Any:
@@ -66,7 +72,9 @@ def _join(linears: list[Any]) -> Any:
         bias = nnx.Param(jnp.concatenate([linear.bias[...] for linear in linears]))
     if type(first) is PackedLinear:
         packed = concatenate([linear.packed for linear in linears])
-        first = PackedLinear(packed, bias, dtype=first.dtype, implementation=first.implementation)
+        order = None if first.order is None else first.order[...]
+        like = {"dtype": first.dtype, "implementation": first.implementation}
+        first = PackedLinear(packed, bias, order=order, **like)
     else:
         weight = jnp.concatenate([linear.weight[...] for linear in linears])
         first.weight, first.bias = nnx.Param(weight), bias

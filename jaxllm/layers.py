@@ -433,8 +433,13 @@ def _as_argument(norm: RMSNorm | None) -> ops.Norm | None:
 def _fused(linear: Any, x: Float[Array, "*B I"], **around: Any) -> Any:
     """The product with what stands around it, as `ops.fused_linear` names it."""
     bias = None if linear.bias is None else linear.bias[...]
+    x = x.astype(linear.dtype)
+    if getattr(linear, "order", None) is not None:
+        x = linear.arranged(x)
+        if (norm := around.get("norm")) is not None:
+            around["norm"] = norm._replace(weight=linear.arranged(norm.weight))
     return ops.fused_linear(
-        x.astype(linear.dtype),
+        x,
         _plain_weight(linear),
         bias,
         implementation=linear.implementation,

@@ -64,6 +64,9 @@ class _Holder(nnx.Module):
 class PackedLinear(_Holder):
     """A `Linear` whose weight is packed and frozen, called like one; `ops.linear` says how it
     computes.
+
+    order: int32 [I], the input that each column of the packed weight is for; None: in order. GPTQ
+        with desc_act puts inputs into one group that do not lie side by side.
     """
 
     def __init__(
@@ -71,14 +74,30 @@ class PackedLinear(_Holder):
         packed: Packed,
         bias: nnx.Param | None = None,
         *,
+        order: Int[Array, " I"] | None = None,
         dtype: Any = jnp.bfloat16,
         implementation: Any = "auto",
     ):
         super().__init__(packed, bias, dtype, implementation)
+        self.order = None if order is None else nnx.Param(order)
+
+    def arranged(self, x: Float[Array, "*B I"]) -> Float[Array, "*B I"]:
+        """Inputs as the columns of the packed weight want them."""
+        if self.order is None:
+            return x
+        # A permutation: nothing to clamp, and in the gradient nothing to add
+        places = x.at[..., self.order[...]]
+        return places.get(mode="promise_in_bounds", unique_indices=True)
+
+    def dequantize(self) -> Float[Array, "O I"]:
+        weight = super().dequantize()
+        if self.order is None:
+            return weight
+        return weight[:, jnp.argsort(self.order[...])]
 
     def __call__(self, x: Float[Array, "*B I"], *, out_dtype=None) -> Float[Array, "*B O"]:
         return ops.linear(
-            x.astype(self.dtype),
+            self.arranged(x.astype(self.dtype)),
             self.packed,
             None if self.bias is None else self.bias[...],
             out_dtype=out_dtype,

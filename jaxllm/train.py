@@ -134,6 +134,7 @@ def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[
     with jax.named_scope("loss"):
         if isinstance(head, (PackedLinear, PackedEmbedding)):
             weight = head.packed
+            hidden = head.arranged(hidden) if isinstance(head, PackedLinear) else hidden
         elif type(head) in (Linear, Embedding):
             weight = head.weight[...]
         else:

@@ -174,16 +174,18 @@ class Layout:
         codes, scale = self.codes(0, 15, i, o), self.scales(groups, o)
         zero = np.full((groups, o), 8) if "asym" not in self.name else self.codes(0, 15, groups, o)
         zeros = pack(zero)
+        group = np.arange(i) // 32
+        if "order" in self.name:  # of the inputs alone, as GPTQ's is: q, k and v have the same
+            group = np.random.default_rng(i).permutation(group)
         if "v2" not in self.name:  # 1 is taken off every code, by one subtraction a word
             zeros = (zeros.view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
         tensors = {
             "qweight": np.ascontiguousarray(pack(codes.T).T),
             "qzeros": zeros,
             "scales": scale,
-            "g_idx": (np.arange(i) // 32).astype(np.int32),
+            "g_idx": group.astype(np.int32),
         }
-        values = (codes - np.repeat(zero, 32, axis=0)) * np.repeat(scale.astype(float), 32, axis=0)
-        return Weight(tensors, values.T)
+        return Weight(tensors, ((codes - zero[group]) * scale.astype(float)[group]).T)
 
     def _awq(self, o: int, i: int) -> Weight:
         codes, scale = self.codes(0, 15, i, o), self.scales(i // 32, o)
@@ -203,7 +205,7 @@ class Layout:
                 "bits": 4,
                 "group_size": 32,
                 "sym": "asym" not in self.name,
-                "desc_act": False,
+                "desc_act": "order" in self.name,
                 "checkpoint_format": "gptq_v2" if "v2" in self.name else "gptq",
             }
         if method == "awq":
@@ -272,6 +274,7 @@ LAYOUTS = (
     "gptq",
     "gptq asym",
     "gptq v2 asym",
+    "gptq asym order",
     "awq",
 )
 

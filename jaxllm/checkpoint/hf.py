@@ -70,8 +70,8 @@ def load(
     Of a quantised checkpoint (compressed-tensors, modelopt, GPTQ, AWQ, BitNet) the linear layers
     that it has packed are `PackedLinear`s with its codes and scales, whatever `dtype` says;
     activations and the cache stay in the runtime's dtype. `sharding` is asked for ".codes",
-    ".scale", ".zero" and ".row_scale" instead of ".weight" there, and a process reads the whole of
-    such a module.
+    ".scale", ".zero", ".row_scale" and ".order" instead of ".weight" there, and a process reads the
+    whole of such a module.
     Raises: FileNotFoundError, ValueError, NotImplementedError, one sentence each.
     """
     folder = find_folder(path_or_hub_id)
@@ -204,7 +204,7 @@ def save(
     what other weights the folder had under those names is removed.
     Raises: ValueError if the path is a file, the config cannot be said in a config.json, or the
     model has adapters; NotImplementedError if a parameter is spread over several processes, or a
-    packed weight is one that compressed-tensors cannot say.
+    packed weight is one that compressed-tensors cannot say, or has an order of inputs.
     """
     folder = Path(os.path.expanduser(path))
     existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
@@ -216,11 +216,18 @@ def save(
     packed, table = _packed_layers(model)
     owned = {f"{name}.{part}" for name in [*packed, "embed_tokens"] for part in _PACKED_PARTS}
     arrays = {path: array for path, array in arrays.items() if path not in owned}
-    strange = [path for path in arrays if path.rpartition(".")[2] not in ("weight", "bias")]
+    ordered = [path for path in arrays if path.rpartition(".")[2] == "order"]
+    stored = ("weight", "bias", "order")
+    strange = [path for path in arrays if path.rpartition(".")[2] not in stored]
     if strange:
         raise ValueError(
             f"save: a checkpoint has no {strange[0]}; jaxllm.lora.merge makes plain weights of "
             "adapters and what is below them, or jaxllm.lora.save_peft writes the adapters alone"
+        )
+    if ordered:
+        raise NotImplementedError(
+            f"save: the inputs of {ordered[0].rpartition('.')[0]} have an order of their own "
+            "(GPTQ's desc_act), which is not written; the checkpoint that it came from has it"
         )
     ids = _token_ids(model.generation, tokenizer)
     # The head of a table that is packed for both becomes one of its own

@@ -28,6 +28,7 @@ from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import check_scales, quantize
 
 Shape = tuple[int, ...]
+Ordered = tuple[Packed, jax.Array | None]  # a weight and the input that each of its columns is for
 
 _KINDS = (Linear, BitLinear)  # that a checkpoint may have packed
 
@@ -53,34 +54,36 @@ class PackedModule:
         self,
         sharding: Callable[[str, Shape], Sharding | None],
         on_bytes: Callable[[int], None],
-    ) -> dict[str, Packed]:
+    ) -> dict[str, Ordered]:
         """The weight of each linear layer, every array where `sharding` says for its path and
         shape ("layers.0.mlp.up_proj.codes"). Beside them the host holds this one module.
 
-        Raises: ValueError if its tensors contradict the config, or a scale is no positive number;
-        NotImplementedError for an order of inputs that cannot be loaded.
+        Raises: ValueError if its tensors contradict the config, or a scale is no positive number.
         """
         owner = f"{next(iter(self.tensors.values())).file}: {self.name}"
-        whole = packed_weights.load(self.form, self.tensors, self.shape, owner, on_bytes)
+        whole, order = packed_weights.load(self.form, self.tensors, self.shape, owner, on_bytes)
         found, first = {}, 0
         for layer, rows in self.layers.items():
+
+            def placed(field: str, array: Any, layer: str = layer) -> Any:
+                if array is None:
+                    return None
+                return _put(array, sharding(f"{layer}.{field}", array.shape))
+
             part = packed_weights.rows(whole, first, rows)
-            found[layer] = dataclasses.replace(
-                part,
-                **{
-                    field: _put(array, sharding(f"{layer}.{field}", array.shape))
-                    for field in ("codes", "scale", "zero", "row_scale")
-                    if (array := getattr(part, field)) is not None
-                },
-            )
+            fields = ("codes", "scale", "zero", "row_scale")
+            arrays = {field: placed(field, getattr(part, field)) for field in fields}
+            weight = dataclasses.replace(part, **arrays)
+            check_scales(weight, owner)
+            found[layer] = weight, placed("order", order)
             first += rows
-            check_scales(found[layer], owner)
         jax.block_until_ready(list(found.values()))  # a copy under way holds the host's memory
         return found
 
-    def zeros(self) -> dict[str, Packed]:
+    def zeros(self) -> dict[str, Ordered]:
         """Zeros with the shapes and dtypes of `load`'s weights: for a model of shapes alone, made
-        by `nnx.eval_shape`. Where the config has zero points for int4 they are counted.
+        by `nnx.eval_shape`. Where the config has zero points for int4 they are counted; an order of
+        inputs, which the file alone knows, is not.
         """
         form = self.form
         size = form.block[1] if form.block else form.group_size
@@ -91,11 +94,14 @@ class PackedModule:
         stored = packed_weights.DTYPES[scale.dtype]
         dtype = stored if stored.itemsize > 1 else np.dtype(np.float32)
         return {
-            layer: quantize(
-                jnp.zeros((rows, self.shape[1]), dtype),
-                form.scheme,
-                size,
-                zero_points=form.zero_points,
+            layer: (
+                quantize(
+                    jnp.zeros((rows, self.shape[1]), dtype),
+                    form.scheme,
+                    size,
+                    zero_points=form.zero_points,
+                ),
+                None,
             )
             for layer, rows in self.layers.items()
         }
@@ -160,13 +166,13 @@ def find(
     return modules, rest
 
 
-def put(model: nnx.Module, weights: Iterable[tuple[str, Packed]]) -> None:
+def put(model: nnx.Module, weights: Iterable[tuple[str, Ordered]]) -> None:
     """Makes `PackedLinear`s of the linear layers of these paths, one after the other."""
     places = linears(model, (), _KINDS)
-    for path, weight in weights:
+    for path, (weight, order) in weights:
         parent, attribute, linear = places.pop(path)
         like = {"dtype": linear.dtype, "implementation": linear.implementation}
-        setattr(parent, attribute, PackedLinear(weight, linear.bias, **like))
+        setattr(parent, attribute, PackedLinear(weight, linear.bias, order=order, **like))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ word of 32 bits holds the codes of 8 numbers, the first in its lowest bits:
     modelopt_nvfp4  weight uint8 [O, I / 2], weight_scale, weight_scale_2, the tensor's scale
     modelopt_fp8    weight [O, I], weight_scale, one number
     gptq            qweight int32 [I / 8, O], qzeros int32 [I / G, O / 8], scales [I / G, O], g_idx
-                    [I]; the zero points stored less 1, unless the format is gptq_v2
+                    [I], the group of each input; the zero points stored less 1, unless the format
+                    is gptq_v2
     bitlinear, autobitlinear    weight uint8 [O / 4, I], weight_scale, one number: see bitnet.py
     awq             qweight int32 [I, O / 8], qzeros int32 [I / G, O / 8], scales [I / G, O]; a
                     word's codes are those of its outputs 0, 2, 4, 6, 1, 3, 5, 7
@@ -30,7 +31,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int32, UInt8
 
 from jaxllm.checkpoint import bitnet
 from jaxllm.checkpoint.quantization_config import Form
@@ -98,21 +99,24 @@ def load(
     shape: Shape,
     owner: str,
     on_bytes: Callable[[int], None] = lambda count: None,
-) -> Packed:
-    """The weight, of tensors without a fault, as NumPy arrays. Beside it the host holds the
-    module's tensors.
+) -> tuple[Packed, Int32[np.ndarray, " I"] | None]:
+    """The weight, of tensors without a fault, as NumPy arrays, and the input that each of its
+    columns is for (None: in order). Beside it the host holds the module's tensors.
 
-    Raises: ValueError if what they hold contradicts the config; NotImplementedError for groups of
-    inputs that do not lie side by side. Both name `owner`.
+    Raises: ValueError, which names `owner`, if what they hold contradicts the config.
     """
     arrays = {name: _whole(tensor, on_bytes) for name, tensor in found.items()}
     codes, scale, zero, row_scale = LAYOUTS[form.layout][1](form, shape, arrays, owner)
+    order = _order(arrays["g_idx"], form.group_size, owner) if "g_idx" in arrays else None
+    if order is not None:
+        codes = _nibbles(codes)[:, order]
+        codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
     if zero is not None and np.all(zero == NO_ZERO):
         zero = None
     if zero is not None and not form.zero_points:
         raise ValueError(f"{owner}: has zero points, which its config says it has not")
     grouped = scale is not None
-    return Packed(
+    packed = Packed(
         codes=codes,
         scale=None if scale is None else np.ascontiguousarray(scale),  # pyright: ignore
         zero=None if zero is None else np.ascontiguousarray(zero),  # pyright: ignore
@@ -120,6 +124,22 @@ def load(
         scheme=form.scheme,
         group_size=shape[1] // scale.shape[0] if grouped else None,
     )
+    return packed, order
+
+
+def _order(
+    groups: Int32[np.ndarray, " I"], group_size: int | None, owner: str
+) -> Int32[np.ndarray, " I"] | None:
+    """The inputs of one group after the other, of each input's group; None if they lie so."""
+    size = group_size or len(groups)
+    in_order = np.arange(len(groups)) // size
+    order = np.argsort(groups, kind="stable").astype(np.int32)
+    if not np.array_equal(groups[order], in_order):
+        raise ValueError(
+            f"{owner}: g_idx does not put {size} inputs into each of {len(groups) // size} groups, "
+            "as its config says"
+        )
+    return None if np.array_equal(groups, in_order) else order
 
 
 def is_zero(tensor: Tensor) -> bool:
@@ -274,13 +294,7 @@ def _gptq_parts(form: Form, outputs: int, inputs: int) -> dict[str, Part]:
 
 
 def _gptq(form: Form, shape: Shape, arrays: Arrays, owner: str):
-    _, inputs = shape
-    in_order = np.arange(inputs) // (form.group_size or inputs)
-    if "g_idx" in arrays and not np.array_equal(arrays["g_idx"], in_order):
-        raise NotImplementedError(
-            f"{owner}: g_idx puts inputs that do not lie side by side in one group (desc_act), "
-            "which is not supported; load one with desc_act false, or the one it was made from"
-        )
+    del shape, owner
     zeros = arrays["qzeros"].view(np.uint32)
     if form.plus_one:
         # Of whole words, as 1 was taken off: a 0 has borrowed from the code above it
@@ -313,7 +327,7 @@ def _awq(form: Form, shape: Shape, arrays: Arrays, owner: str):
 
 
 def _nibbles(words: np.ndarray) -> UInt8[np.ndarray, "J W8"]:
-    """The 8 codes of each word [J, W], the lowest bits first, a byte each."""
+    """The codes of each word or byte [J, W], the lowest bits first, a byte each."""
     stored = words.view(np.uint8)
     both = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1)
     return both.reshape(words.shape[0], -1)

@@ -325,7 +325,7 @@ def _gptq(said: _Said) -> Callable[[str], Form | None]:
     ends = tuple(f".{n}" for part in blocks for n in (part if isinstance(part, list) else [part]))
     if (method := said.get("quant_method")) != "gptq" or said.get("dynamic"):
         raise NotImplementedError(f"{said.owner}: {method} with rules a module is not supported")
-    # Whether groups are of inputs side by side, g_idx says: desc_act may have been done in place
+    # Which inputs are in a group, g_idx says, whatever desc_act does
     said.done(
         "desc_act static_groups damp_percent true_sequential model_name_or_path tokenizer dataset "
         "model_file_base_name use_cuda_fp16 use_exllama exllama_config meta "

@@ -15,12 +15,13 @@ from flax import nnx
 from tiny_models import logits
 
 import jaxllm
+from jaxllm import lora, train
 from jaxllm.checkpoint.hf import pack_as_stored
 from jaxllm.checkpoint.packed_weights import fault
 from jaxllm.checkpoint.quantization_config import Form
 from jaxllm.config import Runtime
 from jaxllm.quantize import PackedLinear, packed_weights
-from pallas_kernels.quantize import dequantize
+from pallas_kernels.quantize import quantize
 
 TOKENS = jnp.asarray([[5, 9, 2, 60, 31, 7, 7, 0]], jnp.int32)
 
@@ -53,7 +54,7 @@ def assert_same_model(packed: Path, plain: Path) -> jaxllm.Transformer:
             mine = getattr(getattr(block, owner), name)
             other = getattr(getattr(twin.layers[i], owner), name)
             assert type(mine) is PackedLinear
-            numbers = np.asarray(dequantize(mine.packed, jnp.float32))
+            numbers = mine.dequantize()
             np.testing.assert_allclose(numbers, other.weight[...], rtol=3e-7, err_msg=module)
     assert type(model.lm_head) is type(twin.lm_head)
     return model
@@ -86,7 +87,9 @@ def test_of_shapes_alone_it_is_packed_likewise(tmp_path, name):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), found[path]) == shapes, path
 
 
-@pytest.mark.parametrize("name", ["int4 zero", "fp8 tensor", "fp8 block", "nvfp4", "gptq asym"])
+@pytest.mark.parametrize(
+    "name", ["int4 zero", "fp8 tensor", "fp8 block", "nvfp4", "gptq asym order"]
+)
 def test_fused_tensors_are_cut_into_their_layers(tmp_path, name):
     config = dataclasses.replace(made.LLAMA, model_type="phi3")
     assert_same_model(*made.write(tmp_path, name, config, fused=True))
@@ -323,11 +326,63 @@ def test_tensors_that_contradict_their_config(tmp_path, name):
 
 
 def test_inputs_of_a_group_that_lie_apart(tmp_path):
+    """Joined or not, also in decoding, where a norm stands before the product."""
+    packed, plain = made.write(tmp_path, "gptq asym order")
+    model, twin = (jaxllm.load(folder, dtype="float32")[0] for folder in (packed, plain))
+    prompts = [[5, 9, 2], [7] * 11]
+    want = jaxllm.generate(twin, None, prompts, max_new_tokens=12)
+    for prepare in (lambda model: None, jaxllm.fuse):
+        prepare(model)
+        found = jaxllm.generate(model, None, prompts, max_new_tokens=12)
+        assert found.tokens == want.tokens
+    attention = model.layers[0].self_attn
+    np.testing.assert_array_equal(
+        np.sort(attention.qkv_proj.order[...]), np.arange(64, dtype=np.int32)
+    )
+    with pytest.raises(NotImplementedError, match=r"^save: the inputs of .*_proj have an order of"):
+        jaxllm.save(model, None, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_orders_that_differ_are_not_joined(tmp_path):
+    packed, _ = made.write(tmp_path, "gptq asym order")
+    name = "model.layers.0.self_attn.k_proj.g_idx"
+    rewrite(packed, lambda tensors: tensors.update({name: np.roll(tensors[name], 1)}))
+    model, _ = jaxllm.load(packed, dtype="float32")
+    before = logits(model, TOKENS)
+    jaxllm.fuse(model)
+    assert model.layers[0].self_attn.qkv_proj is None
+    assert model.layers[1].self_attn.qkv_proj is not None
+    np.testing.assert_allclose(logits(model, TOKENS), before, atol=2e-5 * np.abs(before).max())
+
+
+def test_a_head_with_an_order_and_an_adapter_above_one(tmp_path):
+    packed, plain = made.write(tmp_path, "gptq asym order")
+    model, twin = (jaxllm.load(folder, dtype="float32")[0] for folder in (packed, plain))
+    order = np.random.default_rng(0).permutation(64).astype(np.int32)
+    head = quantize(twin.lm_head.weight[...][:, order], "int4", 32)
+    model.lm_head = PackedLinear(head, order=jnp.asarray(order), dtype="float32")
+    twin.lm_head.weight.set_value(model.lm_head.dequantize())
+    batch = {"tokens": TOKENS, "targets": TOKENS}
+    adapters = nnx.DiffState(0, lambda path, _: lora.is_adapter(".".join(map(str, path))))
+    found = []
+    for each in (model, twin):
+        lora.add_adapters(each, rank=2, targets=["down_proj", "q_proj"], rngs=nnx.Rngs(0))
+        loss = nnx.value_and_grad(lambda m: train.token_loss(m, batch)[0], argnums=adapters)
+        found.append(nnx.jit(loss)(each))
+    assert len(jax.tree.leaves(found[0])) == 1 + 2 * 2 * 2
+    for ours, theirs in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_groups_of_other_sizes(tmp_path):
     packed, _ = made.write(tmp_path, "gptq")
-    order = np.random.default_rng(0).permutation(96) // 32
-    rewrite(packed, set_tensor("g_idx", order.astype(np.int32)))
+    groups = np.arange(96, dtype=np.int32) // 32
+    groups[40] = 2
+    rewrite(packed, set_tensor("g_idx", groups))
     edit(packed, desc_act=True)
-    with pytest.raises(NotImplementedError, match=r"^[^\n]*down_proj: g_idx [^\n]*desc_act false"):
+    sentence = r"^[^\n]*down_proj: g_idx does not put 32 inputs into each of 3 groups, as[^\n]*$"
+    with pytest.raises(ValueError, match=sentence):
         jaxllm.load(packed, dtype="float32")
 
 
