@@ -409,12 +409,13 @@ def attention(
     d_lse: np.ndarray | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
+    return_both: bool = False,
     one_by_one: bool = False,
     dtype: DTypeLike = np.float64,
     **sides: Any,
 ) -> Any:
     """The result [B, T, N, H]; if its cotangent `d_out` is given, the gradients instead: of q, k
-    and v, and with sinks of those.
+    and v, and with sinks of those; with `return_both` behind the result.
 
     With `return_weights` the result and what the softmax gave, [B, N, T, S]; with `return_lse` the
     result and the logarithm of the denominator, [B, T, N], whose cotangent is `d_lse`. Neither is
@@ -467,7 +468,8 @@ def attention(
             d_sinks[head] -= (part * less).sum()
     if d_out is not None:
         gradients = tuple(_store(x, dtype) for x in (d_q, d_k, d_v))
-        return gradients if sinks is None else (*gradients, d_sinks)
+        gradients = gradients if sinks is None else (*gradients, d_sinks)
+        return (out, *gradients) if return_both else gradients
     results = [out, *([] if weights is None else [weights]), *([lse] if return_lse else [])]
     return tuple(results) if len(results) > 1 else out
 

@@ -117,7 +117,7 @@ def load(
         raise ValueError(f"{owner}: has zero points, which its config says it has not")
     grouped = scale is not None
     packed = Packed(
-        codes=codes,
+        codes=codes,  # pyright: ignore
         scale=None if scale is None else np.ascontiguousarray(scale),  # pyright: ignore
         zero=None if zero is None else np.ascontiguousarray(zero),  # pyright: ignore
         row_scale=row_scale,
