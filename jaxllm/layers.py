@@ -435,7 +435,7 @@ def _fused(linear: Any, x: Float[Array, "*B I"], **around: Any) -> Any:
     bias = None if linear.bias is None else linear.bias[...]
     x = x.astype(linear.dtype)
     if getattr(linear, "order", None) is not None:
-        x = linear.arranged(x)
+        x = linear.arranged(x)  # the norm's mean of squares is of any order, its weight is not
         if (norm := around.get("norm")) is not None:
             around["norm"] = norm._replace(weight=linear.arranged(norm.weight))
     return ops.fused_linear(

@@ -51,7 +51,7 @@ class _Holder(nnx.Module):
 
     @property
     def packed(self) -> Packed:
-        """The weight."""
+        """The weight; of a `PackedLinear` with an `order`, its columns in that order."""
         parts = (self.codes, self.scale, self.zero, self.row_scale)
         arrays = (None if part is None else part.get_value() for part in parts)
         return Packed(*arrays, scheme=self.scheme, group_size=self.group_size)  # pyright: ignore
@@ -79,6 +79,12 @@ class PackedLinear(_Holder):
         implementation: Any = "auto",
     ):
         super().__init__(packed, bias, dtype, implementation)
+        inputs = packed.shape[1]
+        if order is not None and (order.shape != (inputs,) or order.dtype != jnp.int32):
+            raise ValueError(
+                f"PackedLinear: order is {order.dtype} {list(order.shape)}, where a permutation of "
+                f"the inputs is int32 [{inputs}]"
+            )
         self.order = None if order is None else nnx.Param(order)
 
     def arranged(self, x: Float[Array, "*B I"]) -> Float[Array, "*B I"]:
@@ -93,7 +99,8 @@ class PackedLinear(_Holder):
         weight = super().dequantize()
         if self.order is None:
             return weight
-        return weight[:, jnp.argsort(self.order[...])]
+        places = jnp.zeros_like(weight).at[:, self.order[...]]
+        return places.set(weight, mode="promise_in_bounds", unique_indices=True)
 
     def __call__(self, x: Float[Array, "*B I"], *, out_dtype=None) -> Float[Array, "*B O"]:
         return ops.linear(
@@ -256,7 +263,7 @@ def _bring(parameter: nnx.Param) -> None:
 
 
 def packed_weights(model: nnx.Module) -> dict[str, Packed]:
-    """Every packed weight, by the dotted name of its module."""
+    """Every packed weight, by the dotted name of its module; as `packed` has it."""
     return {
         name: module.packed for name, _, _, module in _modules(model) if isinstance(module, _Holder)
     }

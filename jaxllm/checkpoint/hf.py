@@ -137,7 +137,8 @@ def load(
 
 def pack_as_stored(model: Transformer, path_or_hub_id: str | os.PathLike[str]) -> None:
     """In place, of a model of shapes alone with the checkpoint's config: its linear layers become
-    packed where the checkpoint has them so. To be called inside `nnx.eval_shape`.
+    packed where the checkpoint has them so, but without an order of inputs, which the tensors say
+    and not their shapes. To be called inside `nnx.eval_shape`.
 
     Raises: as `load` does for packed modules; other tensors are not looked at.
     """
@@ -214,11 +215,10 @@ def save(
         raise ValueError(f"save: max_shard_size must be at least 1 byte, got {max_shard_size}")
     arrays = {path: p.get_value() for path, p in _by_path(nnx.state(model, nnx.Param)).items()}
     packed, table = _packed_layers(model)
+    ordered = [name for name in packed if f"{name}.order" in arrays]
     owned = {f"{name}.{part}" for name in [*packed, "embed_tokens"] for part in _PACKED_PARTS}
     arrays = {path: array for path, array in arrays.items() if path not in owned}
-    ordered = [path for path in arrays if path.rpartition(".")[2] == "order"]
-    stored = ("weight", "bias", "order")
-    strange = [path for path in arrays if path.rpartition(".")[2] not in stored]
+    strange = [path for path in arrays if path.rpartition(".")[2] not in ("weight", "bias")]
     if strange:
         raise ValueError(
             f"save: a checkpoint has no {strange[0]}; jaxllm.lora.merge makes plain weights of "
@@ -226,8 +226,8 @@ def save(
         )
     if ordered:
         raise NotImplementedError(
-            f"save: the inputs of {ordered[0].rpartition('.')[0]} have an order of their own "
-            "(GPTQ's desc_act), which is not written; the checkpoint that it came from has it"
+            f"save: the inputs of {ordered[0]} have an order of their own (GPTQ's desc_act), which "
+            "is not written; copy the checkpoint that the model came from"
         )
     ids = _token_ids(model.generation, tokenizer)
     # The head of a table that is packed for both becomes one of its own
@@ -264,7 +264,7 @@ def save(
 _WEIGHT_FILE = re.compile(
     rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|{re.escape(HF_QUANT_CONFIG)}"
 )
-_PACKED_PARTS = ("codes", "scale", "zero", "row_scale")
+_PACKED_PARTS = ("codes", "scale", "zero", "row_scale", "order")
 
 
 def _packed_layers(model: Transformer) -> tuple[dict[str, Packed], PackedEmbedding | None]:

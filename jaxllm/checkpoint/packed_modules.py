@@ -55,8 +55,9 @@ class PackedModule:
         sharding: Callable[[str, Shape], Sharding | None],
         on_bytes: Callable[[int], None],
     ) -> dict[str, Ordered]:
-        """The weight of each linear layer, every array where `sharding` says for its path and
-        shape ("layers.0.mlp.up_proj.codes"). Beside them the host holds this one module.
+        """The weight of each linear layer and its order of inputs, every array where `sharding`
+        says for its path and shape ("layers.0.mlp.up_proj.codes"). Beside them the host holds this
+        one module.
 
         Raises: ValueError if its tensors contradict the config, or a scale is no positive number.
         """
@@ -64,18 +65,17 @@ class PackedModule:
         whole, order = packed_weights.load(self.form, self.tensors, self.shape, owner, on_bytes)
         found, first = {}, 0
         for layer, rows in self.layers.items():
-
-            def placed(field: str, array: Any, layer: str = layer) -> Any:
-                if array is None:
-                    return None
-                return _put(array, sharding(f"{layer}.{field}", array.shape))
-
             part = packed_weights.rows(whole, first, rows)
-            fields = ("codes", "scale", "zero", "row_scale")
-            arrays = {field: placed(field, getattr(part, field)) for field in fields}
-            weight = dataclasses.replace(part, **arrays)
+            arrays = {
+                field: _put(array, sharding(f"{layer}.{field}", array.shape))
+                for field in ("codes", "scale", "zero", "row_scale")
+                if (array := getattr(part, field)) is not None
+            }
+            weight, places = dataclasses.replace(part, **arrays), None
+            if order is not None:
+                places = _put(order, sharding(f"{layer}.order", order.shape))
             check_scales(weight, owner)
-            found[layer] = weight, placed("order", order)
+            found[layer] = weight, places
             first += rows
         jax.block_until_ready(list(found.values()))  # a copy under way holds the host's memory
         return found

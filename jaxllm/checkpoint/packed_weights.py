@@ -48,6 +48,7 @@ _SCALES = ("F32", "F16", "BF16")
 _E4M3 = ("F8_E4M3",)
 _WORDS, _BYTES = ("I32",), ("U8",)
 _AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+_ROWS = 256  # outputs whose codes are a byte each at a time
 NO_ZERO = 8  # int4's code for 0 where there are no zero points
 
 
@@ -109,8 +110,9 @@ def load(
     codes, scale, zero, row_scale = LAYOUTS[form.layout][1](form, shape, arrays, owner)
     order = _order(arrays["g_idx"], form.group_size, owner) if "g_idx" in arrays else None
     if order is not None:
-        codes = _nibbles(codes)[:, order]
-        codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+        for start in range(0, len(codes), _ROWS):  # a whole module of bytes would be twice as large
+            some = codes[start : start + _ROWS]
+            some[:] = _pairs(_nibbles(some)[:, order])
     if zero is not None and np.all(zero == NO_ZERO):
         zero = None
     if zero is not None and not form.zero_points:
@@ -132,14 +134,15 @@ def _order(
 ) -> Int32[np.ndarray, " I"] | None:
     """The inputs of one group after the other, of each input's group; None if they lie so."""
     size = group_size or len(groups)
-    in_order = np.arange(len(groups)) // size
+    count = len(groups) // size
+    for group, found in zip(*np.unique(groups, return_counts=True), strict=True):
+        if not 0 <= group < count or found != size:
+            raise ValueError(
+                f"{owner}: g_idx puts {found} inputs into group {group}, where its config has "
+                f"{count} groups of {size}"
+            )
     order = np.argsort(groups, kind="stable").astype(np.int32)
-    if not np.array_equal(groups[order], in_order):
-        raise ValueError(
-            f"{owner}: g_idx does not put {size} inputs into each of {len(groups) // size} groups, "
-            "as its config says"
-        )
-    return None if np.array_equal(groups, in_order) else order
+    return None if np.array_equal(order, np.arange(len(groups))) else order
 
 
 def is_zero(tensor: Tensor) -> bool:
@@ -300,7 +303,7 @@ def _gptq(form: Form, shape: Shape, arrays: Arrays, owner: str):
         # Of whole words, as 1 was taken off: a 0 has borrowed from the code above it
         zeros = zeros + np.uint32(0x11111111)
     # A word [I / 8, O] is 4 bytes of a row of codes [O, I / 2]
-    codes = np.ascontiguousarray(arrays["qweight"].T).view(np.uint8)
+    codes = np.array(arrays["qweight"].T, order="C").view(np.uint8)
     return codes, arrays["scales"], _nibbles(zeros), None
 
 
@@ -320,13 +323,18 @@ def _awq(form: Form, shape: Shape, arrays: Arrays, owner: str):
     codes = np.empty((outputs // 8, 8, inputs // 2), np.uint8)
     for place, output in enumerate(_AWQ_ORDER):
         four = (words >> np.uint32(4 * place)).astype(np.uint8) & np.uint8(15)
-        codes[:, output] = np.ascontiguousarray((four[0::2] | four[1::2] << np.uint8(4)).T)
+        codes[:, output] = _pairs(four.T)
     zeros = _nibbles(arrays["qzeros"]).reshape(-1, outputs // 8, 8)
     zeros = zeros[..., np.argsort(_AWQ_ORDER)].reshape(-1, outputs)
     return codes.reshape(outputs, -1), arrays["scales"], zeros, None
 
 
-def _nibbles(words: np.ndarray) -> UInt8[np.ndarray, "J W8"]:
+def _pairs(codes: UInt8[np.ndarray, "O I"]) -> UInt8[np.ndarray, "O I2"]:
+    """Two codes a byte, the first in its lowest bits."""
+    return codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+
+
+def _nibbles(words: np.ndarray) -> UInt8[np.ndarray, "J C"]:
     """The codes of each word or byte [J, W], the lowest bits first, a byte each."""
     stored = words.view(np.uint8)
     both = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1)

@@ -104,7 +104,8 @@ def trainer(out, *, steps=8, seed=0, batches=None, said=None, config=ONE_LAYER, 
     run = Trainer(
         model, optax.adam(1e-2), batches or Counting(), out, steps=steps, **{**defaults, **options}
     )
-    alike = config, *(options.get(name) for name in ("loss", "micro_batches", "scale"))
+    names = ("loss", "micro_batches", "scale", "stochastic_rounding", "trainable")
+    alike = config, *map(options.get, names)
     run.step, run.evaluate = COMPILED.setdefault(alike, (run.step, run.evaluate))
     return run
 

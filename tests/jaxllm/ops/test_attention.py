@@ -148,12 +148,14 @@ def test_the_check_can_fail():
             assert_as_accurate(wrong, plain, truth)
 
 
-# Those that take a second or two; the kernels' own tests have all of them
+# Those that take a few seconds at most; the kernels' own tests have all of them
 SMALL = [name for name, case in THEIRS.items() if case.scores <= 2**23]
+LONG = [name for name in SMALL if max(THEIRS[name].T, THEIRS[name].S) >= 512]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in SMALL]
+)
 def test_cases_of_other_projects(name):
     """What other projects test with agrees, too.
 
@@ -162,10 +164,12 @@ def test_cases_of_other_projects(name):
     """
     case = THEIRS[name]
     arrays = [jnp.asarray(x, case.dtype) for x in case.inputs()]
-    is_long = max(case.T, case.S) >= 512
-    results = compare(arrays, case.kwargs, case.gradient, "xla", one_by_one=is_long)
+    results = compare(arrays, case.kwargs, case.gradient, "xla", one_by_one=name in LONG)
     for ours, plain, truth in zip(*results, strict=True):
         assert_as_accurate(ours, plain, truth)
+        wrong = ours + 0.05 * (1 + np.abs(truth).max())  # of zeros, too
+        with pytest.raises(AssertionError, match="error is"):
+            assert_as_accurate(wrong, plain, truth)
 
 
 def test_float32_is_the_highest_precision():
