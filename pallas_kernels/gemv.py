@@ -31,6 +31,16 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 GATES = ("swiglu",)  # epilogues of gate and up
 MAX_ROWS = 4  # of x; more would compute longer than they read
+AT_ONCE = (1, 2, 3, 4, 6, 8, 12, 16)  # accesses of a thread and half, as `candidates` has them
+# Of decoders of which `tuning_calls` has each product: hidden and intermediate size, heads of
+# queries, those of keys, their width
+TUNED_MODELS = {
+    "Llama-3.1-8B": (4096, 14336, 32, 8, 128),
+    "Phi-3-mini": (3072, 8192, 32, 32, 96),
+    "Llama-3.2-1B": (2048, 8192, 32, 8, 64),
+    "Llama-3.2-3B": (3072, 8192, 24, 8, 128),
+    "Qwen2.5-0.5B": (896, 4864, 14, 2, 64),
+}
 RESERVED_BYTES = 4096  # on chip beside x: Mosaic's own, 2048 of them for sums over a block
 
 
@@ -196,6 +206,33 @@ def default_config(
     line, halves = lanes_across(i) * ACCESS_BYTES // ITEMSIZE, 1 if epilogue is None else 2
     at_once = (4 if i <= 4096 else 8) // halves
     return Config(grain(i), line * min(i // line, at_once))
+
+
+def candidates(x, weight, *, device: Device | None = None, **around: Any) -> list[Config]:
+    """What is worth a measurement beside the default: more or fewer inputs asked for at once."""
+    i, default = weight.shape[1], default_config(x, weight, device=device, **around)
+    line = lanes_across(i) * ACCESS_BYTES // ITEMSIZE
+    counts = {min(count, i // line) for count in AT_ONCE}
+    found = [Config(grain(i), line * count) for count in sorted(counts)]
+    return [config for config in found if config != default]
+
+
+def tuning_calls() -> list[tuned.Call]:
+    """The four products of a layer that decodes one row, of `TUNED_MODELS` in bfloat16."""
+    bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    calls = []
+    for d, f, heads, kv_heads, width in TUNED_MODELS.values():
+        norm, residual = Norm(jnp.ones(d, jnp.bfloat16), 1e-5), jnp.ones((1, d), jnp.bfloat16)
+        rotary = Rotary(jnp.ones((1, width // 2)), jnp.ones((1, width // 2)), heads, kv_heads)
+        outputs = (heads + 2 * kv_heads) * width
+        for o, i, around in (
+            (outputs, d, {"norm": norm, "epilogue": "rope", "rotary": rotary}),
+            (d, heads * width, {"residual": residual}),
+            (2 * f, d, {"norm": norm, "epilogue": "swiglu"}),
+            (d, f, {"residual": residual}),
+        ):
+            calls.append(tuned.Call((bf16((1, i)), bf16((o, i))), gemv, around))
+    return calls
 
 
 def bucket(x, weight, *, norm=None, epilogue=None, **rest: Any) -> str:

@@ -1,4 +1,4 @@
-"""GEMV of a decode step: the four products of a layer of Qwen2.5-0.5B and Llama-3.1-8B, one row."""
+"""GEMV of a decode step: the four products of a layer of real models, one row."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.case import Case
-from benchmarks.models import LLAMA_8B, QWEN
+from benchmarks.models import LLAMA, LLAMA_8B, PHI_3_MINI, QWEN
 from jaxllm.config import ModelConfig
 from pallas_kernels.around_product import Norm, Rotary
 from pallas_kernels.gemv import gemv, gemv_reference
 from pallas_kernels.measure import size_bytes
 
 EPS = 1e-6
+MODELS = (QWEN, LLAMA_8B, PHI_3_MINI, LLAMA)
 
 
 def cases() -> list[Case]:
     """Two and four rows, and an odd size, are compiled only."""
-    found = [case for model in (QWEN, LLAMA_8B) for case in _layer(model, 1)]
+    found = [case for model in MODELS for case in _layer(model, 1)]
     found += [case for m in (2, 4) for case in _layer(QWEN, m, compile_only=True)]
     found.append(_case(3, 24, 384, norm=True, compile_only=True))
     return found

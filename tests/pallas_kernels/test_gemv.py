@@ -1,5 +1,6 @@
 """GEMV in the interpreter: what stands around the product, odd sizes, what it refuses."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,10 +16,12 @@ from pallas_kernels.around_product import Cache, Norm, Rotary
 from pallas_kernels.gemv import (
     Config,
     bucket,
+    candidates,
     default_config,
     gemv,
     gemv_reference,
     problem,
+    tuning_calls,
     why_not,
 )
 
@@ -243,6 +246,24 @@ def test_bad_calls_are_refused(arguments, said):
         said = r"Config\(outputs=3, inputs=8\): outputs must be a multiple of 4 that divides 16"
     with pytest.raises(ValueError, match=said):
         gemv(given.pop("x"), given.pop("weight"), **given, interpret=True)
+
+
+def test_candidates_are_legal_for_every_call_of_a_key():
+    """A row's config is not looked at before it runs, and its key does not tell a head's width."""
+    keys = []
+    for call in tuning_calls():
+        (x, weight), around = call.arguments, call.keywords
+        assert why_not(x, weight, **around, device=H200) is None
+        keys.append(bucket(x, weight, **around))
+        found = candidates(x, weight, **around, device=H200)
+        assert len(set(found)) == len(found) > 4
+        assert default_config(x, weight, **around) not in found
+        for config in found:
+            assert config.outputs == default_config(x, weight, **around).outputs
+            assert problem(config, x, weight, **around) is None
+            torn = dataclasses.replace(config, inputs=config.inputs + 8)
+            assert "inputs" in str(problem(torn, x, weight, **around))
+    assert len(set(keys)) == len(keys) - 3  # models 3072 wide have three products in common
 
 
 def test_the_default_is_legal_at_the_sizes_of_models():
