@@ -31,9 +31,8 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 GATES = ("swiglu",)  # epilogues of gate and up
 MAX_ROWS = 4  # of x; more would compute longer than they read
-AT_ONCE = (1, 2, 3, 4, 6, 8, 12, 16)  # accesses of a thread and half, as `candidates` has them
-# Of decoders of which `tuning_calls` has each product: hidden and intermediate size, heads of
-# queries, those of keys, their width
+AT_ONCE = (1, 2, 3, 4, 6, 8, 12, 16)  # accesses to a row that `candidates` lets a thread ask for
+# hidden and intermediate size, heads of queries, of keys, and their width
 TUNED_MODELS = {
     "Llama-3.1-8B": (4096, 14336, 32, 8, 128),
     "Phi-3-mini": (3072, 8192, 32, 32, 96),
