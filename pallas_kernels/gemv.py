@@ -198,7 +198,7 @@ def default_config(
 ) -> Config:
     """Small blocks, so that many are on a multiprocessor; a thread of theirs has four accesses
     under way, eight where rows are long. One row of x, bfloat16, H200: the products of a layer of
-    Llama-3.1-8B take 107 us so, and 114 with as many under way as registers hold.
+    Llama-3.1-8B take 107 to 110 us so, and 114 with as many under way as registers hold.
     """
     del device, rest
     i = weight.shape[1]
@@ -221,8 +221,11 @@ def tuning_calls() -> list[tuned.Call]:
     bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     calls = []
     for d, f, heads, kv_heads, width in TUNED_MODELS.values():
-        norm, residual = Norm(jnp.ones(d, jnp.bfloat16), 1e-5), jnp.ones((1, d), jnp.bfloat16)
-        rotary = Rotary(jnp.ones((1, width // 2)), jnp.ones((1, width // 2)), heads, kv_heads)
+        # no two numbers alike: XLA would make those of a constant by a kernel that is timed too
+        row = jnp.linspace(0.5, 1.5, d, dtype=jnp.float32).astype(jnp.bfloat16)
+        norm, residual = Norm(row, 1e-5), row[None]
+        angles = jnp.linspace(-1, 1, width // 2, dtype=jnp.float32)[None]
+        rotary = Rotary(jnp.cos(angles), jnp.sin(angles), heads, kv_heads)
         outputs = (heads + 2 * kv_heads) * width
         for o, i, around in (
             (outputs, d, {"norm": norm, "epilogue": "rope", "rotary": rotary}),

@@ -61,6 +61,16 @@ class Part:
     optional: bool = False
 
 
+def _reorder(codes: np.ndarray, order: np.ndarray) -> None:
+    """Brings the inputs of codes [O, I / 2] into an order [I], in place.
+
+    Some rows at a time: a byte each, the numbers of a whole module take twice the codes.
+    """
+    for start in range(0, len(codes), _ROWS):
+        some = codes[start : start + _ROWS]
+        some[:] = _pairs(_nibbles(some)[:, order])
+
+
 def parts(form: Form, shape: Shape) -> dict[str, Part]:
     """The tensors of a module [O, I] by the last part of their names."""
     return LAYOUTS[form.layout][0](form, *shape)
@@ -110,9 +120,7 @@ def load(
     codes, scale, zero, row_scale = LAYOUTS[form.layout][1](form, shape, arrays, owner)
     order = _order(arrays["g_idx"], form.group_size, owner) if "g_idx" in arrays else None
     if order is not None:
-        for start in range(0, len(codes), _ROWS):  # a whole module of bytes would be twice as large
-            some = codes[start : start + _ROWS]
-            some[:] = _pairs(_nibbles(some)[:, order])
+        _reorder(codes, order)
     if zero is not None and np.all(zero == NO_ZERO):
         zero = None
     if zero is not None and not form.zero_points:

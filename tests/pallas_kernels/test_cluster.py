@@ -72,6 +72,7 @@ def test_all_warps_meet_before_one_tells_the_cluster(name, monkeypatch):
     assert len(pieces) > 2  # before the first loads, and behind the last
     for before in pieces[:-1]:
         memory = [m.end() for m in re.finditer(r"(ld|st)[.\w]*\.shared", before)]
+        # no label ($L) in between: nothing jumps past the barrier
         assert re.search(r"fence\.proxy\.async[^$]*\bbar\.sync", before[memory[-1] :])
 
 

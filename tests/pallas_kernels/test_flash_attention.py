@@ -74,32 +74,33 @@ class Case:
 
 
 FULL = {"causal": False}
+# On two multiprocessors: of more than two tiles, one has several
 INTERPRETED = {
     "one query": Case((1, 1, 1, 1, 1, 8)),
-    "one query, many keys": Case((2, 1, 257, 7, 1, 64)),
+    "one query, many keys": Case((2, 1, 257, 5, 1, 64)),
     "17 queries": Case((1, 17, 17, 4, 1, 64), config=ALONE),
     "all keys": Case((1, 17, 128, 4, 4, 64), keywords=FULL),
     "a tile": Case((1, 128, 128, 2, 2, 128), config=None),
-    "257": Case((1, 257, 257, 4, 1, 128), config=None),
+    "257": Case((1, 257, 257, 3, 1, 128), config=None),
     "float16, heads of 80": Case((1, 130, 257, 2, 1, 80), dtype=F16, config=None),
     "heads of 96": Case((1, 128, 257, 1, 1, 96), keywords=FULL),
     "heads of 256": Case((1, 17, 257, 2, 2, 256), dtype=F16, config=None),
     "heads of 160, one key": Case((1, 17, 1, 1, 1, 160), config=None),
-    "more queries than keys": Case((1, 257, 100, 7, 1, 64), config=AHEAD),
+    "more queries than keys": Case((1, 257, 100, 3, 1, 64), config=AHEAD),
     "three consumers": Case((1, 257, 257, 1, 1, 64), config=THREE),
     "no turns": Case((1, 128, 257, 2, 1, 64), config=NO_TURNS, keywords={"scale": 0.5}),
     "negative scale": Case((1, 128, 128, 1, 1, 64), keywords={"scale": -0.1}),
-    "window": Case((2, 128, 257, 2, 1, 64), config=AHEAD, keywords={"window": 70}),
+    "window": Case((1, 257, 257, 2, 1, 64), config=AHEAD, keywords={"window": 70}),
     "window of one": Case((1, 128, 128, 1, 1, 64), keywords={"window": 1}),
     "window on both sides": Case(
         (2, 128, 257, 1, 1, 96), lengths=(100, 257), keywords={**FULL, "window": 33}
     ),
-    "soft cap": Case((1, 128, 257, 4, 1, 64), "sinks", keywords={"softcap": 2.0}),
+    "soft cap": Case((1, 128, 257, 3, 1, 64), "sinks", keywords={"softcap": 2.0}),
     "lengths": Case((3, 128, 257, 1, 1, 64), "sinks", lengths=(0, 130, 257)),
     "lengths, all keys": Case((3, 17, 257, 1, 1, 64), lengths=(0, 1, 200), keywords=FULL),
     "documents": Case((2, 257, 257, 1, 1, 64), "segments", config=AHEAD),
-    "documents, all keys": Case((1, 128, 257, 4, 1, 128), "segments", keywords=FULL),
-    "documents in no order": Case((1, 128, 128, 8, 1, 64), "mixed sinks", F16, keywords=FULL),
+    "documents, all keys": Case((1, 128, 257, 3, 1, 128), "segments", keywords=FULL),
+    "documents in no order": Case((1, 128, 128, 3, 1, 64), "mixed sinks", F16, keywords=FULL),
     "everything": Case(
         (2, 128, 257, 2, 1, 64),
         "segments sinks",
@@ -278,10 +279,21 @@ def test_candidates_fit():
 
 @pytest.mark.slow
 @pytest.mark.aot
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("masks", ["", "all keys", "documents", "everything"])
-def test_compiled(width: int, masks: str):
-    """No spills, and no product that the assembler makes wait for another."""
+@pytest.mark.parametrize(
+    ("masks", "width"),
+    [
+        *(("everything", width) for width in (64, 80, 96, 128, 192, 256)),
+        *(("documents", width) for width in (64, 128, 256)),
+        ("all keys", 192),
+        ("", 80),
+        ("", 256),  # the tile that has most registers
+    ],
+)
+def test_compiled(masks: str, width: int):
+    """No spills, and no product that the assembler makes wait for another.
+
+    Fewer masks at the widths of models: the table of `make gpu-compile`, where it has all cases.
+    """
     q, k, v = shapes(2, 1000, 1003, 8, 2, width)
     arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
     keywords: dict[str, Any] = {"causal": masks != "all keys", "return_lse": True}

@@ -68,11 +68,11 @@ FULL = {"causal": False}
 BY_HEAD = Config(128, early=False, dq_buffers=1, ds_buffers=2, by_head=True)
 INTERPRETED = {
     "one query, one key": Case((1, 1, 1, 1, 1, 8)),
-    "17 queries": Case((1, 17, 17, 4, 1, 64)),
+    "17 queries": Case((1, 17, 17, 3, 1, 64)),
     "two tiles": Case((1, 130, 130, 2, 1, 64)),
-    "a chunk at the end": Case((1, 70, 200, 7, 1, 128), dtype=F16),
+    "a chunk at the end": Case((1, 70, 200, 3, 1, 128), dtype=F16),
     "more queries than keys": Case((1, 200, 70, 1, 1, 128)),
-    "all keys": Case((2, 64, 129, 2, 2, 128), FULL),
+    "all keys": Case((1, 64, 129, 2, 2, 128), FULL),
     "shares of heads of 96": Case((2, 70, 130, 4, 2, 96), config=Config(together=3, shares=2)),
     "shares of heads of 192": Case(
         (1, 70, 65, 3, 1, 192),
@@ -229,9 +229,16 @@ def structs(shape: tuple[int, ...], masks: str) -> tuple[Any, dict[str, Any], di
 
 @pytest.mark.slow
 @pytest.mark.aot
-@pytest.mark.parametrize("width", [64, 96, 128, 256])
-@pytest.mark.parametrize("masks", ["", "all keys", "documents", "everything"])
-def test_compiled(width: int, masks: str):
+@pytest.mark.parametrize(
+    ("masks", "width"),
+    [
+        *(("everything", width) for width in (64, 96, 128, 256)),
+        *(("documents", width) for width in (64, 128)),
+        ("all keys", 96),
+        ("", 256),
+    ],
+)
+def test_compiled(masks: str, width: int):
     """No product that the assembler makes wait for another."""
     inputs, arrays, keywords = structs((2, 1000, 1003, 8, 2, width), masks)
     program = aot.compile_for(lambda x, y: backward(*x, **y, **keywords), inputs, arrays)

@@ -64,6 +64,19 @@ def test_every_row_builds_its_config():
             check(row, gpu, kind_of(row))
 
 
+def test_rows_of_gemv_are_legal():
+    """Likewise, whatever the width of the heads is."""
+    module, found = importlib.import_module("pallas_kernels.gemv"), 0
+    for path in sorted(tuned.FOLDER.glob("*.json")):
+        for row in tuned.read(path):
+            if row["op"] == "gemv":
+                call, config = call_of(row), module.Config(**row["config"])
+                assert config.outputs == module.grain(call.arguments[1].shape[1]), row["key"]
+                assert module.problem(config, *call.arguments, **call.keywords) is None, row["key"]
+                found += 1
+    assert found
+
+
 def test_rows_of_packed_weights_are_legal():
     """A config of a row is not looked at before it runs."""
     module = importlib.import_module("pallas_kernels.quantized_matmul")

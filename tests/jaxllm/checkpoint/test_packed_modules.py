@@ -16,6 +16,7 @@ from tiny_models import logits
 
 import jaxllm
 from jaxllm import lora, train
+from jaxllm.checkpoint import packed_weights as stored_weights
 from jaxllm.checkpoint.hf import pack_as_stored
 from jaxllm.checkpoint.packed_weights import fault
 from jaxllm.checkpoint.quantization_config import Form
@@ -206,6 +207,27 @@ def test_progress_counts_packed_tensors_and_nothing_is_held_twice(tmp_path, name
     module = 1024 * 256 // 2
     # Beside the model: one module as it is stored and turned, and Python's own objects
     assert peak < kept + 4 * module + 2_000_000
+
+
+def test_a_module_is_reordered_without_twice_its_bytes(monkeypatch):
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, 16, (2048, 1024), np.uint8)
+    codes = numbers[:, ::2] | numbers[:, 1::2] << 4
+    order = rng.permutation(1024)
+
+    def peak():
+        given = codes.copy()
+        tracemalloc.start()
+        stored_weights._reorder(given, order)
+        _, size = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        np.testing.assert_array_equal(given & 15, numbers[:, order[::2]])
+        np.testing.assert_array_equal(given >> 4, numbers[:, order[1::2]])
+        return size
+
+    assert peak() < codes.nbytes
+    monkeypatch.setattr(stored_weights, "_ROWS", len(codes))
+    assert peak() > 3 * codes.nbytes  # the twin
 
 
 # ----------------------------------------------------------------------------------- bad input
