@@ -61,16 +61,6 @@ class Part:
     optional: bool = False
 
 
-def _reorder(codes: np.ndarray, order: np.ndarray) -> None:
-    """Brings the inputs of codes [O, I / 2] into an order [I], in place.
-
-    Some rows at a time: a byte each, the numbers of a whole module take twice the codes.
-    """
-    for start in range(0, len(codes), _ROWS):
-        some = codes[start : start + _ROWS]
-        some[:] = _pairs(_nibbles(some)[:, order])
-
-
 def parts(form: Form, shape: Shape) -> dict[str, Part]:
     """The tensors of a module [O, I] by the last part of their names."""
     return LAYOUTS[form.layout][0](form, *shape)
@@ -151,6 +141,16 @@ def _order(
             )
     order = np.argsort(groups, kind="stable").astype(np.int32)
     return None if np.array_equal(order, np.arange(len(groups))) else order
+
+
+def _reorder(codes: np.ndarray, order: np.ndarray) -> None:
+    """Brings the inputs of codes [O, I / 2] into an order [I], in place.
+
+    Some rows at a time: a byte each, the numbers of a whole module take twice the codes.
+    """
+    for start in range(0, len(codes), _ROWS):
+        some = codes[start : start + _ROWS]
+        some[:] = _pairs(_nibbles(some)[:, order])
 
 
 def is_zero(tensor: Tensor) -> bool:
@@ -310,7 +310,7 @@ def _gptq(form: Form, shape: Shape, arrays: Arrays, owner: str):
     if form.plus_one:
         # Of whole words, as 1 was taken off: a 0 has borrowed from the code above it
         zeros = zeros + np.uint32(0x11111111)
-    # A word [I / 8, O] is 4 bytes of a row of codes [O, I / 2]
+    # A word [I / 8, O] is 4 bytes of a row of codes [O, I / 2]; a copy, which `_reorder` writes to
     codes = np.array(arrays["qweight"].T, order="C").view(np.uint8)
     return codes, arrays["scales"], _nibbles(zeros), None
 

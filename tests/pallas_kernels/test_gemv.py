@@ -1,6 +1,7 @@
 """GEMV in the interpreter: what stands around the product, odd sizes, what it refuses."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+from jaxllm import aot
 from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Norm, Rotary
 from pallas_kernels.gemv import (
@@ -253,11 +255,9 @@ def test_candidates_are_legal_for_every_call_of_a_key():
 
     But `why_not` lets through no head that is not made of a default's outputs.
     """
-    keys = []
     for call in tuning_calls():
         (x, weight), around = call.arguments, call.keywords
         assert why_not(x, weight, **around, device=H200) is None
-        keys.append(bucket(x, weight, **around))
         found = candidates(x, weight, **around, device=H200)
         assert len(set(found)) == len(found) > 4
         assert default_config(x, weight, **around) not in found
@@ -266,7 +266,21 @@ def test_candidates_are_legal_for_every_call_of_a_key():
             assert problem(config, x, weight, **around) is None
             no_whole_line = dataclasses.replace(config, inputs=config.inputs + 8)
             assert "inputs" in str(problem(no_whole_line, x, weight, **around))
-    assert len(set(keys)) == len(keys) - 3  # models 3072 wide have three products in common
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("which", range(4))
+def test_what_is_tuned_is_one_kernel(which):
+    """What a call closes over are constants, and those of one number XLA makes by a kernel."""
+    call = tuning_calls()[which]
+
+    def launches(around):
+        run = functools.partial(call.run, **around)
+        return [launch.name for launch in aot.compile_for(run, *call.arguments).launches]
+
+    assert len(launches(call.keywords)) == 1
+    ones = lambda a: jnp.ones_like(a) if isinstance(a, jax.Array) else a  # noqa: E731
+    assert len(launches(jax.tree.map(ones, call.keywords))) > 1  # the twin
 
 
 def test_the_default_is_legal_at_the_sizes_of_models():

@@ -39,6 +39,14 @@ def call_of(row):
     return calls(row["op"])[row["key"]]
 
 
+def rows_of(op):
+    """All rows of an op, of which there are some."""
+    rows = [row for path in tuned.FOLDER.glob("*.json") for row in tuned.read(path)]
+    rows = [row for row in rows if row["op"] == op]
+    assert rows
+    return rows
+
+
 def kind_of(row):
     """The class of a row's config: that of the call's default."""
     module, call = importlib.import_module(f"pallas_kernels.{row['op']}"), call_of(row)
@@ -64,33 +72,27 @@ def test_every_row_builds_its_config():
             check(row, gpu, kind_of(row))
 
 
-def test_rows_of_gemv_are_legal():
-    """Likewise, whatever the width of the heads is."""
-    module, found = importlib.import_module("pallas_kernels.gemv"), 0
-    for path in sorted(tuned.FOLDER.glob("*.json")):
-        for row in tuned.read(path):
-            if row["op"] == "gemv":
-                call, config = call_of(row), module.Config(**row["config"])
-                assert config.outputs == module.grain(call.arguments[1].shape[1]), row["key"]
-                assert module.problem(config, *call.arguments, **call.keywords) is None, row["key"]
-                found += 1
-    assert found
-
-
 def test_rows_of_packed_weights_are_legal():
     """A config of a row is not looked at before it runs."""
     module = importlib.import_module("pallas_kernels.quantized_matmul")
-    found = 0
-    for path in sorted(tuned.FOLDER.glob("*.json")):
-        for row in tuned.read(path):
-            if row["op"] == "quantized_matmul":
-                (x, packed), gated = call_of(row).arguments, row["key"].endswith("-swiglu")
-                config = kind_of(row)(**row["config"])
-                assert module._problem(config, x.shape[0], packed, gated) is None, row["key"]
-                larger = dataclasses.replace(config, tile_n=24)
-                assert "tile_n" in module._problem(larger, x.shape[0], packed, gated)
-                found += 1
-    assert found
+    for row in rows_of("quantized_matmul"):
+        (x, packed), gated = call_of(row).arguments, row["key"].endswith("-swiglu")
+        config = kind_of(row)(**row["config"])
+        assert module._problem(config, x.shape[0], packed, gated) is None, row["key"]
+        larger = dataclasses.replace(config, tile_n=24)
+        assert "tile_n" in module._problem(larger, x.shape[0], packed, gated)
+
+
+def test_rows_of_gemv_are_legal():
+    """Likewise, and whatever width the heads have, which a key does not tell."""
+    module = importlib.import_module("pallas_kernels.gemv")
+    for row in rows_of("gemv"):
+        call, config = call_of(row), module.Config(**row["config"])
+        problem = functools.partial(module.problem, **call.keywords)
+        assert config.outputs == module.default_config(*call.arguments, **call.keywords).outputs
+        assert problem(config, *call.arguments) is None, row["key"]
+        no_whole_line = dataclasses.replace(config, inputs=config.inputs + 8)
+        assert "inputs" in problem(no_whole_line, *call.arguments)
 
 
 def test_the_check_of_rows_can_fail():
