@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
+from pallas_kernels.head_places import HeadPlaces
 
 ITEMSIZE = 2
 
@@ -62,7 +63,6 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
     dtype, out_dtype = x.dtype, jnp.dtype(static.out_dtype)
     (m, i), o = x.shape, weight.shape[0]
     half = angles[0].shape[1] if angles else o // 2 if static.epilogue else o
-    starts_of = _starts(static, half)
     across, vector = lanes_across(i), ACCESS_BYTES // ITEMSIZE
     down, line = LANES // across, across * vector
     lines, step = i // line, config.inputs // line
@@ -96,7 +96,10 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
     def body(x_ref, weight_ref, norm_ref, bias_ref, residual_ref, angle_refs, held, *rest):
         *out_refs, x_s = rest
         block = lax.axis_index("block")
-        starts, out_at = starts_of(block)
+        places = HeadPlaces(block, config.outputs, half, static.heads)
+        start = block * config.outputs
+        starts = [start] if static.epilogue is None else [start, start + half]
+        starts = places.starts if angles else starts
 
         def fetch(first, count):
             return [
@@ -133,6 +136,7 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
                 1, whole, lambda n, s: multiply(fetch(n * step, step), n * step, s), sums
             )
             sums = multiply(fetch(whole * step, lines % step), whole * step, sums)
+        place = pl.ds(starts[0], config.outputs)
         for one in range(m):
             ys = [jnp.sum(row[one], axis=1) for row in sums]
             column = layout.reduce(1)
@@ -144,29 +148,23 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
             if static.epilogue == "swiglu":
                 ys = [jax.nn.silu(ys[0]) * ys[1]]
             if static.epilogue == "rope":
-                ys = turned(ys, angle_refs, one, block, column)
+                here = pl.ds(places.first, config.outputs)
+                cos, sin = (rounded(wide(ref.at[one, here], column)) for ref in angle_refs)
+                ys = places.turned(map(rounded, ys), cos, sin)
             if residual_ref is not None:
-                place = pl.ds(starts[0], config.outputs)
                 ys = [ys[0] + wide(residual_ref.at[one, place], column)]
-            for wanted, *targets in out_at(out_refs, held, one):
+            found = [(block >= 0, out_refs[0].at[one, place])]
+            if angles:
+                found = places.targets(out_refs, held, one)
+            for wanted, *targets in found:
 
                 @pl.when(wanted)
                 def _(ys=ys, targets=targets):
                     for y, target in zip(ys, targets, strict=True):
                         target[...] = y.astype(out_dtype)
 
-    def turned(ys, angle_refs, one, block, column):
-        first = lax.rem(block, half // config.outputs) * config.outputs
-        head = lax.div(block, half // config.outputs)
-        here = (head < sum(static.heads)).astype(jnp.float32)  # v's heads stay
-        cos, sin = (
-            wide(ref.at[one, pl.ds(first, config.outputs)], column).astype(dtype)
-            for ref in angle_refs
-        )
-        cos = cos.astype(jnp.float32) * here + (1 - here)
-        sin = sin.astype(jnp.float32) * here
-        left, right = (y.astype(dtype).astype(jnp.float32) for y in ys)
-        return [left * cos - right * sin, right * cos + left * sin]
+    def rounded(y):
+        return y.astype(dtype).astype(jnp.float32)
 
     widths = [o // 2 if static.epilogue == "swiglu" else o]
     if angles:
@@ -188,41 +186,3 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
     if held is not None:
         return results[0], jax.freeze(held[0]), jax.freeze(held[1])
     return tuple(results) if angles else results[0]
-
-
-def _starts(static: Static, half: int):
-    """Of a block: where its outputs begin; and of a row, what they are written to: (whether, for
-    each of them a reference), of which one holds.
-    """
-    size, (q_heads, kv_heads) = static.config.outputs, static.heads
-
-    def plain(block):
-        start = block * size
-        starts = [start] if static.epilogue is None else [start, start + half]
-        place = pl.ds(start, size)
-        return starts, lambda refs, held, one: [(block >= 0, refs[0].at[one, place])]
-
-    def of_heads(block):
-        head = lax.div(block, half // size)
-        start = 2 * half * head + lax.rem(block, half // size) * size
-        starts = [start, start + half]
-
-        def out_at(refs, held, one):
-            own = (head < q_heads, *(refs[0].at[one, pl.ds(place, size)] for place in starts))
-            if held is None:
-                before = 2 * half * q_heads
-                places = (pl.ds(place - before, size) for place in starts)
-                return [own, (head >= q_heads, *(refs[1].at[one, place] for place in places))]
-            slot = held[2][one]
-            fits = (slot >= 0) & (slot < held[0].shape[1])
-            found = [own]
-            for which, ref in enumerate(held[:2]):
-                mine = head - q_heads - which * kv_heads
-                places = (pl.ds(place - 2 * half * head, size) for place in starts)
-                whether = (mine >= 0) & (mine < kv_heads) & fits
-                found.append((whether, *(ref.at[one, slot, mine, place] for place in places)))
-            return found
-
-        return starts, out_at
-
-    return of_heads if static.epilogue == "rope" else plain

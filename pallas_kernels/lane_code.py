@@ -54,6 +54,16 @@ def further(address: Any, offset: Any) -> Any:
     return arith.addi(address, arith.extui(address.type, offset))
 
 
+def long(value: int) -> Any:
+    """A constant of 64 bits."""
+    return mgpu_utils.c(value, ir.IntegerType.get_signless(64))
+
+
+def far(value: Any, by: int) -> Any:
+    """The product of a word and a number, of 64 bits."""
+    return arith.muli(arith.extui(ir.IntegerType.get_signless(64), value), long(by))
+
+
 def times(value: Any, by: int) -> Any:
     """The product of a word and a number, as a word."""
     return arith.muli(value, word(by))

@@ -18,25 +18,35 @@ from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import (
     asm,
+    far,
     further,
     gated,
     less,
+    load,
     load_float,
     store_float,
     times,
     word,
 )
 from pallas_kernels.lane_norm import reciprocal_root
-from pallas_kernels.quantized_matmul_config import ACROSS, MMA_COLUMNS, MMA_ROWS, PART_BYTES
+from pallas_kernels.quantized_matmul_config import (
+    ACROSS,
+    MMA_COLUMNS,
+    MMA_ROWS,
+    PART_BYTES,
+    Heads,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
     """Of a tile of `rows` outputs of each half of the weight, for x [m, k].
 
-    at: addresses, by name: out, row_scale, bias and residual, those that there are; on chip kept,
-    x's rows of row_bytes. n: outputs of a row of x. out_row: of out, where x's first goes.
-    eps: that of an RMSNorm of x, whose sums of squares lie behind the rows; None: there is none.
+    at: addresses, by name: out, row_scale, bias, residual, cos and sin, those that there are, and
+    of a cache k, v and slots; on chip kept, x's rows of row_bytes. dtypes: of bias, cos and sin.
+    n: outputs of a row of x. apart: the two outputs of a pair. out_row: of out, where x's first
+    goes. eps: that of an RMSNorm of x, whose sums of squares lie behind the rows; None: there is
+    none. heads: as `Static` has them.
     """
 
     at: Mapping[str, Any]
@@ -45,14 +55,16 @@ class Finish:
     n: int
     rows: int
     halves: int
+    apart: int
     warps: int
     scheme: str
     dtype: Any
-    bias_dtype: Any
+    dtypes: Mapping[str, Any]
     out_dtype: Any
     row_bytes: int
     out_row: Any
     eps: float | None = None
+    heads: Heads | None = None
 
     @property
     def tile_n(self) -> int:
@@ -121,8 +133,11 @@ class Finish:
             if "row_scale" in self.at:
                 y = arith.mulf(y, self._number("row_scale", half, whole, jnp.float32))
             if "bias" in self.at:
-                y = arith.addf(y, self._number("bias", half, whole, self.bias_dtype))
+                y = arith.addf(y, self._number("bias", half, whole, self.dtypes["bias"]))
             ys.append(y)
+        if self.heads is not None:
+            self._turn(self.heads, ys, one, whole)
+            return
         y = ys[0] if self.halves == 1 else gated("swiglu", *ys)
         index = arith.addi(times(one, self.n), whole)
         if "residual" in self.at:
@@ -131,6 +146,41 @@ class Finish:
         index = arith.addi(index, times(self.out_row, self.n))
         address = further(self.at["out"], times(index, out.itemsize))
         store_float(address, y, out.name)
+
+    def _turn(self, heads: Heads, ys: list[Any], one: Any, whole: Any) -> None:
+        """Writes two outputs: q's to out, k's and v's to the cache, if it has the slot; those of q
+        and k turned by their angle. whole: the first one's row of the weight.
+        """
+        width = 2 * heads.half
+        head, inner = (f(whole, word(width)) for f in (arith.divui, arith.remui))
+        is_q, turned = less(head, heads.q), less(head, heads.q + heads.kv)
+        angle = arith.addi(times(one, heads.half), inner)
+        left, right = (self._rounded(y) for y in ys)
+        cos, sin = (
+            self._rounded(self._number(name, 0, angle, self.dtypes[name]))
+            for name in ("cos", "sin")
+        )
+        first = arith.subf(arith.mulf(left, cos), arith.mulf(right, sin))
+        second = arith.addf(arith.mulf(right, cos), arith.mulf(left, sin))
+        ys = [arith.select(turned, first, left), arith.select(turned, second, right)]
+        slot = load(further(self.at["slots"], times(one, 4)), 0)
+        mine = arith.subi(head, arith.select(turned, word(heads.q), word(heads.q + heads.kv)))
+        place = arith.addi(times(mine, width), inner)
+        row = arith.addi(times(one, heads.slots), slot)
+        to = arith.addi(far(row, 2 * heads.kv * width), far(place, 2))
+        to = arith.addi(arith.select(turned, self.at["k"], self.at["v"]), to)
+        of_q = arith.addi(times(one, heads.q * width), whole)
+        to = arith.select(is_q, further(self.at["out"], times(of_q, 2)), to)
+        with mgpu_utils.when(arith.ori(is_q, less(slot, heads.slots))):
+            for half, y in enumerate(ys):
+                store_float(further(to, word(half * width)), y, jnp.dtype(self.out_dtype).name)
+
+    def _rounded(self, value: Any) -> Any:
+        """A float32 as x's dtype has it."""
+        kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(self.dtype).name]
+        back = "mov.b16 y, 0; mov.b32 $0, {y, x};" if kind == "bf16" else "cvt.f32.f16 $0, x;"
+        text = f"{{ .reg .b16 x, y; cvt.rn.{kind}.f32 x, $1; {back} }}"
+        return asm(text, "f", value)
 
     def _root(self, one: Any, eps: float) -> Any:
         """Of the norm of a row of x."""
@@ -143,6 +193,6 @@ class Finish:
         return reciprocal_root(total, self.k, eps)
 
     def _number(self, name: str, half: int, index: Any, dtype: Any) -> Any:
-        index = arith.addi(index, word(half * self.n))
+        index = arith.addi(index, word(half * self.apart))
         address = further(self.at[name], times(index, jnp.dtype(dtype).itemsize))
         return load_float(address, jnp.dtype(dtype).name)

@@ -20,27 +20,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels import _compat, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels import packed as packed_lib
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_matmul_kernel as kernel
 from pallas_kernels import quantized_tiles_config as tiles
 from pallas_kernels import ternary_matmul as ternary
-from pallas_kernels import tuned
-from pallas_kernels.around_product import Norm
+from pallas_kernels.around_product import Cache, Norm, Rotary, turn_and_write
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
-from pallas_kernels.quantized_matmul_config import MMA_ROWS, Config, Static
+from pallas_kernels.quantized_matmul_config import MMA_ROWS, Config, Heads, Static
 from pallas_kernels.quantized_matmul_tiles import tile_products
 from pallas_kernels.quantized_tiles_config import Tiles
 from pallas_kernels.quantized_unpack import MX
 from pallas_kernels.rms_norm import rms_norm_reference
+from pallas_kernels.rope_into_cache import check as check_heads
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCHEMES = tuple(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary")
-EPILOGUES = (None, "swiglu")
+EPILOGUES = (None, "swiglu", "rope")
 SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)  # that there is at every epilogue
 # H200, int4 [28672, 4096] with its gate, us, ours and XLA's: 64 rows 62 and 212, 512 rows 250 and
 # 313, 4096 rows 1759 and 1548. Other formats and narrower weights of so many rows: not measured.
@@ -57,36 +58,41 @@ def quantized_matmul(
     bias: Float[Array, " O"] | None = None,
     epilogue: str | None = None,
     residual: Float[Array, "*B F"] | None = None,
+    rotary: Rotary | None = None,
+    cache: Cache | None = None,
     out_dtype: Any = None,
     config: Config | Tiles | None = None,
     interpret: bool = False,
-) -> Float[Array, "*B F"]:
-    """epilogue(norm(x) @ W^T + bias) + residual, summed in float32 and rounded once.
+) -> Any:
+    """epilogue(norm(x) @ W^T + bias) + residual: [*B, F], summed in float32 and rounded once.
 
     norm: an RMSNorm of few rows of x. Its weight multiplies x, rounded once to x's dtype, and its
     root the sums: what is normed is never rounded itself.
     epilogue "swiglu": the O = 2F rows of W are gate, then up, and the result is silu(gate) * up,
-    [.., F]; otherwise F is O.
+    [.., F]. "rope": few rows of x become heads of q, k and v; those of q and k are turned by
+    `rotary` as rope.py does, and the result is (q [*B, N H], cache.k, cache.v) with each row's key
+    and value in its slot of the `cache`, as in `rope_into_cache`. Otherwise F is O.
     Dtypes: x bfloat16 or float16 (times a ternary weight any float, which becomes int8 a row); bias
     any float; the result and the residual have `out_dtype`: bfloat16, float16 or float32, x's if
-    None. Scales of MX above 2^21, and the one for NaN, count as 2^21.
+    None, and with "rope" no other. Scales of MX above 2^21, and the one for NaN, count as 2^21.
     Gradients: of x, the norm's weight, bias and residual; of W none.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
     rest = {"bias": bias, "epilogue": epilogue, "residual": residual, "out_dtype": out_dtype}
-    _check(x, packed, norm=norm, **rest)
+    _check(x, packed, norm=norm, **rest, rotary=rotary, cache=cache)
     if bias is not None and bias.dtype.itemsize == 1:  # no lane and no copy takes so few bytes
         bias = rest["bias"] = bias.astype(jnp.bfloat16)
     m, gated = math.prod(x.shape[:-1]), epilogue == "swiglu"
-    out = _out_dtype(x, out_dtype)
-    if config is not None and (problem := _problem(config, m, packed, gated)):
+    out, rest["rotary"] = _out_dtype(x, out_dtype), rotary
+    if config is not None and (problem := _problem(config, m, packed, _apart(packed, **rest))):
         raise ValueError(f"quantized_matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(x, packed, norm=norm, **rest, config=config, device=device)
     if reason is not None:
         raise NotImplementedError(f"quantized_matmul: cannot run this call: {reason}")
     if packed.scheme == "ternary":
+        del rest["rotary"]
         if norm is not None:
             rest |= {"norm": norm.weight, "eps": norm.eps}
         return ternary.ternary_linear(x, packed, **rest, interpret=interpret)
@@ -96,7 +102,7 @@ def quantized_matmul(
         or default_config(x, packed, **rest, device=device)
     )
     static = Static(
-        "quantized_matmul" + "_norm" * (norm is not None) + "_swiglu" * gated,
+        "quantized_matmul" + "_norm" * (norm is not None) + f"_{epilogue}" * bool(epilogue),
         chosen,
         interpret,
         out.name,
@@ -104,15 +110,33 @@ def quantized_matmul(
         gated,
         *((None, False) if norm is None else (float(norm.eps), norm.zero_centered)),
     )
-    scale = None if norm is None else norm.weight
+    scale, angles = None if norm is None else norm.weight, None
     residual = None if residual is None else residual.reshape(m, -1)
-    y: Any = _quantized_matmul(static, x.reshape(m, -1), packed, scale, bias, residual)
-    return y.reshape(*x.shape[:-1], -1)
+    if rotary is not None and cache is not None:
+        angles = tuple(a.reshape(m, -1) for a in (rotary.cos, rotary.sin))
+        sizes_ = (rotary.q_heads, rotary.kv_heads, angles[0].shape[-1], cache.k.shape[1])
+        static = dataclasses.replace(static, heads=Heads(*sizes_))
+        cache = cache._replace(slots=cache.slots.astype(jnp.int32))
+    y: Any = _quantized_matmul(
+        static, x.reshape(m, -1), packed, scale, bias, residual, angles, cache
+    )
+    y, *held = (y,) if cache is None else y
+    y = y.reshape(*x.shape[:-1], -1)
+    return y if cache is None else (y, *held)
 
 
 def quantized_matmul_reference(
-    x, packed, *, norm=None, bias=None, epilogue=None, residual=None, out_dtype=None
-):
+    x,
+    packed,
+    *,
+    norm=None,
+    bias=None,
+    epilogue=None,
+    residual=None,
+    rotary=None,
+    cache=None,
+    out_dtype=None,
+) -> Any:
     """The mathematics in plain JAX: numbers of x's dtype, row scales after the sums."""
     if norm is not None:
         centered = {"zero_centered": norm.zero_centered}
@@ -121,7 +145,11 @@ def quantized_matmul_reference(
     weight = dequantize(dataclasses.replace(packed, row_scale=None), x.dtype)
     total = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
     gated, out = epilogue == "swiglu", _out_dtype(x, out_dtype)
-    return _finish(total, packed.row_scale, bias, residual, gated, out)
+    y = _finish(total, packed.row_scale, bias, residual, gated, out)
+    if rotary is None:
+        return y
+    q, *held = turn_and_write(y.reshape(-1, y.shape[-1]), rotary, cache)
+    return q.reshape(*x.shape[:-1], -1), *held
 
 
 def _finish(total, row_scale, bias, residual, gated, out_dtype):
@@ -143,12 +171,17 @@ def why_not(
     bias=None,
     epilogue=None,
     residual=None,
+    rotary=None,
     out_dtype=None,
     config: Config | Tiles | None = None,
     device: Device | None = None,
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice. `not_auto` is asked beside it."""
-    del bias, residual
+    del bias, residual, out_dtype
+    if rotary is not None and packed.scheme == "ternary":
+        return "turns no heads of a ternary weight"
+    if rotary is not None and (reason := _compat.why_not_written()):
+        return reason
     if packed.scheme == "ternary":
         if norm is not None and norm.zero_centered:
             return "the norm before a ternary weight adds no 1 to its own"
@@ -175,13 +208,19 @@ def why_not(
             return f"norms {FEW_ROWS} rows of x at most, got {m}"
         if norm is not None:
             return f"norms no rows of x where tiles multiply them: {m} of {i} numbers"
+        if rotary is not None:
+            return f"turns no heads where tiles multiply rows of x: {m} of {i} numbers"
         return tiles.why_not(packed)
     splits = config.splits if config else _fewest_splits(m, packed)
     if norm is not None and splits != 1:
         return f"norms whole rows of x, and {m} of {i} numbers are in {splits} parts"
-    grain = MMA_ROWS * (2 if epilogue == "swiglu" else 1)
-    if o % grain:
-        return f"takes outputs in multiples of {grain} at {m} rows, got {o}"
+    if rotary is not None and splits != 1:
+        return f"turns sums of whole rows of x, and {m} of {i} numbers are in {splits} parts"
+    apart = _apart(packed, epilogue=epilogue, rotary=rotary)
+    grain = sizes.grain(packed, halves=1 + (apart > 0))
+    if (2 * apart or o) % grain:
+        of = "heads" if rotary is not None else "outputs"
+        return f"takes {of} in multiples of {grain} at {m} rows, got {2 * apart or o}"
     if _straddles(packed):
         return f"groups of {packed.group_size} straddle the inputs of a lane"
     return None
@@ -209,14 +248,22 @@ def _fewest_splits(m: int, packed: Packed) -> int | None:
     return None
 
 
-def _problem(config: Config | Tiles, m: int, packed: Packed, gated: bool) -> str | None:
+def _apart(packed: Packed, *, epilogue=None, rotary=None, **rest: Any) -> int:
+    """As `Static.apart`."""
+    del rest
+    if rotary is not None:
+        return rotary.cos.shape[-1]
+    return packed.shape[0] // 2 if epilogue == "swiglu" else 0
+
+
+def _problem(config: Config | Tiles, m: int, packed: Packed, apart: int) -> str | None:
     if packed.scheme == "ternary":
         return "a ternary weight has tiles of its own: give them to ternary_linear"
     if isinstance(config, Tiles):
-        return tiles.problem(config, packed, gated=gated)
+        return tiles.problem(config, packed, gated=apart > 0)
     if m > FEW_ROWS:
         return f"warps take {FEW_ROWS} rows of x at most"
-    return sizes.problem(config, m, packed, gated=gated)
+    return sizes.problem(config, m, packed, apart=apart)
 
 
 def _straddles(packed: Packed) -> bool:
@@ -230,14 +277,28 @@ def _straddles(packed: Packed) -> bool:
 
 
 def _tuned(x, packed, *, norm, device: Device, **rest) -> Config | Tiles | None:
-    """The row of this call, which is that of the same call without a norm, if both can run it."""
-    kind = Config if _is_few(math.prod(x.shape[:-1]), packed) else Tiles
+    """The row of this call, which is that of the same call with neither a norm nor heads to turn,
+    if both can run it.
+    """
+    m = math.prod(x.shape[:-1])
+    kind = Config if _is_few(m, packed) else Tiles
     found = tuned.lookup("quantized_matmul", bucket(x, packed, **rest), device, kind)
-    return None if norm is not None and found is not None and found.splits > 1 else found
+    turns = rest.get("rotary") is not None
+    if found is None or ((norm is not None or turns) and found.splits > 1):
+        return None
+    return None if turns and _problem(found, m, packed, _apart(packed, **rest)) else found
 
 
 def default_config(
-    x, packed, *, bias=None, epilogue=None, residual=None, out_dtype=None, device: Device
+    x,
+    packed,
+    *,
+    bias=None,
+    epilogue=None,
+    residual=None,
+    rotary=None,
+    out_dtype=None,
+    device: Device,
 ) -> Config | Tiles:
     """As many rows a block as x's bytes ask for, and as still give each multiprocessor a block."""
     del bias, residual, out_dtype
@@ -246,10 +307,14 @@ def default_config(
         return tiles.default_tiles(m, packed, gated=gated, num_sms=device.num_sms)
     splits = _fewest_splits(m, packed)
     assert splits is not None, "few rows lie on chip"
-    grain, wide = MMA_ROWS * (1 + gated), o * splits >= 4 * 32 * device.num_sms
+    apart, wide = (
+        _apart(packed, epilogue=epilogue, rotary=rotary),
+        o * splits >= 4 * 32 * device.num_sms,
+    )
+    grain = sizes.grain(packed, halves=1 + (apart > 0))
     # Tiles of 32 rows where there are several a block; else 16, that each has one (H200)
-    tile_n = next(rows for rows in ((32, 16) if wide else (16, 32)) if rows >= grain)
-    tile_n = tile_n if o % tile_n == 0 else grain
+    tile_n = 32 if wide or gated else max(16, grain)
+    tile_n = tile_n if (2 * apart or o) % tile_n == 0 else grain
     rounds = -(-sizes.turns(packed) // (8 * splits))
     found = [Config(tile_n, 8, 2, 1)] if wide and packed.scheme == "int4" else []
     found += [Config(tile_n, 4, min(2, rounds), 4)] if packed.shape[1] <= 1024 else []
@@ -257,14 +322,14 @@ def default_config(
     found += [Config(tile_n, 4, 2, 1), SMALLEST]
     for config in found:
         config = dataclasses.replace(config, splits=splits)
-        if sizes.problem(config, m, packed, gated=gated) is None:
+        if sizes.problem(config, m, packed, apart=apart) is None:
             return config
     raise AssertionError(f"quantized_matmul: no tile fits {m} rows of {packed.shape}")
 
 
 def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]:
     """What is worth a measurement beside the default."""
-    m, gated = math.prod(x.shape[:-1]), keywords.get("epilogue") == "swiglu"
+    m, apart = math.prod(x.shape[:-1]), _apart(packed, **keywords)
     # A launch more costs a decoding row what splits gain: 4096 x 14336 in 11.5 us, and not 12.0
     few_splits = SPLITS[:1] if m == 1 else SPLITS[:3]
     found: list[Config | Tiles] = [
@@ -284,7 +349,7 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
         if not _is_few(m, packed) and tile_m < 2 * max(m, 64)
     ]
     default = default_config(x, packed, device=device, **keywords)
-    return [c for c in found if c != default and _problem(c, m, packed, gated) is None]
+    return [c for c in found if c != default and _problem(c, m, packed, apart) is None]
 
 
 def tuning_calls() -> list[tuned.Call]:
@@ -308,22 +373,22 @@ def _random_call(m: int, o: int, i: int, scheme: str, key: jax.Array) -> tuple[A
     return jax.random.normal(one, (m, i), jnp.bfloat16), quantize(weight, scheme)
 
 
-def bucket(x, packed, *, bias=None, epilogue=None, residual=None, out_dtype=None) -> str:
+def bucket(x, packed, *, epilogue=None, out_dtype=None, **rest: Any) -> str:
     """The key of a tuned row: rows of x up to a power of two, the weight as it is."""
-    del bias, residual
+    del rest
     m, (o, i) = math.prod(x.shape[:-1]), packed.shape
     names = [packed.scheme, *([f"g{packed.group_size}"] if packed.group_size else [])]
     names += [*(["zeros"] if packed.zero is not None else []), x.dtype.name]
     names += ["tiles"] * (not _is_few(m, packed))
     names += [f"m{tuned.power_of_two(m)}", f"n{o}", f"k{i}", _out_dtype(x, out_dtype).name]
-    return "-".join([*names, *([epilogue] if epilogue else [])])
+    return "-".join([*names, *(["swiglu"] if epilogue == "swiglu" else [])])
 
 
 def _out_dtype(x, out_dtype) -> jnp.dtype:
     return jnp.dtype(out_dtype or x.dtype)
 
 
-def _check(x, packed: Packed, *, norm, bias, epilogue, residual, out_dtype) -> None:
+def _check(x, packed: Packed, *, norm, bias, epilogue, residual, rotary, cache, out_dtype) -> None:
     o, i = packed.shape
     scale = None if norm is None else norm.weight
     if x.ndim < 1 or x.shape[-1] != i:
@@ -341,7 +406,9 @@ def _check(x, packed: Packed, *, norm, bias, epilogue, residual, out_dtype) -> N
     if out not in OUT_DTYPES:
         raise ValueError(f"quantized_matmul: out_dtype {out} is not bfloat16, float16 or float32")
     if epilogue not in EPILOGUES:
-        raise ValueError(f"quantized_matmul: no epilogue is named {epilogue!r}; there is 'swiglu'")
+        raise ValueError(
+            f"quantized_matmul: no epilogue is named {epilogue!r}; there are 'swiglu' and 'rope'"
+        )
     if epilogue == "swiglu" and o % 2:
         raise ValueError(f"quantized_matmul: 'swiglu' takes gate and up rows, but O = {o} is odd")
     if norm is not None and (norm.weight.shape != (i,) or norm.eps <= 0):
@@ -358,8 +425,23 @@ def _check(x, packed: Packed, *, norm, bias, epilogue, residual, out_dtype) -> N
             f"result is {out}{list(shape)}"
         )
 
+    if len({epilogue == "rope", rotary is not None, cache is not None}) > 1:
+        raise ValueError(
+            "quantized_matmul: 'rope', rotary and a cache go together, and some of them were given"
+        )
+    if rotary is not None:
+        if residual is not None or out != x.dtype:
+            raise ValueError("quantized_matmul: 'rope' takes no residual and gives x's dtype")
+        heads = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), o), x.dtype)
+        flat = (a.reshape(-1, a.shape[-1]) for a in rotary[:2])
+        check_heads(heads, Rotary(*flat, *rotary[2:]), cache, who="quantized_matmul")
 
-def _plain(static: Static, x, packed, norm, bias, residual):
+
+def _plain(static: Static, x, packed, norm, bias, residual, angles=None, cache=None):
+    rotary = None
+    if static.heads is not None and angles is not None:
+        cos, sin = angles
+        rotary = Rotary(cos, sin, static.heads.q, static.heads.kv)
     return quantized_matmul_reference(
         x,
         packed,
@@ -367,17 +449,23 @@ def _plain(static: Static, x, packed, norm, bias, residual):
         bias=bias,
         epilogue="swiglu" if static.gated else None,
         residual=residual,
+        rotary=rotary,
+        cache=cache,
         out_dtype=static.out_dtype,
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _quantized_matmul(static: Static, x, packed, norm, bias, residual):
+def _quantized_matmul(static: Static, x, packed, norm, bias, residual, angles, cache):
     def products(static, packed, norm=None, bias=None, residual=None):
         if isinstance(static.config, Tiles):
             return tile_products(static, x, packed, bias, residual)
-        return kernel.warp_products(static, x, packed, norm, bias, residual, plain=_plain)
+        around = (norm, bias, residual, angles, cache)
+        return kernel.warp_products(static, x, packed, *around, plain=_plain)
 
+    if cache is not None:
+        y, *held = products(static, packed, norm, bias)
+        return y[0], *held
     if static.config.splits == 1:
         return products(static, packed, norm, bias, residual)[0]
     assert norm is None, "a norm's root is that of whole rows"

@@ -35,10 +35,23 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
+class Heads:
+    """Of outputs that are heads of q, k and v in turn: how many are q's and k's, half the width of
+    one, and the slots of a row of the cache.
+    """
+
+    q: int
+    kv: int
+    half: int
+    slots: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Static:
     """What a kernel is compiled for.
 
-    eps, zero_centered: of an RMSNorm of x, which there is none if eps is None.
+    eps, zero_centered: of an RMSNorm of x, which there is none if eps is None. heads: of q, k and
+    v, which are turned and written to a cache.
     """
 
     name: str
@@ -49,6 +62,16 @@ class Static:
     gated: bool = False
     eps: float | None = None
     zero_centered: bool = False
+    heads: Heads | None = None
+
+    @property
+    def halves(self) -> int:
+        """2 where outputs come in pairs: gate and up, or what one angle turns."""
+        return 1 + (self.gated or self.heads is not None)
+
+    def apart(self, o: int) -> int:
+        """Of o outputs, how far the two of a pair are from each other; 0: there are none."""
+        return self.heads.half if self.heads else o // 2 * self.gated
 
 
 def turn(scheme: str) -> int:
@@ -126,15 +149,25 @@ def shared_bytes(config: Config, m: int, packed: Packed) -> int:
     return PLACE_BYTES * (1 + sum(-(-each // PLACE_BYTES) for each in parts))
 
 
-def problem(config: Config, m: int, packed: Packed, *, gated: bool) -> str | None:
-    """What speaks against the config for m rows of x."""
-    c, grain = config, MMA_ROWS * (1 + gated)
-    whole = c.tile_n > 0 and c.tile_n % grain == 0 and packed.shape[0] % c.tile_n == 0
+def grain(packed: Packed, *, halves: int) -> int:
+    """Rows of the weight that a tile has a multiple of: those of an instruction, of each half in
+    whole accesses to its scales and zeros.
+    """
+    arrays = (packed.scale, packed.zero)
+    least = min((a.dtype.itemsize for a in arrays if a is not None), default=2)
+    return max(MMA_ROWS, halves * ACCESS_BYTES // least)
+
+
+def problem(config: Config, m: int, packed: Packed, *, apart: int) -> str | None:
+    """What speaks against the config for m rows of x; apart: as `Static` has it."""
+    c, halves, span = config, 1 + (apart > 0), apart or packed.shape[0]
+    multiple = grain(packed, halves=halves)
+    whole = c.tile_n > 0 and c.tile_n % multiple == 0 and span % (c.tile_n // halves) == 0
     warps = 0 < c.warps <= 16 and c.warps % WARPS == 0
     splits = 1 <= c.splits <= MOST_SPLITS and all_have_some(c, packed)
     size_bytes = c.blocks * shared_bytes(c, m, packed) if whole and warps and splits else 0
     problems = {
-        f"tile_n must divide the weight's rows and be a multiple of {grain}": not whole,
+        f"tile_n must be a multiple of {multiple} that divides {span * halves}": not whole,
         f"warps must be a multiple of {WARPS}, 16 at most": not warps,
         "ahead must be 1 at least": c.ahead < 1,
         "blocks must be 1 at least": c.blocks < 1,

@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels.device import WARPS
+from pallas_kernels.head_places import HeadPlaces
 from pallas_kernels.lane_code import address_of
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantized_matmul_config import Static
@@ -39,30 +40,38 @@ def warp_products(
     norm=None,
     bias=None,
     residual=None,
+    angles=None,
+    cache=None,
     *,
     plain: Callable[..., jax.Array],
 ):
     """[splits, M, N] of x [M, K]: of more splits than one each its part of the sums. norm: the
-    weight [K] of an RMSNorm of x. plain: (static, x, weight, norm, bias, residual) -> the same of a
-    block's rows in plain JAX, for the interpreter, which knows neither a warp's products nor a
-    lane's registers.
+    weight [K] of an RMSNorm of x. angles: cos and sin, [M, H / 2] each; then q's outputs alone are
+    N, and the cache's keys and values come with them.
+    plain: (static, x, weight, norm, bias, residual) -> the same of a block's rows in plain JAX,
+    for the interpreter, which knows neither a warp's products nor a lane's registers.
     """
-    c, interpret = static.config, static.interpret
-    m, halves = x.shape[0], 1 + static.gated
-    n, rows = packed.shape[0] // halves, c.tile_n // halves
-    blocks = n // rows if interpret else sizes.num_blocks(c, n // rows, static.num_sms)
+    c, interpret, heads = static.config, static.interpret, static.heads
+    m, halves, apart = x.shape[0], static.halves, static.apart(packed.shape[0])
+    n, rows = packed.shape[0] // (1 + static.gated), c.tile_n // halves
+    tiles = packed.shape[0] // c.tile_n
+    blocks = tiles if interpret else sizes.num_blocks(c, tiles, static.num_sms)
     parts = ("codes", "scale", "zero", "row_scale")
     # by name: an array, and which of its dimensions is that of the weight's rows
     arrays = {name: (getattr(packed, name), 0 if name == "codes" else -1) for name in parts}
     arrays |= {"bias": (bias, -1)}
     arrays = {name: x for name, x in arrays.items() if x[0] is not None}
 
-    def body(x_ref, norm_ref, residual_ref, *refs, **scratch):
+    def body(x_ref, norm_ref, residual_ref, angle_refs, held, *refs, **scratch):
         *given, out_ref = refs
         given = dict(zip(arrays, given, strict=True))
         if interpret:
-            row = lax.axis_index("block") * rows
-            place = [pl.ds(row + half * n, rows) for half in range(halves)]
+            block = lax.axis_index("block")
+            starts = [block * rows + half * apart for half in range(halves)]
+            if heads is not None:
+                places = HeadPlaces(block, rows, heads.half, (heads.q, heads.kv))
+                starts = places.starts
+            place = [pl.ds(start, rows) for start in starts]
 
             def both(name):
                 ref, along = given[name], arrays[name][1]
@@ -80,19 +89,44 @@ def warp_products(
                 sizes.share(c, packed) * sizes.turn(packed.scheme)
             )
             part = jnp.where(of_split == split, x_ref[...], 0)
-            out_ref[pl.ds(split * m, m), place[0]] = plain(static, part, weight, scale, added, more)
+            y = plain(static, part, weight, scale, added, more)
+            if heads is None:
+                out_ref[pl.ds(split * m, m), place[0]] = y
+                return
+
+            def wide(a):
+                return a.astype(x.dtype).astype(jnp.float32)
+
+            for one in range(m):
+                here = pl.ds(places.first, rows)
+                angles = (wide(ref[one, here]) for ref in angle_refs)
+                turned = places.turned(jnp.split(wide(y[one]), 2), *angles)
+                for whether, *targets in places.targets([out_ref], held, one):
+
+                    @pl.when(whether)
+                    def _(turned=turned, targets=targets):
+                        for y, target in zip(turned, targets, strict=True):
+                            target[...] = y.astype(x.dtype)
+
             return
         refs = {"x": x_ref, **given, "out": out_ref, **scratch}
         optional = {"norm": norm_ref, "residual": residual_ref}
+        if heads is not None:
+            optional |= dict(zip(("cos", "sin"), angle_refs, strict=True))
+            optional |= dict(zip(("k", "v", "slots"), held, strict=True))
         refs |= {name: ref for name, ref in optional.items() if ref is not None}
 
         @plgpu.inline_mgpu(arg_types=(jax.tree.map(lambda _: plgpu.RefType(), refs),))
         def multiply(*given: Any) -> Any:
             pointers = jax.tree.map(address_of, given[1])
-            Block(static, x, packed, bias, pointers).run()
+            Block(static, x, packed, dtypes, pointers).run()
 
         multiply(refs)
 
+    named = {"bias": bias, **dict(zip(("cos", "sin"), angles or (), strict=False))}
+    dtypes = {name: array.dtype for name, array in named.items() if array is not None}
+    held = None if cache is None else (jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots)
+    width = n if heads is None else 2 * heads.half * heads.q
     threads: Any = {}
     if c.warps > WARPS and not interpret:
         threads = {"num_threads": c.warps // WARPS, "thread_name": "group"}
@@ -104,14 +138,16 @@ def warp_products(
             "sums": plgpu.SMEM((sizes.sums_bytes(c, m, packed),), jnp.uint8),
             "parts": plgpu.SMEM((2, c.warps, m, c.tile_n), jnp.float32),
         }
-    return _compat.kernel(
+    y = _compat.kernel(
         body,
         name=static.name,
-        out_type=jax.ShapeDtypeStruct((c.splits * m, n), static.out_dtype),
+        out_type=jax.ShapeDtypeStruct((c.splits * m, width), static.out_dtype),
         scratch_types=scratch,
         grid=(blocks, c.splits) if interpret else (blocks * c.splits,),
         grid_names=("block", "split") if interpret else ("block",),
         interpret=interpret,
         approx_math=True,
         **threads,
-    )(x, norm, residual, *(x for x, _ in arrays.values())).reshape(c.splits, m, n)
+    )(x, norm, residual, angles, held, *(x for x, _ in arrays.values()))
+    y = y.reshape(c.splits, m, width)
+    return y if held is None else (y, jax.freeze(held[0]), jax.freeze(held[1]))

@@ -19,10 +19,12 @@ from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import ACCESS_BYTES, LANES
 from pallas_kernels.lane_code import (
     asm,
+    far,
     further,
     less,
     load_shared,
     load_shared_part,
+    long,
     mma,
     times,
     word,
@@ -41,16 +43,6 @@ from pallas_kernels.quantized_matmul_config import (
 from pallas_kernels.quantized_rows import Rows
 
 GROUPED = ("scale", "zero")  # what a `Packed` has a number of for each group
-
-
-def _long(value: int) -> Any:
-    """A constant of 64 bits."""
-    return mgpu_utils.c(value, ir.IntegerType.get_signless(64))
-
-
-def _far(value: Any, by: int) -> Any:
-    """A product of 64 bits."""
-    return arith.muli(arith.extui(ir.IntegerType.get_signless(64), value), _long(by))
 
 
 def _size(wanted: Any) -> Any:
@@ -82,15 +74,22 @@ def _fused(sums: list[Any], by: list[Any], more: list[Any]) -> list[Any]:
 class Block:
     """What a thread does: copies, products, sums."""
 
-    def __init__(self, static: Static, x, packed: Packed, bias, pointers: Mapping[str, Any]):
+    def __init__(
+        self,
+        static: Static,
+        x,
+        packed: Packed,
+        dtypes: Mapping[str, Any],
+        pointers: Mapping[str, Any],
+    ):
+        """dtypes: of bias, cos and sin, those that there are."""
         self.static, self.packed, self.pointers = static, packed, pointers
         c = self.config = static.config
         self.m, self.k = x.shape
         self.dtype = jnp.dtype(x.dtype)
-        self.halves = 1 + static.gated
+        self.halves, self.apart = static.halves, static.apart(packed.shape[0])
         self.out_rows = c.tile_n // self.halves
-        self.n = packed.shape[0] // self.halves
-        self.num_tiles = self.n // self.out_rows
+        self.num_tiles = packed.shape[0] // c.tile_n
         self.num_blocks = sizes.num_blocks(c, self.num_tiles, static.num_sms)
         self.scheme = packed.scheme
         self.turn, self.share = sizes.turn(self.scheme), sizes.share(c, packed)
@@ -123,7 +122,7 @@ class Block:
         down, self.access = (f(self.lane, word(accesses)) for f in (arith.divui, arith.remui))
         start = times(down, self.row_bytes)
         self.codes_at = [
-            arith.addi(further(pointers["codes"], start), _long(half * self.n * self.row_bytes))
+            arith.addi(further(pointers["codes"], start), long(half * self.apart * self.row_bytes))
             for half in range(self.halves)
         ]
         odd = lambda row: times(arith.andi(row, word(1)), PART_BYTES)  # noqa: E731
@@ -156,24 +155,35 @@ class Block:
             at=pointers,
             m=self.m,
             k=self.k,
-            n=self.n,
+            n=packed.shape[0] // (1 + static.gated),
             rows=self.out_rows,
             halves=self.halves,
+            apart=self.apart,
             warps=c.warps,
             scheme=self.scheme,
             dtype=self.dtype,
-            bias_dtype=None if bias is None else bias.dtype,
+            dtypes=dtypes,
             out_dtype=static.out_dtype,
             row_bytes=row_bytes,
             out_row=times(split, self.m),
             eps=static.eps,
+            heads=static.heads,
         )
 
     def _tiles(self):
-        """Of 16 rows of the weight: which half they are in, and how far from its beginning."""
-        for half in range(self.halves):
-            for start in range(0, self.out_rows, MMA_ROWS):
-                yield half, start
+        """Of 16 rows on chip, one half's after the other, those two that a lane has the first of:
+        each by its half, and how far from that one's beginning.
+        """
+        for first in range(0, self.config.tile_n, MMA_ROWS):
+            yield [divmod(first + down, self.out_rows) for down in (0, MMA_ROWS // 2)]
+
+    def _first(self, tile: Any) -> Any:
+        """Where a tile's rows of the first half begin in the weight."""
+        if self.static.heads is None:
+            return times(tile, self.out_rows)
+        of_head = self.apart // self.out_rows
+        head, inner = (f(tile, word(of_head)) for f in (arith.divui, arith.remui))
+        return arith.addi(times(head, 2 * self.apart), times(inner, self.out_rows))
 
     def copy(self, tile: Any, round_: Any, slot: Any) -> None:
         """Asks for what the warp's turn needs; past the end of a row, of the block's part of it or
@@ -190,7 +200,7 @@ class Block:
         place = arith.addi(times(at, TURN_BYTES), times(self.access, ACCESS_BYTES))
         size = _size(arith.andi(there, less(place, self.row_bytes)))
         place = arith.minui(place, word(self.row_bytes - ACCESS_BYTES))
-        offset = arith.addi(_far(tile, self.out_rows * self.row_bytes), _far(place, 1))
+        offset = arith.addi(far(self._first(tile), self.row_bytes), far(place, 1))
         sources = [arith.addi(p, offset) for p in self.codes_at]
         step = LANES * ACCESS_BYTES // TURN_BYTES  # rows
         for row in range(0, self.config.tile_n, step):
@@ -217,9 +227,9 @@ class Block:
             group, last = arith.addi(first, group), self.k // self.group - 1
             size = _size(arith.andi(there, less(group, last + 1)))
             group = arith.minui(group, word(last))
-            row = arith.addi(times(tile, self.out_rows), times(half, self.n))
+            row = arith.addi(self._first(tile), times(half, self.apart))
             source = arith.addi(times(group, self.packed.shape[0]), row)
-            source = arith.addi(_far(source, item), _far(column, ACCESS_BYTES))
+            source = arith.addi(far(source, item), far(column, ACCESS_BYTES))
             source = arith.addi(self.pointers[name], source)
             to = further(target, times(place, ACCESS_BYTES))
             if start + LANES <= count:
@@ -239,10 +249,10 @@ class Block:
         source = further(slot_at, self.take_from[which])
         return [
             [
-                load_shared(source, (half * self.out_rows + start + down) * TURN_BYTES, 4)
-                for down in (0, 8)
+                load_shared(source, (half * self.out_rows + start) * TURN_BYTES, 4)
+                for half, start in pair
             ]
-            for half, start in self._tiles()
+            for pair in self._tiles()
         ]
 
     def _groups(self, slot_at: Any, which: int) -> dict[str, list[list[Any]]]:
@@ -264,11 +274,11 @@ class Block:
             )
             found[name] = [
                 [
-                    read(at, to + (half * self.turn_groups + i) * wide + (start + down) * item)
-                    for down in (0, 8)
+                    read(at, to + (half * self.turn_groups + i) * wide + start * item)
+                    for half, start in pair
                     for i in range(self.lane_groups)
                 ]
-                for half, start in self._tiles()
+                for pair in self._tiles()
             ]
             to += size_bytes
         return found
@@ -419,7 +429,7 @@ class Block:
             self.finish.show(sums, parts)
             gpu.barrier()
             first = arith.addi(block, times(i, self.num_blocks))
-            self.finish.run(parts, times(first, self.out_rows))
+            self.finish.run(parts, self._first(first))
             return carry
 
     def _next(self, tile: Any, round_: Any) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Rotary, turn_and_write
 from pallas_kernels.device import ACCESS_BYTES, Device
+from pallas_kernels.head_places import HeadPlaces
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 ITEMSIZE = 2
@@ -40,7 +41,7 @@ def rope_into_cache(
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
-    _check(heads, rotary, cache)
+    check(heads, rotary, cache)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if (reason := why_not(heads, rotary, cache, device=device)) is not None:
         raise NotImplementedError(f"rope_into_cache: cannot run this call: {reason}")
@@ -69,7 +70,8 @@ def why_not(heads, rotary, cache, *, device: Device | None = None) -> str | None
     return None
 
 
-def _check(heads, rotary, cache) -> None:
+def check(heads, rotary, cache, *, who: str = "rope_into_cache") -> None:
+    """Refuses what cannot be turned or written; raises ValueError in the name of `who`."""
     width, count = 2 * rotary.cos.shape[-1], rotary.q_heads + 2 * rotary.kv_heads
     own = len(heads), cache.k.shape[1], rotary.kv_heads, width
     wanted = {
@@ -82,21 +84,17 @@ def _check(heads, rotary, cache) -> None:
     }
     for name, (array, shape) in wanted.items():
         if array.shape != shape:
-            raise ValueError(
-                f"rope_into_cache: {name} must be {list(shape)}, got {list(array.shape)}"
-            )
+            raise ValueError(f"{who}: {name} must be {list(shape)}, got {list(array.shape)}")
     if not heads.dtype == cache.k.dtype == cache.v.dtype:
         raise ValueError(
-            f"rope_into_cache: heads are {heads.dtype}, but the cache holds {cache.k.dtype} and "
+            f"{who}: heads are {heads.dtype}, but the cache holds {cache.k.dtype} and "
             f"{cache.v.dtype}"
         )
     if not jnp.issubdtype(cache.slots.dtype, jnp.integer):
-        raise ValueError(f"rope_into_cache: slots must be integers, got {cache.slots.dtype}")
+        raise ValueError(f"{who}: slots must be integers, got {cache.slots.dtype}")
     for name, angles in (("cos", rotary.cos), ("sin", rotary.sin)):
         if not jnp.issubdtype(angles.dtype, jnp.floating):
-            raise ValueError(
-                f"rope_into_cache: {name} is {angles.dtype}; it must be floating point"
-            )
+            raise ValueError(f"{who}: {name} is {angles.dtype}; it must be floating point")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,25 +119,16 @@ def _turned(static: _Static, heads, cos, sin, cache):
         return value.astype(dtype).astype(jnp.float32)
 
     def body(heads_ref, cos_ref, sin_ref, held, out_ref):
-        head, row = lax.axis_index("head"), lax.axis_index("row")
-        parts = [pl.ds(2 * half * head + start, half) for start in (0, half)]
-        left, right = (load(heads_ref.at[row, part]) for part in parts)
-        here = (head < n + k).astype(jnp.float32)  # v's heads stay
-        cos, sin = load(cos_ref.at[row]) * here + (1 - here), load(sin_ref.at[row]) * here
-        turned = [left * cos - right * sin, right * cos + left * sin]
-        slot = held[2][row]
-        fits = (slot >= 0) & (slot < held[0].shape[1])
-        targets = [(head < n, [out_ref.at[row, part] for part in parts])]
-        for which, ref in enumerate(held[:2]):
-            mine = head - n - which * k
-            places = [ref.at[row, slot, mine, pl.ds(start, half)] for start in (0, half)]
-            targets.append(((mine >= 0) & (mine < k) & fits, places))
-        for whether, places in targets:
+        row = lax.axis_index("row")
+        places = HeadPlaces(lax.axis_index("head"), half, half, (n, k))
+        both = (load(heads_ref.at[row, pl.ds(start, half)]) for start in places.starts)
+        turned = places.turned(both, load(cos_ref.at[row]), load(sin_ref.at[row]))
+        for whether, *targets in places.targets([out_ref], held, row):
 
             @pl.when(whether)
-            def _(places=places):
-                for y, place in zip(turned, places, strict=True):
-                    place[...] = y.astype(dtype)
+            def _(targets=targets):
+                for y, target in zip(turned, targets, strict=True):
+                    target[...] = y.astype(dtype)
 
     held = jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots
     q = _compat.kernel(

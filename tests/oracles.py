@@ -364,6 +364,23 @@ def turn_backward(
     return turn(d_out, cos, -sin), d_angles.real, d_angles.imag
 
 
+def turn_and_write(
+    heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, q_heads: int, cache: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q [B, N H], turned, of heads [B, (N + 2 K) H], and the cache's keys and values, k turned.
+
+    cos and sin: [B, H / 2]. A slot that the cache has not is nowhere.
+    """
+    keys, values = (np.asarray(a).astype(np.float64) for a in (cache.k, cache.v))
+    b, s, kv_heads, width = keys.shape
+    q, k, v = np.split(heads.reshape(1, b, -1, width), (q_heads, q_heads + kv_heads), axis=2)
+    q, k = (turn(part, cos[None], sin[None]) for part in (q, k))
+    for row, slot in enumerate(np.asarray(cache.slots)):
+        if 0 <= slot < s:
+            keys[row, slot], values[row, slot] = k[0, row], v[0, row]
+    return q.reshape(b, -1), keys, values
+
+
 def rows_by_id(rows: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
     """For each of `count` ids the sum of its rows [.., D], in float64."""
     total = np.zeros((count, rows.shape[-1]))

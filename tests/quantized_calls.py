@@ -12,12 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from numerics import assert_as_accurate
 
 from pallas_kernels import _compat
-from pallas_kernels.around_product import Norm
+from pallas_kernels.around_product import Cache, Norm, Rotary
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_matmul import quantized_matmul_reference
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+SLOTS = 5  # of a cache
 # scheme, group size and zero points
 FORMATS: Any = {
     "int8": ("int8", None, False),
@@ -61,8 +62,8 @@ def packed_shape(form: str, o: int, i: int, dtype: Any) -> Packed:
 def call(
     m: int, o: int, i: int, form: str = "int4", dtype: Any = BF16, extra: str = "", **keywords: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays and keywords of a call; `extra` names further arrays: norm (centred) bias
-    residual.
+    """Arrays and keywords of a call; `extra` names further arrays: norm (centred) bias residual,
+    or "heads" with how many there are of q and k, and their width.
     """
     out = keywords.get("out_dtype") or dtype
     f = o // 2 if keywords.get("epilogue") == "swiglu" else o
@@ -77,24 +78,42 @@ def call(
         arrays["bias"] = numbers(2, (o,), out)
     if "residual" in extra:
         arrays["residual"] = numbers(3, (m, f), out)
+    if "heads" in extra:
+        q_heads, kv_heads, width = map(int, extra.split("heads ")[1].split())
+        angles = np.random.default_rng(5).uniform(-np.pi, np.pi, (m, width // 2))
+        cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+        arrays["rotary"] = Rotary(cos, sin.astype(dtype), q_heads, kv_heads)
+        k, v = (numbers(seed, (m, SLOTS, kv_heads, width), dtype) for seed in (6, 7))
+        # of more rows than one, one has no place
+        slots = jnp.asarray([SLOTS if i == 1 else (3 * i + 2) % SLOTS for i in range(m)])
+        arrays["cache"] = Cache(k, v, slots.astype(jnp.int32))
+        keywords["epilogue"] = "rope"
     return arrays, keywords
 
 
-def truth(arrays: dict[str, Any], keywords: dict[str, Any]) -> np.ndarray:
+def truth(arrays: dict[str, Any], keywords: dict[str, Any]) -> Any:
     arrays = dict(arrays)
     norm, packed = arrays.pop("norm", None), arrays.pop("packed")
+    rotary, cache = arrays.pop("rotary", None), arrays.pop("cache", None)
     exact = {k: np.asarray(v).astype(np.float64) for k, v in arrays.items()}
     if norm is not None:
         scale = np.asarray(norm.weight).astype(np.float64) + norm.zero_centered
         exact["x"] = oracles.rms_norm(exact["x"], scale, eps=norm.eps)
     x, weight = exact.pop("x"), oracles.packed_numbers(packed)
-    return oracles.matmul(x, weight, transpose_b=True, epilogue=keywords.get("epilogue"), **exact)
+    if rotary is None:
+        epilogue = keywords.get("epilogue")
+        return oracles.matmul(x, weight, transpose_b=True, epilogue=epilogue, **exact)
+    heads = oracles.matmul(x, weight, transpose_b=True, **exact)
+    angles = (np.asarray(a.astype(cache.k.dtype)).astype(np.float64) for a in rotary[:2])
+    return oracles.turn_and_write(heads, *angles, rotary.q_heads, cache)
 
 
 def assert_right(arrays: dict[str, Any], keywords: dict[str, Any], ours: Any) -> None:
     plain = quantized_matmul_reference(**arrays, **keywords)
-    assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
-    assert_as_accurate(ours, plain, truth(arrays, keywords))
+    exact = truth(arrays, keywords)
+    for y, near, far in zip(*map(jax.tree.leaves, (ours, plain, exact)), strict=True):
+        assert (y.dtype, y.shape) == (near.dtype, near.shape)
+        assert_as_accurate(y, near, far)
 
 
 def on_chip(monkeypatch: pytest.MonkeyPatch, run: Any, *arrays: Any) -> int:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.case import Case
-from pallas_kernels.around_product import Norm
+from pallas_kernels.around_product import Cache, Norm, Rotary
 from pallas_kernels.measure import size_bytes
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul import (
@@ -35,6 +35,7 @@ LLAMA |= {"down": (4096, 14336)}
 QWEN = {"qkv": (1152, 896), "out": (896, 896), "gate, up": (4864, 896), "down": (896, 4864)}
 HEADS = ((151936, 896), (128256, 4096))
 EPS = 1e-5  # of a norm
+SLOTS = 512  # of a cache
 FORMATS = ("int4", "int8", "fp8", "nvfp4", "mxfp4", "mxfp8")
 FEW_ROWS = 64  # of x, up to which reading the codes should be the time
 
@@ -79,6 +80,11 @@ def _compiled() -> list[Case]:
             found.append(_case(m, *QWEN["qkv"], form, words="norm bias", **only))
         found.append(_case(m, *LLAMA["qkv"], group=32, zeros=True, words="norm", **only))
         found.append(_case(m, *LLAMA["gate, up"], silu=True, words="norm", **only))
+        for form in FORMATS:
+            found.append(_case(m, *QWEN["qkv"], form, words="norm bias", heads=(14, 2, 64), **only))
+        for form in ("int4", "int8"):
+            found.append(_case(m, *LLAMA["qkv"], form, words="norm", heads=(32, 8, 128), **only))
+        found.append(_case(m, 9216, 3072, words="norm", heads=(32, 32, 96), **only))
     for m in (1, 16, 64):
         x, weight = _shapes(m, *LLAMA["out"], "int4", "bfloat16", None, False)
         for config in candidates(x, weight, device=H200):
@@ -104,6 +110,7 @@ def _case(
     *,
     silu: bool = False,
     words: str = "",
+    heads: tuple[int, int, int] | None = None,
     out: str | None = None,
     config: Config | Tiles | None = None,
     compile_only: bool = False,
@@ -114,10 +121,15 @@ def _case(
     rest = {"norm": (k,), "bias": (rows,), "residual": (m, n)}
     rest = {name: jax.ShapeDtypeStruct(s, dtype) for name, s in rest.items() if name in words}
     keywords: dict[str, Any] = {"epilogue": "swiglu" if silu else None, "out_dtype": out}
+    if heads is not None:
+        held = jax.ShapeDtypeStruct((m, SLOTS, heads[1], heads[2]), dtype)
+        angles = jax.ShapeDtypeStruct((m, heads[2] // 2), jnp.float32)
+        rest |= {"cos": angles, "sin": angles, "k": held, "v": held}
+        keywords |= {"epilogue": "rope", "heads": heads[:2]}
     call = functools.partial(_call, tree, tuple(rest), keywords)
     label = [f"{m} x {n} x {k} {form}"]
     label += [f"groups of {group}"] * bool(group) + ["zero points"] * zeros + ["silu"] * silu
-    label += [words] * bool(words) + [dtype] * (dtype != "bfloat16")
+    label += [words] * bool(words) + ["rope"] * bool(heads) + [dtype] * (dtype != "bfloat16")
     label += [f"{out} result"] * bool(out)
     label += [] if config is None else [str(config).removeprefix("Config")]
     result = jax.ShapeDtypeStruct((m, n), out or dtype)
@@ -140,10 +152,16 @@ def _case(
 
 
 def _call(tree: Any, names: tuple[str, ...], keywords: Any, f: Any, x, *rest: Any) -> Any:
+    keywords = dict(keywords)
+    heads = keywords.pop("heads", None)
     weight = jax.tree.unflatten(tree, rest[: tree.num_leaves])
     more = dict(zip(names, rest[tree.num_leaves :], strict=True))
     if "norm" in more:
         more["norm"] = Norm(more["norm"], EPS)
+    if heads is not None:
+        more["rotary"] = Rotary(more.pop("cos"), more.pop("sin"), *heads)
+        slots = jnp.full(len(x), SLOTS - 1, jnp.int32)
+        more["cache"] = Cache(more.pop("k"), more.pop("v"), slots)
     return f(x, weight, **more, **keywords)
 
 

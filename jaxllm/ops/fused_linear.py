@@ -117,8 +117,8 @@ def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
 
 
 def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpret):
-    """A kernel for the product with the norm before it and what follows it, one that turns the
-    heads. Where the product takes no norm (`_takes_norm`) it has a kernel of its own.
+    """One kernel: the norm, the product and what follows it. What that one does not take (`_takes`)
+    has a kernel of its own: the norm before it, the turning of heads behind it.
     """
     epilogue = None if rotary is not None else epilogue
     residual = None if residual is None else residual.astype(x.dtype)
@@ -127,16 +127,19 @@ def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpr
         before = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
         y = ternary_linear(x, weight, **before, **after, interpret=interpret)
         return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
-    if norm is not None and not _takes_norm(x, weight, norm, bias=bias, epilogue=epilogue):
+    if norm is not None and not _takes(x, weight, norm=norm, bias=bias, epilogue=epilogue):
         norms = {"eps": norm.eps, "zero_centered": norm.zero_centered}
         x, norm = rms_norm_kernel(x, norm.weight, **norms, interpret=interpret), None
+    if cache is not None and _takes(x, weight, norm=norm, rotary=rotary):
+        after = {"bias": bias, "epilogue": "rope", "rotary": rotary, "cache": cache}
+        return quantized_matmul(x, weight, norm=norm, **after, interpret=interpret)
     y = quantized_matmul(x, weight, norm=norm, **after, interpret=interpret)
     return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
 
 
-def _takes_norm(x, weight, norm, **around) -> bool:
-    """Whether the kernel of the product has the norm in it, wherever it runs."""
-    return why_not_quantized(x, weight, norm=norm, **around, device=device_lib.INTERPRETED) is None
+def _takes(x, weight, **around) -> bool:
+    """Whether the kernel of the product has the rest in it, wherever it runs."""
+    return why_not_quantized(x, weight, **around, device=device_lib.INTERPRETED) is None
 
 
 def _turn_packed(y, rotary: Rotary, cache: Cache | None, interpret):
@@ -157,7 +160,7 @@ def _why_not_pallas(
     if not isinstance(weight, Packed):
         around = {"norm": norm, "epilogue": epilogue, "rotary": rotary, "cache": cache, **rest}
         return why_not_gemv(x, weight, bias=bias, **around, device=device)
-    if cache is not None:
+    if cache is not None and not _takes(x, weight, rotary=rotary):
         heads = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), weight.shape[0]), x.dtype)
         if (reason := why_not_rope_into_cache(heads, rotary, cache, device=device)) is not None:
             return f"its rotation: {reason}"
@@ -167,7 +170,7 @@ def _why_not_pallas(
             return "the norm before a ternary weight adds no 1 to its own"
         return why_not_ternary(x, weight, epilogue=epilogue, device=device)
     after = {"bias": bias, "epilogue": epilogue}
-    if norm is not None and not _takes_norm(x, weight, norm, **after):
+    if norm is not None and not _takes(x, weight, norm=norm, **after):
         reason = why_not_rms_norm(x, norm.weight, eps=norm.eps, device=device)
         if reason is not None:
             return f"its norm: {reason}"

@@ -33,18 +33,25 @@ MODULES = (
 )
 
 
-def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> np.ndarray:
+def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> Any:
     """The result, by two multiprocessors' blocks."""
     x, packed, norm = arrays["x"], arrays["packed"], arrays.get("norm")
-    gated = keywords.get("epilogue") == "swiglu"
+    gated, rotary = keywords.get("epilogue") == "swiglu", arrays.get("rotary")
     out = jnp.dtype(keywords.get("out_dtype") or x.dtype)
-    assert sizes.problem(config, len(x), packed, gated=gated) is None
-    around = () if norm is None else (norm.eps, norm.zero_centered)
+    around = (None, False) if norm is None else (norm.eps, norm.zero_centered)
     static = Static("", config, False, out.name, 2, gated, *around)
     m, n, c = len(x), packed.shape[0] // (1 + gated), config
+    further = {}
+    if rotary is not None:
+        half, cache = rotary.cos.shape[1], arrays["cache"]
+        heads = sizes.Heads(rotary.q_heads, rotary.kv_heads, half, cache.k.shape[1])
+        static, n = dataclasses.replace(static, heads=heads), 2 * half * rotary.q_heads
+        further = {"cos": rotary.cos, "sin": rotary.sin, **cache._asdict()}
+    apart = static.apart(packed.shape[0])
+    assert sizes.problem(config, len(x), packed, apart=apart) is None
     given = {name: getattr(packed, name) for name in ("codes", "scale", "zero", "row_scale")}
     given |= {"x": x, "norm": None if norm is None else norm.weight}
-    given |= {name: arrays.get(name) for name in ("bias", "residual")}
+    given |= {name: arrays.get(name) for name in ("bias", "residual")} | further
     held = {name: np.asarray(a) for name, a in given.items() if a is not None}
     held["out"] = np.full((c.splits * m, n), np.nan, out)
     shared = {
@@ -58,15 +65,18 @@ def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> np
         for name, stand_in in dialects(machine).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
-    tiles = n // (c.tile_n // (1 + gated))
+    dtypes = {name: given[name].dtype for name in ("bias", "cos", "sin") if name in held}
+    tiles = packed.shape[0] // c.tile_n
     for block in range(sizes.num_blocks(c, tiles, 2) * c.splits):
 
         def code():
-            bias = arrays.get("bias")
-            quantized_matmul_lanes.Block(static, x, packed, bias, machine.at).run()
+            quantized_matmul_lanes.Block(static, x, packed, dtypes, machine.at).run()
 
         machine.run(block, code)
-    return machine.content("out", out, (c.splits, m, n)).sum(0)
+    y = machine.content("out", out, (c.splits, m, n)).sum(0)
+    if rotary is None:
+        return y
+    return y, *(machine.content(name, out, further[name].shape) for name in "kv")
 
 
 CALLS: Any = {
@@ -104,6 +114,24 @@ CALLS: Any = {
         partial(call, 3, 32, 896, "int8, groups", out_dtype=F32),
     ),
     "fp8, groups": (Config(16, 8, 1, 1), partial(call, 7, 32, 896, "fp8, groups", F16)),
+    # Of 8 rows of either half
+    "gate of half a tile": (
+        Config(16, 4, 2, 1),
+        partial(call, 2, 48, 640, "int4, groups of 32", BF16, "bias", epilogue="swiglu"),
+    ),
+    "heads": (Config(16, 4, 2, 1), partial(call, 1, 128, 896, "int4", BF16, "norm heads 2 1 32")),
+    "heads, bias": (
+        Config(32, 4, 1, 2),
+        partial(call, 3, 256, 384, "int8", F16, "bias heads 2 1 64"),
+    ),
+    "heads, zero points": (
+        Config(32, 4, 2, 1),
+        partial(call, 9, 192, 512, "int4, groups of 64, zero points", BF16, "heads 2 2 32"),
+    ),
+    "heads, scales of a byte": (
+        Config(64, 4, 1, 1),
+        partial(call, 2, 384, 256, "mxfp4", BF16, "bias heads 4 1 64"),
+    ),
 }
 
 
@@ -139,5 +167,19 @@ def test_another_norm_is_seen(monkeypatch: Any):
     other = {**arrays, "norm": arrays["norm"]._replace(eps=0.05)}
     with monkeypatch.context() as patched:
         ours = by_lanes(patched, other, keywords, config)
+    with pytest.raises(AssertionError, match="error is"):
+        assert_right(arrays, keywords, ours)
+
+
+@pytest.mark.parametrize("part", ["cos", "slots"])
+def test_other_heads_are_seen(part: str, monkeypatch: Any):
+    config, make = CALLS["heads, bias"]
+    arrays, keywords = make()
+    rotary, cache = arrays["rotary"], arrays["cache"]
+    other = {"rotary": rotary._replace(cos=rotary.cos.at[2, 3].multiply(0.9))}
+    if part == "slots":
+        other = {"cache": cache._replace(slots=cache.slots.at[1].set(0))}
+    with monkeypatch.context() as patched:
+        ours = by_lanes(patched, {**arrays, **other}, keywords, config)
     with pytest.raises(AssertionError, match="error is"):
         assert_right(arrays, keywords, ours)

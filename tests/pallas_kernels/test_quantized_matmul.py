@@ -29,10 +29,11 @@ from quantized_calls import (
 )
 
 from jaxllm import aot
+from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_matmul_kernel as kernel
-from pallas_kernels.around_product import Norm
+from pallas_kernels.around_product import Norm, Rotary
 from pallas_kernels.device import SHARED_BYTES
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import quantize
@@ -47,21 +48,23 @@ from pallas_kernels.quantized_matmul import (
     why_not,
 )
 from pallas_kernels.quantized_matmul_config import Static
+from pallas_kernels.quantized_tiles_config import Tiles
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
 H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
 
 
-def interpret(arrays: dict[str, Any], keywords: dict[str, Any], **more: Any) -> jax.Array:
-    norm = arrays.get("norm")
+def interpret(arrays: dict[str, Any], keywords: dict[str, Any], **more: Any) -> Any:
+    around = {name: arrays[name] for name in ("norm", "rotary") if name in arrays}
 
-    def run(arrays: dict[str, Any]) -> jax.Array:
-        if norm is not None:
-            arrays = {**arrays, "norm": norm._replace(weight=arrays["norm"])}
-        return quantized_matmul(**arrays, **keywords, **more, interpret=True)
+    def run(arrays: dict[str, Any]) -> Any:
+        found = {name: around[name]._replace(**arrays[name]) for name in around}
+        return quantized_matmul(**{**arrays, **found}, **keywords, **more, interpret=True)
 
-    return interpreted(run, arrays if norm is None else {**arrays, "norm": norm.weight})
+    given = {name: a._asdict() for name, a in around.items()}  # of which numbers are no arrays
+    given = {name: {k: x for k, x in a.items() if hasattr(x, "shape")} for name, a in given.items()}
+    return interpreted(run, {**arrays, **given})
 
 
 CALLS: Any = {
@@ -72,10 +75,18 @@ CALLS: Any = {
     "norm of one row, gate": partial(call, 1, 64, 896, "int8", BF16, "norm", epilogue="swiglu"),
     "norm that adds 1": partial(call, 3, 32, 256, "mxfp4", BF16, "norm centred"),
     "float32 result": partial(call, 2, 32, 256, "nvfp4", BF16, "residual", out_dtype=F32),
+    "heads": partial(call, 1, 128, 256, "int4", BF16, "norm heads 2 1 32"),
+    "heads, bias": partial(call, 3, 256, 256, "int8", F16, "bias heads 2 1 64"),
+    "heads, zero points": partial(call, 2, 192, 256, "int4, zero points", BF16, "heads 2 2 32"),
 }
+written = pytest.mark.skipif(
+    not _compat.WRITES_REFERENCES, reason="jax 0.10 writes into no array that is there"
+)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=written if "heads" in name else ()) for name in CALLS]
+)
 def test_forward(name: str):
     arrays, keywords = CALLS[name]()
     assert_right(arrays, keywords, interpret(arrays, keywords))
@@ -91,6 +102,19 @@ def test_the_reference_is_the_mathematics(form: str, dtype: str):
     np.testing.assert_allclose(ours, exact, rtol=0, atol=2**-7 * np.abs(exact).max())
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(ours * 1.02, exact, rtol=0, atol=2**-7 * np.abs(exact).max())
+
+
+@written
+def test_the_check_sees_other_heads():
+    arrays, keywords = CALLS["heads, bias"]()
+    y = interpret(arrays, keywords)
+    rotary, cache = arrays["rotary"], arrays["cache"]
+    for other in (
+        {"rotary": rotary._replace(sin=-rotary.sin)},
+        {"cache": cache._replace(slots=cache.slots.at[2].set(0))},
+    ):
+        with pytest.raises(AssertionError, match="error is"):
+            assert_right({**arrays, **other}, keywords, y)
 
 
 def test_the_check_sees_another_norm():
@@ -208,6 +232,12 @@ def norm(width: int, *, eps: float = 1e-5, zero_centered: bool = False, dtype: A
     return Norm(weight, eps, zero_centered)
 
 
+def rotary(rows: int, width: int) -> Rotary:
+    """One head of q and one of k."""
+    angles: Any = shape(rows, width // 2, dtype=F32)
+    return Rotary(angles, angles, 1, 1)
+
+
 X, W = shape(3, 256), shaped(64, 256)
 TERNARY = jax.eval_shape(lambda w: quantize(w, "ternary"), shape(64, 256))
 
@@ -229,7 +259,7 @@ TERNARY = jax.eval_shape(lambda w: quantize(w, "ternary"), shape(64, 256))
         ),
         (X, {"norm": norm(256, eps=0.0)}, r"norm's weight is \[256\] with eps 0.0, not"),
         (X, {"norm": norm(256, dtype=jnp.int32)}, "the norm's weight is int32"),
-        (X, {"epilogue": "relu"}, "no epilogue is named 'relu'; there is 'swiglu'"),
+        (X, {"epilogue": "relu"}, "no epilogue is named 'relu'; there are 'swiglu' and"),
     ],
 )
 def test_wrong_calls(x: Any, keywords: dict[str, Any], sentence: str):
@@ -240,10 +270,28 @@ def test_wrong_calls(x: Any, keywords: dict[str, Any], sentence: str):
 
 
 @pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"cache": None}, "'rope', rotary and a cache go together"),
+        ({"epilogue": "swiglu"}, "'rope', rotary and a cache go together"),
+        ({"residual": shape(1, 128)}, "'rope' takes no residual and gives x's dtype"),
+        ({"out_dtype": F32}, "'rope' takes no residual and gives x's dtype"),
+        ({"q_heads": 3}, r"heads must be \[1, 160\], got \[1, 128\]"),
+    ],
+)
+def test_wrong_calls_of_heads(change: dict[str, Any], sentence: str):
+    arrays, keywords = CALLS["heads"]()
+    heads = change.pop("q_heads", 2)
+    arrays["rotary"] = arrays["rotary"]._replace(q_heads=heads)
+    with pytest.raises(ValueError, match=f"^quantized_matmul: .*{sentence}"):
+        quantized_matmul(**{**arrays, **keywords, **change}, interpret=True)
+
+
+@pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (Config(tile_n=24), "tile_n must divide the weight's rows and be a multiple of 16"),
-        (Config(tile_n=48), "tile_n must divide"),
+        (Config(tile_n=24), "tile_n must be a multiple of 16 that divides 64"),
+        (Config(tile_n=48), "tile_n must be a multiple"),
         (Config(warps=6), "warps must be a multiple of 4, 16 at most"),
         (Config(ahead=0), "ahead must be 1 at least"),
         (Config(blocks=0), "blocks must be 1 at least"),
@@ -314,7 +362,24 @@ def test_warps_take_few_rows():
         (X, TERNARY, {"norm": norm(256, zero_centered=True)}, H200, "adds no 1 to its own"),
         (shape(3, 160), shaped(64, 160, "int4, groups of 32"), {}, H200, "multiples of 128"),
         (X, shaped(24, 256), {}, H200, "takes outputs in multiples of 16 at 3 rows, got 24"),
-        (X, shaped(48, 256), {"epilogue": "swiglu"}, H200, "multiples of 32 at 3 rows, got 48"),
+        (X, shaped(40, 256), {"epilogue": "swiglu"}, H200, "multiples of 16 at 3 rows, got 40"),
+        (
+            X,
+            shaped(48, 256, "mxfp4"),
+            {"epilogue": "swiglu"},
+            H200,
+            "outputs in multiples of 32 at 3 rows, got 48",
+        ),
+        (X, shaped(72, 256), {"rotary": rotary(3, 24)}, H200, "heads in multiples of 16 at 3 rows"),
+        (X, W, {"rotary": rotary(3, 32), "config": Tiles()}, H200, "turns no heads where tiles"),
+        (X, TERNARY, {"rotary": rotary(3, 32)}, H200, "turns no heads of a ternary weight"),
+        (
+            shape(16, 14336),
+            shaped(96, 14336),
+            {"rotary": rotary(16, 32)},
+            H200,
+            "turns sums of whole rows of x, and 16 of 14336 numbers are in 4 parts",
+        ),
         (
             shape(3, 384),
             jax.eval_shape(lambda w: quantize(w, "int4", 48), shape(64, 384)),
@@ -445,7 +510,7 @@ def test_a_bias_of_8_bits(dtype: Any):
     bias = arrays["bias"].astype(dtype)
     found = []
 
-    def recorded(static: Any, x: Any, packed: Any, norm: Any, bias: Any, residual: Any, **_: Any):
+    def recorded(static: Any, x: Any, packed: Any, norm: Any, bias: Any, *_: Any, **more: Any):
         found.append(bias.dtype)
         return quantized_matmul_reference(x, packed, bias=bias)[None]
 
@@ -455,6 +520,23 @@ def test_a_bias_of_8_bits(dtype: Any):
         quantized_matmul(**{**arrays, "bias": bias}, **keywords, interpret=True)
     jax.clear_caches()
     assert found == [BF16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("n", "k", "width"), [(14, 2, 64), (8, 2, 128), (4, 4, 96)])
+def test_heads_on_a_gpu(rows: int, form: str, n: int, k: int, width: int):
+    i = 1024 if form == "int4, groups of 512" else 896
+    for extra in ("norm", "bias"):
+        extra += f" heads {n} {k} {width}"
+        arrays, keywords = call(rows, (n + 2 * k) * width, i, form, BF16, extra)
+        run = jax.jit(
+            lambda x, cache, arrays=arrays: quantized_matmul(
+                **{**arrays, "x": x, "cache": cache}, epilogue="rope"
+            )
+        )
+        assert_right(arrays, keywords, run(arrays["x"], arrays["cache"]))
 
 
 @pytest.mark.gpu

@@ -36,16 +36,10 @@ def case(B: int, N: int, K: int, H: int, slots: list[int], dtype: Any = jnp.bflo
 
 def assert_right(ours: Any, heads, rotary, cache) -> None:
     f64 = lambda a: np.asarray(a, np.float64)  # noqa: E731
-    cos, sin = (f64(a.astype(heads.dtype))[None] for a in rotary[:2])
-    width, n, k = 2 * rotary.cos.shape[-1], rotary.q_heads, rotary.kv_heads
-    q, keys, values = np.split(f64(heads).reshape(1, len(heads), -1, width), (n, n + k), axis=2)
-    q, keys = (oracles.turn(part, cos, sin) for part in (q, keys))
-    held = [f64(cache.k), f64(cache.v)]
-    for row, slot in enumerate(np.asarray(cache.slots)):
-        if 0 <= slot < S:  # else it is nowhere
-            held[0][row, slot], held[1][row, slot] = keys[0, row], values[0, row]
+    angles = (f64(a.astype(heads.dtype)) for a in rotary[:2])
+    truth = oracles.turn_and_write(f64(heads), *angles, rotary.q_heads, cache)
     plain = rope_into_cache_reference(heads, rotary, cache)
-    for a, b, wanted in zip(ours, plain, (q.reshape(len(heads), -1), *held), strict=True):
+    for a, b, wanted in zip(ours, plain, truth, strict=True):
         assert a.dtype == heads.dtype
         assert_as_accurate(a, b, wanted)
 

@@ -1,0 +1,68 @@
+"""Outputs that are heads of q, k and v in turn: which of them a block has, where they go, RoPE.
+
+A block has `size` outputs of the first half of a head and their partners half a head further, which
+one angle turns: x1 cos - x2 sin and x2 cos + x1 sin. Imported by kernels.
+Source: Su et al. 2021, arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+
+class HeadPlaces(NamedTuple):
+    """heads: how many are q's and k's, each of two times `half`."""
+
+    block: Any
+    size: int
+    half: int
+    heads: tuple[int, int]
+
+    @property
+    def head(self) -> Any:
+        return lax.div(self.block, self.half // self.size)
+
+    @property
+    def first(self) -> Any:
+        """Of a half, where the block's outputs begin."""
+        return lax.rem(self.block, self.half // self.size) * self.size
+
+    @property
+    def starts(self) -> list[Any]:
+        """Of all outputs, where the block's begin, of either half."""
+        start = 2 * self.half * self.head + self.first
+        return [start, start + self.half]
+
+    def turned(self, ys: Any, cos: Any, sin: Any) -> list[Any]:
+        """The outputs, those of q and k turned; all float32."""
+        here = (self.head < sum(self.heads)).astype(jnp.float32)  # v's heads stay
+        cos, sin = cos * here + (1 - here), sin * here
+        left, right = ys
+        return [left * cos - right * sin, right * cos + left * sin]
+
+    def targets(self, out_refs: Any, held: Any, one: Any) -> list[tuple[Any, ...]]:
+        """Where outputs of a row of x may go: (whether, a reference for each half).
+
+        out_refs: of q, [M, N H]. held: references to a cache's keys and values, and its slots; if
+        there is none, out_refs have a second for k and v, [M, 2 K H].
+        """
+
+        def side_by_side(ref: Any, before: int) -> list[Any]:
+            return [ref.at[one, pl.ds(start - before, self.size)] for start in self.starts]
+
+        q, kv = self.heads
+        found: list[tuple[Any, ...]] = [(self.head < q, *side_by_side(out_refs[0], 0))]
+        if held is None:
+            return [*found, (self.head >= q, *side_by_side(out_refs[1], 2 * self.half * q))]
+        slot = held[2][one]
+        fits = (slot >= 0) & (slot < held[0].shape[1])
+        for which, ref in enumerate(held[:2]):
+            mine = self.head - q - which * kv
+            places = (pl.ds(self.first + half, self.size) for half in (0, self.half))
+            whether = (mine >= 0) & (mine < kv) & fits
+            found.append((whether, *(ref.at[one, slot, mine, place] for place in places)))
+        return found
