@@ -37,6 +37,8 @@ from pallas_kernels.quantized_matmul_config import (
     Heads,
 )
 
+MOST_EARLY = 2  # results of a thread that memory is asked for early: registers
+
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
@@ -99,71 +101,107 @@ class Finish:
                     with mgpu_utils.when(less(columns, self.m - column)):
                         write()
 
-    def run(self, parts: Any, first: Any) -> None:
-        """Adds the warps' sums in order, and what follows; a result is a thread's.
-
-        first: of the tile's outputs, a half's.
+    def _results(self) -> list[tuple[Any, Any, Any]]:
+        """Of a tile, those of a thread: the row of x, which output of a half, and whether there is
+        one (None: there is).
         """
-        count, threads = self.m * self.rows, self.warps * LANES
+        count, threads, found = self.m * self.rows, self.warps * LANES, []
         for start in range(0, count, threads):
             place = arith.addi(mgpu_utils.thread_idx(), word(start))
-            if start + threads <= count:
-                self._one(place, parts, first)
-                continue
-            with mgpu_utils.when(less(place, count)):
-                self._one(place, parts, first)
+            inside = less(place, count) if start + threads > count else None
+            place = place if inside is None else arith.minui(place, word(count - 1))
+            found.append((*(f(place, word(self.rows)) for f in (arith.divui, arith.remui)), inside))
+        return found
 
-    def _one(self, place: Any, parts: Any, first: Any) -> None:
-        one, row = (f(place, word(self.rows)) for f in (arith.divui, arith.remui))
-        whole, ys = arith.addi(first, row), []
+    def early(self, first: Any) -> list[dict[str, Any]]:
+        """What `_operands` gives for each result of a thread, if they are few: asked for before
+        the tile's codes are multiplied, it is there when they are.
+
+        first: of the tile's outputs, those of the first half.
+        """
+        results = self._results()
+        if len(results) > MOST_EARLY:
+            return []
+        return [self._operands(one, arith.addi(first, row)) for one, row, _ in results]
+
+    def _operands(self, one: Any, whole: Any) -> dict[str, Any]:
+        """What a result is made of beside its sums, by name; of row_scale and bias one of each
+        half. whole: the output's row of the weight.
+        """
+        found: dict[str, Any] = {}
+        for name, dtype in (("row_scale", jnp.float32), ("bias", self.dtypes.get("bias"))):
+            if name in self.at:
+                indices = (arith.addi(whole, word(i * self.apart)) for i in range(self.halves))
+                found[name] = [self._number(name, index, dtype) for index in indices]
+        if "residual" in self.at:
+            index = arith.addi(times(one, self.n), whole)
+            found["residual"] = self._number("residual", index, self.out_dtype)
+        if self.heads is not None:
+            inner = arith.remui(whole, word(2 * self.heads.half))
+            index = arith.addi(times(one, self.heads.half), inner)
+            for name in ("cos", "sin"):
+                found[name] = self._number(name, index, self.dtypes[name])
+            found["slot"] = load(further(self.at["slots"], times(one, 4)), 0)
+        return found
+
+    def run(self, parts: Any, first: Any, early: list[dict[str, Any]]) -> None:
+        """Adds the warps' sums in order, and what follows; a result is a thread's.
+
+        early: what `early` gave for `first`.
+        """
+        for i, (one, row, inside) in enumerate(self._results()):
+            whole = arith.addi(first, row)
+            operands = early[i] if early else self._operands(one, whole)
+            if inside is None:
+                self._one(parts, one, row, whole, operands)
+                continue
+            with mgpu_utils.when(inside):
+                self._one(parts, one, row, whole, operands)
+
+    def _one(self, parts: Any, one: Any, row: Any, whole: Any, operands: Mapping[str, Any]) -> None:
         root = None if self.eps is None else self._root(one, self.eps)
+        at = further(parts, times(arith.addi(times(one, self.tile_n), row), 4))
+        ys = []
         for half in range(self.halves):
-            at = arith.addi(times(one, self.tile_n), row)
-            address = further(parts, times(at, 4))
             y: Any = None
             for warp in range(self.warps):
                 offset = 4 * (warp * self.m * self.tile_n + half * self.rows)
-                part = asm(f"ld.shared.f32 $0, [$1 + {offset}];", "f", address, effects=True)
+                part = asm(f"ld.shared.f32 $0, [$1 + {offset}];", "f", at, effects=True)
                 y = part if y is None else arith.addf(y, part)
             rest = unpack.rest(self.scheme, self.dtype)
             if rest != 1:
                 y = arith.mulf(y, arith.constant(ir.F32Type.get(), rest))
             if root is not None:
                 y = arith.mulf(y, root)
-            if "row_scale" in self.at:
-                y = arith.mulf(y, self._number("row_scale", half, whole, jnp.float32))
-            if "bias" in self.at:
-                y = arith.addf(y, self._number("bias", half, whole, self.dtypes["bias"]))
+            if "row_scale" in operands:
+                y = arith.mulf(y, operands["row_scale"][half])
+            if "bias" in operands:
+                y = arith.addf(y, operands["bias"][half])
             ys.append(y)
         if self.heads is not None:
-            self._turn(self.heads, ys, one, whole)
+            self._turn(self.heads, ys, one, whole, operands)
             return
         y = ys[0] if self.halves == 1 else gated("swiglu", *ys)
-        index = arith.addi(times(one, self.n), whole)
-        if "residual" in self.at:
-            y = arith.addf(y, self._number("residual", 0, index, self.out_dtype))
+        if "residual" in operands:
+            y = arith.addf(y, operands["residual"])
         out = jnp.dtype(self.out_dtype)
-        index = arith.addi(index, times(self.out_row, self.n))
-        address = further(self.at["out"], times(index, out.itemsize))
-        store_float(address, y, out.name)
+        index = arith.addi(times(arith.addi(one, self.out_row), self.n), whole)
+        store_float(further(self.at["out"], times(index, out.itemsize)), y, out.name)
 
-    def _turn(self, heads: Heads, ys: list[Any], one: Any, whole: Any) -> None:
+    def _turn(
+        self, heads: Heads, ys: list[Any], one: Any, whole: Any, operands: Mapping[str, Any]
+    ) -> None:
         """Writes two outputs: q's to out, k's and v's to the cache, if it has the slot; those of q
         and k turned by their angle. whole: the first one's row of the weight.
         """
-        width = 2 * heads.half
+        width, slot = 2 * heads.half, operands["slot"]
         head, inner = (f(whole, word(width)) for f in (arith.divui, arith.remui))
         is_q, turned = less(head, heads.q), less(head, heads.q + heads.kv)
-        angle = arith.addi(times(one, heads.half), inner)
         left, right = (self._rounded(y) for y in ys)
-        cos, sin = (
-            self._rounded(self._number(name, 0, angle, self.dtypes[name]))
-            for name in ("cos", "sin")
-        )
+        cos, sin = (self._rounded(operands[name]) for name in ("cos", "sin"))
         first = arith.subf(arith.mulf(left, cos), arith.mulf(right, sin))
         second = arith.addf(arith.mulf(right, cos), arith.mulf(left, sin))
         ys = [arith.select(turned, first, left), arith.select(turned, second, right)]
-        slot = load(further(self.at["slots"], times(one, 4)), 0)
         mine = arith.subi(head, arith.select(turned, word(heads.q), word(heads.q + heads.kv)))
         place = arith.addi(times(mine, width), inner)
         row = arith.addi(times(one, heads.slots), slot)
@@ -192,7 +230,6 @@ class Finish:
                 total = part if total is None else arith.addf(total, part)
         return reciprocal_root(total, self.k, eps)
 
-    def _number(self, name: str, half: int, index: Any, dtype: Any) -> Any:
-        index = arith.addi(index, word(half * self.apart))
+    def _number(self, name: str, index: Any, dtype: Any) -> Any:
         address = further(self.at[name], times(index, jnp.dtype(dtype).itemsize))
         return load_float(address, jnp.dtype(dtype).name)

@@ -409,6 +409,9 @@ class Block:
 
         @mgpu_utils.fori(arith.divui(more, word(self.num_blocks)), [word(0), tile, round_])
         def each_tile(i, carry):
+            first = self._first(arith.addi(block, times(i, self.num_blocks)))
+            early = self.finish.early(first)
+
             @mgpu_utils.fori(word(rounds), [*carry, *[zero] * count])
             def each_round(at, carry):
                 slot, tile, round_, *sums = carry
@@ -428,8 +431,7 @@ class Block:
             parts = further(self.pointers["parts"], times(parts, size_bytes))
             self.finish.show(sums, parts)
             gpu.barrier()
-            first = arith.addi(block, times(i, self.num_blocks))
-            self.finish.run(parts, self._first(first))
+            self.finish.run(parts, first, early)
             return carry
 
     def _next(self, tile: Any, round_: Any) -> tuple[Any, Any]:
