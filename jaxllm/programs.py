@@ -154,6 +154,8 @@ class Decoded:
     ended: Int[Array, " B"]
 
 
+MOST_COMPARED = 8  # stop ids, one after the other
+
 # XLA makes a CUDA graph of the loop's body; so it makes one of the whole loop, and asks the host
 # for nothing between two tokens. H200, one row, Qwen2.5-0.5B, us a token: with XLA's products 824,
 # without it 862; with `gemv` 613 and 616; Llama-3.1-8B as fast either way.
@@ -212,7 +214,9 @@ def decode(
         live = state.ended == RUNNING
         with jax.named_scope("sample"):
             if greedy:
-                tokens = sampling.greedy(state.logits, vocab_size=vocab_size)
+                tokens, logprobs = sampling.greedy_and_log_probs(
+                    state.logits, vocab_size=vocab_size
+                )
             else:
                 tokens = sampling.sample(
                     state.logits,
@@ -223,20 +227,21 @@ def decode(
                     vocab_size=vocab_size,
                     implementation=implementation,
                 )
+                logprobs = sampling.log_probs(state.logits, tokens)
             out = dataclasses.replace(
                 out,
-                tokens=out.tokens.at[:, i].set(jnp.where(live, tokens, -1)),
-                logprobs=out.logprobs.at[:, i].set(sampling.log_probs(state.logits, tokens)),
+                tokens=_put(out.tokens, i, jnp.where(live, tokens, -1)),
+                logprobs=_put(out.logprobs, i, logprobs),
             )
             if top:
                 ids, values = sampling.top_log_probs(state.logits, top)
                 out = dataclasses.replace(
                     out,
-                    top_ids=out.top_ids.at[:, i].set(ids),
-                    top_logprobs=out.top_logprobs.at[:, i].set(values),
+                    top_ids=_put(out.top_ids, i, ids),
+                    top_logprobs=_put(out.top_logprobs, i, values),
                 )
             left = state.left - live.astype(jnp.int32)
-            stopped = jnp.any(tokens[:, None] == stop_ids[None, :], axis=-1)
+            stopped = _is_one_of(tokens, stop_ids)
             reason = jnp.where(stopped, STOP, jnp.where(left <= 0, LENGTH, RUNNING))
             ended = jnp.where(live, reason.astype(jnp.int32), state.ended)
             counts = state.counts
@@ -251,6 +256,20 @@ def decode(
 
     _, state, out = jax.lax.while_loop(more, step, (jnp.int32(0), state, out))
     return state, dataclasses.replace(out, ended=state.ended)
+
+
+def _put(column: jax.Array, i: jax.Array, values: jax.Array) -> jax.Array:
+    """[B, N, ..] with the values at i, which is one of N: a check would be a launch a token."""
+    return jax.lax.dynamic_update_index_in_dim(column, values, i, axis=1)
+
+
+def _is_one_of(tokens: Int[Array, " B"], ids: Int[Array, " M"]) -> Bool[Array, " B"]:
+    if len(ids) > MOST_COMPARED:
+        return jnp.any(tokens[:, None] == ids[None, :], axis=-1)
+    found = jnp.zeros(tokens.shape, bool)
+    for id_ in ids:  # a reduction would be a launch a token
+        found |= tokens == id_
+    return found
 
 
 @functools.lru_cache(maxsize=16)

@@ -266,6 +266,21 @@ def log_probs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Ar
     return chosen[:, 0] - jax.nn.logsumexp(logits, axis=-1)
 
 
+def greedy_and_log_probs(
+    logits: Float[Array, "B V"], *, vocab_size: int | None = None
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """`greedy`, and the `log_probs` of what it takes: on a GPU in one pass, of two launches."""
+    _check_scores("greedy_and_log_probs", logits)
+
+    def in_turn(logits):
+        tokens = greedy(logits, vocab_size=vocab_size)
+        return tokens, log_probs(logits, tokens)
+
+    # Decoding with Qwen2.5-0.5B, seven launches of in_turn are 3 % of a token's time on an H200
+    in_one_pass = functools.partial(_greedy_in_one_pass, vocab_size=vocab_size)
+    return lax.platform_dependent(logits, cpu=in_turn, default=in_one_pass)
+
+
 def top_log_probs(
     logits: Float[Array, "B V"], k: int
 ) -> tuple[Int[Array, "B {k}"], Float[Array, "B {k}"]]:
@@ -345,11 +360,44 @@ def _clean(scores: jax.Array, vocab_size: int | None) -> jax.Array:
 
 @jax.jit
 def _arg_max(scores: jax.Array) -> jax.Array:
-    # jnp.argmax is not vectorised on a CPU: at [1, 151936] 0.67 ms against 0.10, and 3.9 against
-    # 0.9 with the noise fused into it. There is no NaN here, so some score equals the largest.
-    largest = jnp.max(scores, axis=-1, keepdims=True)
-    ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    return jnp.min(jnp.where(scores == largest, ids, scores.shape[1]), axis=-1)
+    def in_turn(scores):
+        # lax.argmax is not vectorised on a CPU: at [1, 151936] 0.67 ms against 0.10, and 3.9
+        # against 0.9 with the noise fused into it. There is no NaN here: some score is the largest
+        largest = jnp.max(scores, axis=-1, keepdims=True)
+        ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        return jnp.min(jnp.where(scores == largest, ids, scores.shape[1]), axis=-1)
+
+    in_one_pass = functools.partial(lax.argmax, axis=1, index_dtype=jnp.int32)
+    return lax.platform_dependent(scores, cpu=in_turn, default=in_one_pass)
+
+
+def _greedy_in_one_pass(logits: jax.Array, *, vocab_size: int | None) -> tuple[jax.Array, ...]:
+    """Each row's token, and its log-probability among all ids.
+
+    Of some ids there are: the largest score that may be taken, its id, the largest logit, and the
+    sum of exp(logit - that one), as in the online softmax.
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
+    """
+
+    def joined(a, b):
+        (score, id_, most, total), (other, other_id, other_most, other_total) = a, b
+        is_a = (score > other) | ((score == other) & (id_ < other_id))
+        largest = jnp.maximum(most, other_most)  # NaN if one is
+        parts = [
+            jnp.where(
+                m == largest, t, t * jnp.exp(m - largest)
+            )  # of two -inf there is no difference
+            for m, t in ((most, total), (other_most, other_total))
+        ]
+        token = jnp.where(is_a, score, other), jnp.where(is_a, id_, other_id)
+        return *token, largest, parts[0] + parts[1]
+
+    logits = logits.astype(jnp.float32)
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    columns = _clean(logits, vocab_size), ids, logits, jnp.ones_like(logits)
+    nothing = -np.float32(np.inf), np.int32(logits.shape[1]), -np.float32(np.inf), np.float32(0)
+    score, token, most, total = lax.reduce(columns, nothing, joined, (1,))
+    return token, score - (most + jnp.log(total))
 
 
 def _ordered(scores: jax.Array) -> jax.Array:

@@ -60,3 +60,33 @@ def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> t
     held = ((cache.k, k), (cache.v, v))
     k, v = (a.at[at].set(new.astype(a.dtype), **into) for a, new in held)
     return k, v
+
+
+def check_heads(heads, rotary, cache, *, who: str) -> None:
+    """Refuses heads [B, (N + 2 K) H] that cannot be turned and written; shapes suffice.
+
+    Raises: ValueError, in the name of the op `who`.
+    """
+    width, count = 2 * rotary.cos.shape[-1], rotary.q_heads + 2 * rotary.kv_heads
+    own = len(heads), cache.k.shape[1], rotary.kv_heads, width
+    wanted = {
+        "heads": (heads, (len(heads), count * width)),
+        "cos": (rotary.cos, (len(heads), width // 2)),
+        "sin": (rotary.sin, (len(heads), width // 2)),
+        "the cache's keys": (cache.k, own),
+        "the cache's values": (cache.v, own),
+        "the cache's slots": (cache.slots, own[:1]),
+    }
+    for name, (array, shape) in wanted.items():
+        if array.shape != shape:
+            raise ValueError(f"{who}: {name} must be {list(shape)}, got {list(array.shape)}")
+    if not heads.dtype == cache.k.dtype == cache.v.dtype:
+        raise ValueError(
+            f"{who}: heads are {heads.dtype}, but the cache holds {cache.k.dtype} and "
+            f"{cache.v.dtype}"
+        )
+    if not jnp.issubdtype(cache.slots.dtype, jnp.integer):
+        raise ValueError(f"{who}: slots must be integers, got {cache.slots.dtype}")
+    for name, angles in (("cos", rotary.cos), ("sin", rotary.sin)):
+        if not jnp.issubdtype(angles.dtype, jnp.floating):
+            raise ValueError(f"{who}: {name} is {angles.dtype}; it must be floating point")

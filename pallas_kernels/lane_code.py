@@ -11,6 +11,7 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
+_PREDICATE = ".reg .pred p; setp.ne.u32 p, $2, 0;"
 _LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
 
 
@@ -74,6 +75,18 @@ def less(value: Any, than: int) -> Any:
     return arith.cmpi(arith.CmpIPredicate.ult, value, word(than))
 
 
+def load_if(where: Any, address: Any) -> Any:
+    """A word of global memory that no one writes, or 0 where not; None: everywhere."""
+    if where is None:
+        return load(address, 0)
+    text = f"{{ {_PREDICATE} mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$1]; }}"
+    return asm(text, "r", address, _as_word(where), effects=True)
+
+
+def _as_word(where: Any) -> Any:
+    return arith.extui(ir.IntegerType.get_signless(32), where)
+
+
 def load(address: Any, offset: int, words: int = 1, *, once: bool = False) -> Any:
     """A word of global memory that no one writes, or four; once: no other thread reads it."""
     cached = ".L1::no_allocate" if once else ""
@@ -98,16 +111,18 @@ def load_shared_part(address: Any, offset: int, size_bytes: int) -> Any:
     return asm(text, "r", address, effects=True)
 
 
-def load_float(address: Any, dtype: str) -> Any:
-    """A number of global memory, as float32."""
+def load_float(address: Any, dtype: str, where: Any = None) -> Any:
+    """A number of global memory, as float32, or 0 where not; None: everywhere."""
+    given = [address] if where is None else [address, _as_word(where)]
+    first, on = ("", "") if where is None else (_PREDICATE, "@p ")
     if dtype == "float32":
-        return asm("ld.global.nc.f32 $0, [$1];", "f", address, effects=True)
-    if dtype == "bfloat16":
-        wide = "mov.b32 $0, {y, x};"
-        text = "{ .reg .b16 x, y; ld.global.nc.b16 x, [$1]; mov.b16 y, 0; " + wide + " }"
-        return asm(text, "f", address, effects=True)
-    text = "{ .reg .b16 x; ld.global.nc.b16 x, [$1]; cvt.f32.f16 $0, x; }"
-    return asm(text, "f", address, effects=True)
+        clear = "mov.f32 $0, 0f00000000; " * bool(on)
+        return asm(
+            f"{{ {first} {clear}{on}ld.global.nc.f32 $0, [$1]; }}", "f", *given, effects=True
+        )
+    read = f".reg .b16 x, y; {first} mov.b16 x, 0; mov.b16 y, 0; {on}ld.global.nc.b16 x, [$1];"
+    wide = "mov.b32 $0, {y, x};" if dtype == "bfloat16" else "cvt.f32.f16 $0, x;"
+    return asm(f"{{ {read} {wide} }}", "f", *given, effects=True)
 
 
 def store_float(address: Any, value: Any, dtype: str) -> None:

@@ -6,6 +6,7 @@ As in lane_code.py, values are those of one thread. Imported only by quantized_m
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,8 +23,8 @@ from pallas_kernels.lane_code import (
     further,
     gated,
     less,
-    load,
     load_float,
+    load_if,
     store_float,
     times,
     word,
@@ -122,26 +123,27 @@ class Finish:
         results = self._results()
         if len(results) > MOST_EARLY:
             return []
-        return [self._operands(one, arith.addi(first, row)) for one, row, _ in results]
+        return [self._operands(one, arith.addi(first, row), inside) for one, row, inside in results]
 
-    def _operands(self, one: Any, whole: Any) -> dict[str, Any]:
+    def _operands(self, one: Any, whole: Any, inside: Any) -> dict[str, Any]:
         """What a result is made of beside its sums, by name; of row_scale and bias one of each
         half. whole: the output's row of the weight.
         """
+        number = functools.partial(self._number, inside)
         found: dict[str, Any] = {}
         for name, dtype in (("row_scale", jnp.float32), ("bias", self.dtypes.get("bias"))):
             if name in self.at:
                 indices = (arith.addi(whole, word(i * self.apart)) for i in range(self.halves))
-                found[name] = [self._number(name, index, dtype) for index in indices]
+                found[name] = [number(name, index, dtype) for index in indices]
         if "residual" in self.at:
             index = arith.addi(times(one, self.n), whole)
-            found["residual"] = self._number("residual", index, self.out_dtype)
+            found["residual"] = number("residual", index, self.out_dtype)
         if self.heads is not None:
             inner = arith.remui(whole, word(2 * self.heads.half))
             index = arith.addi(times(one, self.heads.half), inner)
             for name in ("cos", "sin"):
-                found[name] = self._number(name, index, self.dtypes[name])
-            found["slot"] = load(further(self.at["slots"], times(one, 4)), 0)
+                found[name] = number(name, index, self.dtypes[name])
+            found["slot"] = load_if(inside, further(self.at["slots"], times(one, 4)))
         return found
 
     def run(self, parts: Any, first: Any, early: list[dict[str, Any]]) -> None:
@@ -151,7 +153,7 @@ class Finish:
         """
         for i, (one, row, inside) in enumerate(self._results()):
             whole = arith.addi(first, row)
-            operands = early[i] if early else self._operands(one, whole)
+            operands = early[i] if early else self._operands(one, whole, inside)
             if inside is None:
                 self._one(parts, one, row, whole, operands)
                 continue
@@ -230,6 +232,6 @@ class Finish:
                 total = part if total is None else arith.addf(total, part)
         return reciprocal_root(total, self.k, eps)
 
-    def _number(self, name: str, index: Any, dtype: Any) -> Any:
+    def _number(self, inside: Any, name: str, index: Any, dtype: Any) -> Any:
         address = further(self.at[name], times(index, jnp.dtype(dtype).itemsize))
-        return load_float(address, jnp.dtype(dtype).name)
+        return load_float(address, jnp.dtype(dtype).name, inside)

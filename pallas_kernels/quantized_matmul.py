@@ -27,7 +27,7 @@ from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_matmul_kernel as kernel
 from pallas_kernels import quantized_tiles_config as tiles
 from pallas_kernels import ternary_matmul as ternary
-from pallas_kernels.around_product import Cache, Norm, Rotary, turn_and_write
+from pallas_kernels.around_product import Cache, Norm, Rotary, check_heads, turn_and_write
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
@@ -36,7 +36,6 @@ from pallas_kernels.quantized_matmul_tiles import tile_products
 from pallas_kernels.quantized_tiles_config import Tiles
 from pallas_kernels.quantized_unpack import MX
 from pallas_kernels.rms_norm import rms_norm_reference
-from pallas_kernels.rope_into_cache import check as check_heads
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)

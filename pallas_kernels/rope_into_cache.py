@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
-from pallas_kernels.around_product import Cache, Rotary, turn_and_write
+from pallas_kernels.around_product import Cache, Rotary, check_heads, turn_and_write
 from pallas_kernels.device import ACCESS_BYTES, Device
 from pallas_kernels.head_places import HeadPlaces
 
@@ -41,7 +41,7 @@ def rope_into_cache(
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
-    check(heads, rotary, cache)
+    check_heads(heads, rotary, cache, who="rope_into_cache")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if (reason := why_not(heads, rotary, cache, device=device)) is not None:
         raise NotImplementedError(f"rope_into_cache: cannot run this call: {reason}")
@@ -68,33 +68,6 @@ def why_not(heads, rotary, cache, *, device: Device | None = None) -> str | None
     if (half := rotary.cos.shape[-1]) % GRAIN:
         return f"takes halves of heads in multiples of {GRAIN}, got {half}"
     return None
-
-
-def check(heads, rotary, cache, *, who: str = "rope_into_cache") -> None:
-    """Refuses what cannot be turned or written; raises ValueError in the name of `who`."""
-    width, count = 2 * rotary.cos.shape[-1], rotary.q_heads + 2 * rotary.kv_heads
-    own = len(heads), cache.k.shape[1], rotary.kv_heads, width
-    wanted = {
-        "heads": (heads, (len(heads), count * width)),
-        "cos": (rotary.cos, (len(heads), width // 2)),
-        "sin": (rotary.sin, (len(heads), width // 2)),
-        "the cache's keys": (cache.k, own),
-        "the cache's values": (cache.v, own),
-        "the cache's slots": (cache.slots, own[:1]),
-    }
-    for name, (array, shape) in wanted.items():
-        if array.shape != shape:
-            raise ValueError(f"{who}: {name} must be {list(shape)}, got {list(array.shape)}")
-    if not heads.dtype == cache.k.dtype == cache.v.dtype:
-        raise ValueError(
-            f"{who}: heads are {heads.dtype}, but the cache holds {cache.k.dtype} and "
-            f"{cache.v.dtype}"
-        )
-    if not jnp.issubdtype(cache.slots.dtype, jnp.integer):
-        raise ValueError(f"{who}: slots must be integers, got {cache.slots.dtype}")
-    for name, angles in (("cos", rotary.cos), ("sin", rotary.sin)):
-        if not jnp.issubdtype(angles.dtype, jnp.floating):
-            raise ValueError(f"{who}: {name} is {angles.dtype}; it must be floating point")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,9 +121,14 @@ class Machine:
         registers: dict[str, Any] = {f"${len(results) + i}": v.bits for i, v in enumerate(operands)}
         for instruction in text.split(";"):
             name, _, rest = instruction.lstrip("{} \n").partition(" ")
+            before = self.mask
+            if name.startswith("@"):
+                self.mask = before & (registers[name[1:]] != 0)
+                name, _, rest = rest.partition(" ")
             if name and name != ".reg":
                 arguments = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest)
                 self._execute(name.split("."), arguments, registers)
+            self.mask = before
         kinds = {"r": "i32", "f": "f32"}
         outs = [Value(registers[f"${i}"], kinds[letter]) for i, letter in enumerate(results)]
         return None if not outs else outs[0] if len(outs) == 1 else outs
@@ -198,6 +203,7 @@ class Machine:
         functions: Any = {"mov": lambda a: a, "and": np.bitwise_and, "or": np.bitwise_or}
         functions |= {"xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift}
         functions |= {"mul": lambda a, b: a * b, "add": lambda a, b: a + b, "min": np.minimum}
+        functions |= {"setp": np.not_equal}  # the only one of its kinds that there is
         functions |= {"mad": lambda a, b, c: a * b + c, "lop3": _lop3, "prmt": _prmt}
         return functions[name](*x)
 

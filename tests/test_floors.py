@@ -84,8 +84,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.quantized_matmul_kernel": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
-        "pallas_kernels.packed pallas_kernels.quantized_matmul_config "
-        "pallas_kernels.quantized_matmul_lanes"
+        "pallas_kernels.head_places pallas_kernels.packed "
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_matmul_lanes"
     ),
     "pallas_kernels.quantized_tiles_config": (
         "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_matmul_config "
@@ -102,8 +102,8 @@ MAY_IMPORT = {
         "pallas_kernels.quantized_unpack pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_matmul": (
-        "pallas_kernels.around_product pallas_kernels.device pallas_kernels.packed "
-        "pallas_kernels.quantize pallas_kernels.quantized_matmul_config "
+        "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
+        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.quantized_matmul_config "
         "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_matmul_tiles "
         "pallas_kernels.quantized_tiles_config pallas_kernels.quantized_unpack "
         "pallas_kernels.rms_norm pallas_kernels.ternary_matmul pallas_kernels.tuned"
@@ -193,13 +193,17 @@ MAY_IMPORT = {
     "pallas_kernels.rope_kernel": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.rope": "pallas_kernels.device pallas_kernels.rope_kernel pallas_kernels.tuned",
     "pallas_kernels.around_product": "pallas_kernels.rope",
-    "pallas_kernels.gemv_kernel": "pallas_kernels._compat pallas_kernels.device",
+    "pallas_kernels.head_places": "",
+    "pallas_kernels.gemv_kernel": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.head_places"
+    ),
     "pallas_kernels.gemv": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
         "pallas_kernels.gemv_kernel pallas_kernels.rms_norm pallas_kernels.tuned"
     ),
     "pallas_kernels.rope_into_cache": (
-        "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device"
+        "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
+        "pallas_kernels.head_places"
     ),
     "pallas_kernels.cluster": "",
     "pallas_kernels.sampling_threshold": (

@@ -8,6 +8,7 @@ nothing else, and on rows without equal scores it asks for the same set.
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -646,6 +647,29 @@ def test_an_implementation_by_name_of_the_op():
 
 
 # ------------------------------------------------------------------ what the host says
+
+
+@pytest.mark.parametrize("vocab_size", [None, 900])
+def test_greedy_in_one_pass(vocab_size: int | None):
+    """What a GPU does: the token of `greedy`, its log-probability, and the same NaN."""
+    rng = np.random.default_rng(8)
+    logits = rng.normal(size=(9, 1000)).astype(np.float32) * 4
+    logits[0] = np.round(logits[0])  # of several largest the first
+    logits[1, 950] = 100  # no id
+    logits[2, 10:990] = -np.inf
+    logits[3], logits[4, 7], logits[5, 3], logits[6] = -np.inf, np.nan, np.inf, np.nan
+    logits[7, :999] = -1e30
+    tokens = sampling.greedy(jnp.asarray(logits), vocab_size=vocab_size)
+    with np.errstate(invalid="ignore"):
+        exact = oracles.log_softmax(logits)[np.arange(9), np.asarray(tokens)]
+    one_pass = partial(sampling._greedy_in_one_pass, vocab_size=vocab_size)
+    here = partial(sampling.greedy_and_log_probs, vocab_size=vocab_size)
+    for run in (one_pass, jax.jit(one_pass), here, jax.jit(here)):
+        ours, values = run(jnp.asarray(logits))
+        assert (ours.dtype, values.dtype) == (jnp.int32, jnp.float32)
+        np.testing.assert_array_equal(ours, tokens)
+        np.testing.assert_allclose(values, exact, rtol=1e-6, atol=1e-5)
+        assert np.isnan(values).tolist() == [i in (3, 4, 5, 6) for i in range(9)]
 
 
 def test_is_greedy_and_has_penalties():
