@@ -154,8 +154,6 @@ class Decoded:
     ended: Int[Array, " B"]
 
 
-MOST_COMPARED = 8  # stop ids, one after the other
-
 # XLA makes a CUDA graph of the loop's body; so it makes one of the whole loop, and asks the host
 # for nothing between two tokens. H200, one row, Qwen2.5-0.5B, us a token: with XLA's products 824,
 # without it 862; with `gemv` 613 and 616; Llama-3.1-8B as fast either way.
@@ -188,9 +186,9 @@ def decode(
     model.
 
     Rows end at a stop id or when none are left to give; `halted` rows were ended by the host (a
-    stop string). `greedy` compiles the arg-max alone and ignores `settings`; `top` is how many
-    alternatives get log-probabilities; ids from `vocab_size` on are not sampled. The state is
-    donated.
+    stop string). `greedy` compiles the arg-max and its log-probability alone and ignores
+    `settings`; `top` is how many alternatives get log-probabilities; ids from `vocab_size` on are
+    not sampled. The state is donated.
     """
     batch = state.logits.shape[0]
     out = Decoded(
@@ -200,6 +198,7 @@ def decode(
         top_logprobs=jnp.zeros((batch, size, top), jnp.float32),
         ended=state.ended,
     )
+    steps = jnp.minimum(steps, size)
     ended = jnp.where(halted & (state.ended == RUNNING), jnp.int32(STOP), state.ended)
     state = dataclasses.replace(state, ended=ended)
 
@@ -261,6 +260,9 @@ def decode(
 def _put(column: jax.Array, i: jax.Array, values: jax.Array) -> jax.Array:
     """[B, N, ..] with the values at i, which is one of N: a check would be a launch a token."""
     return jax.lax.dynamic_update_index_in_dim(column, values, i, axis=1)
+
+
+MOST_COMPARED = 8  # stop ids, one after the other
 
 
 def _is_one_of(tokens: Int[Array, " B"], ids: Int[Array, " M"]) -> Bool[Array, " B"]:

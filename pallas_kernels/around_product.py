@@ -1,4 +1,5 @@
-"""What stands before and behind a product in decoding, as data, and its mathematics in plain JAX.
+"""What stands before and behind a product in decoding: as data, its mathematics in plain JAX, and
+what is refused of heads.
 
 Norm, Rotary and Cache are what `gemv`, `quantized_matmul` and `rope_into_cache` take of it.
 Source of the norm: Zhang and Sennrich 2019, arXiv:1910.07467; of the rotation: rope.py.
@@ -6,6 +7,7 @@ Source of the norm: Zhang and Sennrich 2019, arXiv:1910.07467; of the rotation: 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -63,16 +65,17 @@ def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> t
 
 
 def check_heads(heads, rotary, cache, *, who: str) -> None:
-    """Refuses heads [B, (N + 2 K) H] that cannot be turned and written; shapes suffice.
+    """Refuses heads [*B, (N + 2 K) H] that cannot be turned and written; shapes suffice.
 
     Raises: ValueError, in the name of the op `who`.
     """
-    width, count = 2 * rotary.cos.shape[-1], rotary.q_heads + 2 * rotary.kv_heads
-    own = len(heads), cache.k.shape[1], rotary.kv_heads, width
+    lead, count = heads.shape[:-1], rotary.q_heads + 2 * rotary.kv_heads
+    width = 2 * rotary.cos.shape[-1] if rotary.cos.ndim else 0
+    own = math.prod(lead), cache.k.shape[1], rotary.kv_heads, width
     wanted = {
-        "heads": (heads, (len(heads), count * width)),
-        "cos": (rotary.cos, (len(heads), width // 2)),
-        "sin": (rotary.sin, (len(heads), width // 2)),
+        "heads": (heads, (*lead, count * width)),
+        "cos": (rotary.cos, (*lead, width // 2)),
+        "sin": (rotary.sin, (*lead, width // 2)),
         "the cache's keys": (cache.k, own),
         "the cache's values": (cache.v, own),
         "the cache's slots": (cache.slots, own[:1]),

@@ -98,8 +98,10 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
         block = lax.axis_index("block")
         places = HeadPlaces(block, config.outputs, half, static.heads)
         start = block * config.outputs
-        starts = [start] if static.epilogue is None else [start, start + half]
-        starts = places.starts if angles else starts
+        if angles:
+            starts = places.starts
+        else:
+            starts = [start] if static.epilogue is None else [start, start + half]
 
         def fetch(first, count):
             return [
@@ -153,9 +155,10 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
                 ys = places.turned(map(rounded, ys), cos, sin)
             if residual_ref is not None:
                 ys = [ys[0] + wide(residual_ref.at[one, place], column)]
-            found = [(block >= 0, out_refs[0].at[one, place])]
             if angles:
                 found = places.targets(out_refs, held, one)
+            else:
+                found = [(block >= 0, out_refs[0].at[one, place])]
             for wanted, *targets in found:
 
                 @pl.when(wanted)

@@ -1,7 +1,8 @@
 """Outputs that are heads of q, k and v in turn: which of them a block has, where they go, RoPE.
 
 A block has `size` outputs of the first half of a head and their partners half a head further, which
-one angle turns: x1 cos - x2 sin and x2 cos + x1 sin. Imported by kernels.
+one angle turns: x1 cos - x2 sin and x2 cos + x1 sin. Imported by gemv_kernel.py,
+quantized_matmul_kernel.py (for the interpreter) and rope_into_cache.py.
 Source: Su et al. 2021, arXiv:2104.09864.
 """
 
@@ -15,7 +16,10 @@ from jax.experimental import pallas as pl
 
 
 class HeadPlaces(NamedTuple):
-    """heads: how many are q's and k's, each of two times `half`."""
+    """Of the block with this number, which has `size` outputs of either half of a head.
+
+    heads: how many are q's and k's; half: of a head, how many outputs.
+    """
 
     block: Any
     size: int

@@ -11,7 +11,9 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-_PREDICATE = ".reg .pred p; setp.ne.u32 p, $2, 0;"
+MOST_EARLY = 2  # results of a thread whose operands it holds while their sums are made: registers
+_PREDICATE = ".reg .pred p; setp.ne.u32 p, $2, 0;"  # p: whether the second operand is no zero
+_HALVES = {"bfloat16": "bf16", "float16": "f16"}
 _LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
 
 
@@ -60,7 +62,7 @@ def long(value: int) -> Any:
     return mgpu_utils.c(value, ir.IntegerType.get_signless(64))
 
 
-def far(value: Any, by: int) -> Any:
+def times_long(value: Any, by: int) -> Any:
     """The product of a word and a number, of 64 bits."""
     return arith.muli(arith.extui(ir.IntegerType.get_signless(64), value), long(by))
 
@@ -75,7 +77,7 @@ def less(value: Any, than: int) -> Any:
     return arith.cmpi(arith.CmpIPredicate.ult, value, word(than))
 
 
-def load_if(where: Any, address: Any) -> Any:
+def load_word(address: Any, where: Any = None) -> Any:
     """A word of global memory that no one writes, or 0 where not; None: everywhere."""
     if where is None:
         return load(address, 0)
@@ -121,7 +123,7 @@ def load_float(address: Any, dtype: str, where: Any = None) -> Any:
             f"{{ {first} {clear}{on}ld.global.nc.f32 $0, [$1]; }}", "f", *given, effects=True
         )
     read = f".reg .b16 x, y; {first} mov.b16 x, 0; mov.b16 y, 0; {on}ld.global.nc.b16 x, [$1];"
-    wide = "mov.b32 $0, {y, x};" if dtype == "bfloat16" else "cvt.f32.f16 $0, x;"
+    wide = {"bfloat16": "mov.b32 $0, {y, x};", "float16": "cvt.f32.f16 $0, x;"}[dtype]
     return asm(f"{{ {read} {wide} }}", "f", *given, effects=True)
 
 
@@ -130,9 +132,28 @@ def store_float(address: Any, value: Any, dtype: str) -> None:
     if dtype == "float32":
         asm("st.global.f32 [$0], $1;", "", address, value)
         return
-    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
-    text = f"{{ .reg .b16 x; cvt.rn.{kind}.f32 x, $1; st.global.b16 [$0], x; }}"
+    text = f"{{ .reg .b16 x; cvt.rn.{_HALVES[dtype]}.f32 x, $1; st.global.b16 [$0], x; }}"
     asm(text, "", address, value)
+
+
+def rounded(value: Any, dtype: str) -> Any:
+    """A float32 as the dtype, of 16 bits, has it."""
+    back = "mov.b32 $0, {y, x};" if dtype == "bfloat16" else "cvt.f32.f16 $0, x;"
+    text = f"{{ .reg .b16 x, y; cvt.rn.{_HALVES[dtype]}.f32 x, $1; mov.b16 y, 0; {back} }}"
+    return asm(text, "f", value)
+
+
+def results(m: int, rows: int, threads: int) -> list[tuple[Any, Any, Any]]:
+    """Of m times `rows` results those of a thread: which of m, which of `rows`, and whether there
+    is one (None: there is).
+    """
+    found, count = [], m * rows
+    for start in range(0, count, threads):
+        place = arith.addi(mgpu_utils.thread_idx(), word(start))
+        inside = less(place, count) if start + threads > count else None
+        place = place if inside is None else arith.minui(place, word(count - 1))
+        found.append((*(f(place, word(rows)) for f in (arith.divui, arith.remui)), inside))
+    return found
 
 
 def mma(shape_and_types: str, a: list[Any], b: list[Any], sums: list[Any]) -> list[Any]:

@@ -18,15 +18,18 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import (
+    MOST_EARLY,
     asm,
-    far,
     further,
     gated,
     less,
     load_float,
-    load_if,
+    load_word,
+    results,
+    rounded,
     store_float,
     times,
+    times_long,
     word,
 )
 from pallas_kernels.lane_norm import reciprocal_root
@@ -37,8 +40,6 @@ from pallas_kernels.quantized_matmul_config import (
     PART_BYTES,
     Heads,
 )
-
-MOST_EARLY = 2  # results of a thread that memory is asked for early: registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,28 +103,16 @@ class Finish:
                     with mgpu_utils.when(less(columns, self.m - column)):
                         write()
 
-    def _results(self) -> list[tuple[Any, Any, Any]]:
-        """Of a tile, those of a thread: the row of x, which output of a half, and whether there is
-        one (None: there is).
-        """
-        count, threads, found = self.m * self.rows, self.warps * LANES, []
-        for start in range(0, count, threads):
-            place = arith.addi(mgpu_utils.thread_idx(), word(start))
-            inside = less(place, count) if start + threads > count else None
-            place = place if inside is None else arith.minui(place, word(count - 1))
-            found.append((*(f(place, word(self.rows)) for f in (arith.divui, arith.remui)), inside))
-        return found
-
     def early(self, first: Any) -> list[dict[str, Any]]:
         """What `_operands` gives for each result of a thread, if they are few: asked for before
         the tile's codes are multiplied, it is there when they are.
 
         first: of the tile's outputs, those of the first half.
         """
-        results = self._results()
-        if len(results) > MOST_EARLY:
+        mine = results(self.m, self.rows, self.warps * LANES)
+        if len(mine) > MOST_EARLY:
             return []
-        return [self._operands(one, arith.addi(first, row), inside) for one, row, inside in results]
+        return [self._operands(one, arith.addi(first, row), inside) for one, row, inside in mine]
 
     def _operands(self, one: Any, whole: Any, inside: Any) -> dict[str, Any]:
         """What a result is made of beside its sums, by name; of row_scale and bias one of each
@@ -143,7 +132,7 @@ class Finish:
             index = arith.addi(times(one, self.heads.half), inner)
             for name in ("cos", "sin"):
                 found[name] = number(name, index, self.dtypes[name])
-            found["slot"] = load_if(inside, further(self.at["slots"], times(one, 4)))
+            found["slot"] = load_word(further(self.at["slots"], times(one, 4)), inside)
         return found
 
     def run(self, parts: Any, first: Any, early: list[dict[str, Any]]) -> None:
@@ -151,7 +140,7 @@ class Finish:
 
         early: what `early` gave for `first`.
         """
-        for i, (one, row, inside) in enumerate(self._results()):
+        for i, (one, row, inside) in enumerate(results(self.m, self.rows, self.warps * LANES)):
             whole = arith.addi(first, row)
             operands = early[i] if early else self._operands(one, whole, inside)
             if inside is None:
@@ -199,28 +188,25 @@ class Finish:
         width, slot = 2 * heads.half, operands["slot"]
         head, inner = (f(whole, word(width)) for f in (arith.divui, arith.remui))
         is_q, turned = less(head, heads.q), less(head, heads.q + heads.kv)
-        left, right = (self._rounded(y) for y in ys)
-        cos, sin = (self._rounded(operands[name]) for name in ("cos", "sin"))
+        dtype = jnp.dtype(self.dtype)
+        numbers = (*ys, operands["cos"], operands["sin"])
+        left, right, cos, sin = (rounded(y, dtype.name) for y in numbers)
         first = arith.subf(arith.mulf(left, cos), arith.mulf(right, sin))
         second = arith.addf(arith.mulf(right, cos), arith.mulf(left, sin))
         ys = [arith.select(turned, first, left), arith.select(turned, second, right)]
         mine = arith.subi(head, arith.select(turned, word(heads.q), word(heads.q + heads.kv)))
         place = arith.addi(times(mine, width), inner)
         row = arith.addi(times(one, heads.slots), slot)
-        to = arith.addi(far(row, 2 * heads.kv * width), far(place, 2))
+        size = dtype.itemsize
+        to = times_long(row, heads.kv * width * size)
+        to = arith.addi(to, times_long(place, size))
         to = arith.addi(arith.select(turned, self.at["k"], self.at["v"]), to)
         of_q = arith.addi(times(one, heads.q * width), whole)
-        to = arith.select(is_q, further(self.at["out"], times(of_q, 2)), to)
+        to = arith.select(is_q, further(self.at["out"], times(of_q, size)), to)
+        # A slot below 0 is a large one here
         with mgpu_utils.when(arith.ori(is_q, less(slot, heads.slots))):
             for half, y in enumerate(ys):
-                store_float(further(to, word(half * width)), y, jnp.dtype(self.out_dtype).name)
-
-    def _rounded(self, value: Any) -> Any:
-        """A float32 as x's dtype has it."""
-        kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(self.dtype).name]
-        back = "mov.b16 y, 0; mov.b32 $0, {y, x};" if kind == "bf16" else "cvt.f32.f16 $0, x;"
-        text = f"{{ .reg .b16 x, y; cvt.rn.{kind}.f32 x, $1; {back} }}"
-        return asm(text, "f", value)
+                store_float(further(to, word(half * heads.half * size)), y, dtype.name)
 
     def _root(self, one: Any, eps: float) -> Any:
         """Of the norm of a row of x."""

@@ -41,7 +41,8 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCHEMES = tuple(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary")
 EPILOGUES = (None, "swiglu", "rope")
-SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)  # that there is at every epilogue
+# What is on chip of it is on chip of some config at every epilogue
+SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)
 # H200, int4 [28672, 4096] with its gate, us, ours and XLA's: 64 rows 62 and 212, 512 rows 250 and
 # 313, 4096 rows 1759 and 1548. Other formats and narrower weights of so many rows: not measured.
 AUTO_ROWS = 512
@@ -63,25 +64,27 @@ def quantized_matmul(
     config: Config | Tiles | None = None,
     interpret: bool = False,
 ) -> Any:
-    """epilogue(norm(x) @ W^T + bias) + residual: [*B, F], summed in float32 and rounded once.
+    """epilogue(norm(x) @ W^T + bias) + residual: [*B, F], summed in float32 and rounded once, but
+    for "rope", before which the sums are rounded too.
 
     norm: an RMSNorm of few rows of x. Its weight multiplies x, rounded once to x's dtype, and its
     root the sums: what is normed is never rounded itself.
     epilogue "swiglu": the O = 2F rows of W are gate, then up, and the result is silu(gate) * up,
     [.., F]. "rope": few rows of x become heads of q, k and v; those of q and k are turned by
     `rotary` as rope.py does, and the result is (q [*B, N H], cache.k, cache.v) with each row's key
-    and value in its slot of the `cache`, as in `rope_into_cache`. Otherwise F is O.
-    Dtypes: x bfloat16 or float16 (times a ternary weight any float, which becomes int8 a row); bias
-    any float; the result and the residual have `out_dtype`: bfloat16, float16 or float32, x's if
-    None, and with "rope" no other. Scales of MX above 2^21, and the one for NaN, count as 2^21.
-    Gradients: of x, the norm's weight, bias and residual; of W none.
+    and value in its slot of the `cache`, nowhere if a slot is below 0 or past S. Otherwise F is O.
+    Dtypes: x bfloat16 or float16 (times a ternary weight any float, which becomes int8 a row);
+    bias, cos and sin any float, slots any integers; the result and the residual have `out_dtype`:
+    bfloat16, float16 or float32, x's if None, and with "rope" no other. Scales of MX above 2^21,
+    and the one for NaN, count as 2^21.
+    Gradients: of x, the norm's weight, bias, residual, cos, sin and the cache; of W none.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
     rest = {"bias": bias, "epilogue": epilogue, "residual": residual, "out_dtype": out_dtype}
     _check(x, packed, norm=norm, **rest, rotary=rotary, cache=cache)
-    if bias is not None and bias.dtype.itemsize == 1:  # no lane and no copy takes so few bytes
-        bias = rest["bias"] = bias.astype(jnp.bfloat16)
+    if bias is not None:
+        bias = rest["bias"] = _for_lanes(bias)
     m, gated = math.prod(x.shape[:-1]), epilogue == "swiglu"
     out, rest["rotary"] = _out_dtype(x, out_dtype), rotary
     if config is not None and (problem := _problem(config, m, packed, _apart(packed, **rest))):
@@ -109,12 +112,17 @@ def quantized_matmul(
         gated,
         *((None, False) if norm is None else (float(norm.eps), norm.zero_centered)),
     )
-    scale, angles = None if norm is None else norm.weight, None
+    angles, scale = None, None if norm is None else norm.weight
     residual = None if residual is None else residual.reshape(m, -1)
     if rotary is not None and cache is not None:
-        angles = tuple(a.reshape(m, -1) for a in (rotary.cos, rotary.sin))
-        sizes_ = (rotary.q_heads, rotary.kv_heads, angles[0].shape[-1], cache.k.shape[1])
-        static = dataclasses.replace(static, heads=Heads(*sizes_))
+        angles = tuple(_for_lanes(a).reshape(m, -1) for a in (rotary.cos, rotary.sin))
+        heads = Heads(
+            q=rotary.q_heads,
+            kv=rotary.kv_heads,
+            half=rotary.cos.shape[-1],
+            slots=cache.k.shape[1],
+        )
+        static = dataclasses.replace(static, heads=heads)
         cache = cache._replace(slots=cache.slots.astype(jnp.int32))
     y: Any = _quantized_matmul(
         static, x.reshape(m, -1), packed, scale, bias, residual, angles, cache
@@ -177,15 +185,15 @@ def why_not(
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice. `not_auto` is asked beside it."""
     del bias, residual, out_dtype
-    if rotary is not None and packed.scheme == "ternary":
-        return "turns no heads of a ternary weight"
-    if rotary is not None and (reason := _compat.why_not_written()):
-        return reason
     if packed.scheme == "ternary":
+        if rotary is not None:
+            return "turns no heads of a ternary weight"
         if norm is not None and norm.zero_centered:
             return "the norm before a ternary weight adds no 1 to its own"
         return ternary.why_not(x, packed, epilogue=epilogue, device=device)
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
+        return reason
+    if rotary is not None and (reason := _compat.why_not_written()):
         return reason
     if x.dtype not in DTYPES:
         return f"takes x in bfloat16 or float16, got {x.dtype}"
@@ -247,6 +255,13 @@ def _fewest_splits(m: int, packed: Packed) -> int | None:
     return None
 
 
+def _for_lanes(array: jax.Array) -> jax.Array:
+    """Of 16 or 32 bits a number: no lane and no copy takes others."""
+    if array.dtype in OUT_DTYPES:
+        return array
+    return array.astype(jnp.bfloat16 if array.dtype.itemsize == 1 else jnp.float32)
+
+
 def _apart(packed: Packed, *, epilogue=None, rotary=None, **rest: Any) -> int:
     """As `Static.apart`."""
     del rest
@@ -306,12 +321,11 @@ def default_config(
         return tiles.default_tiles(m, packed, gated=gated, num_sms=device.num_sms)
     splits = _fewest_splits(m, packed)
     assert splits is not None, "few rows lie on chip"
-    apart, wide = (
-        _apart(packed, epilogue=epilogue, rotary=rotary),
-        o * splits >= 4 * 32 * device.num_sms,
-    )
+    apart = _apart(packed, epilogue=epilogue, rotary=rotary)
+    wide = o * splits >= 4 * 32 * device.num_sms
     grain = sizes.grain(packed, halves=1 + (apart > 0))
-    # Tiles of 32 rows where there are several a block; else 16, that each has one (H200)
+    # Tiles of 32 rows where there are several a block; else 16, that each has one (H200). A gate's
+    # of 16 rows, 8 of either half, were not measured
     tile_n = 32 if wide or gated else max(16, grain)
     tile_n = tile_n if (2 * apart or o) % tile_n == 0 else grain
     rounds = -(-sizes.turns(packed) // (8 * splits))
@@ -423,7 +437,6 @@ def _check(x, packed: Packed, *, norm, bias, epilogue, residual, rotary, cache, 
             f"quantized_matmul: the residual is {residual.dtype}{list(residual.shape)}, but the "
             f"result is {out}{list(shape)}"
         )
-
     if len({epilogue == "rope", rotary is not None, cache is not None}) > 1:
         raise ValueError(
             "quantized_matmul: 'rope', rotary and a cache go together, and some of them were given"
@@ -431,16 +444,14 @@ def _check(x, packed: Packed, *, norm, bias, epilogue, residual, rotary, cache, 
     if rotary is not None:
         if residual is not None or out != x.dtype:
             raise ValueError("quantized_matmul: 'rope' takes no residual and gives x's dtype")
-        heads = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), o), x.dtype)
-        flat = (a.reshape(-1, a.shape[-1]) for a in rotary[:2])
-        check_heads(heads, Rotary(*flat, *rotary[2:]), cache, who="quantized_matmul")
+        heads = jax.ShapeDtypeStruct((*x.shape[:-1], o), x.dtype)
+        check_heads(heads, rotary, cache, who="quantized_matmul")
 
 
 def _plain(static: Static, x, packed, norm, bias, residual, angles=None, cache=None):
-    rotary = None
-    if static.heads is not None and angles is not None:
-        cos, sin = angles
-        rotary = Rotary(cos, sin, static.heads.q, static.heads.kv)
+    rotary, heads = None, static.heads
+    if heads is not None and angles is not None:  # but for a block of the interpreter
+        rotary = Rotary(angles[0], angles[1], heads.q, heads.kv)
     return quantized_matmul_reference(
         x,
         packed,

@@ -8,7 +8,10 @@ sums meet on chip and are added in the order of the warps, so that the same call
 bits. A scale of a group that is half a turn or more multiplies its float32 sums; that of a smaller
 group multiplies the numbers. A norm of x costs no launch: its weight multiplies x on the way on
 chip, its root the sums. Where x does not lie on chip whole, or where that is faster, K is split
-over blocks too, each of which writes the sums of its part. Imported only by quantized_matmul.py.
+over blocks too, each of which writes the sums of its part. Where the outputs are heads of q, k and
+v, a tile has as many rows of a head's first half as of its second, and what one angle turns meets
+in a thread, which writes it where it belongs, keys and values into the cache's own memory. Imported
+only by quantized_matmul.py.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ def warp_products(
     weight [K] of an RMSNorm of x. angles: cos and sin, [M, H / 2] each; then q's outputs alone are
     N, and the cache's keys and values come with them.
     plain: (static, x, weight, norm, bias, residual) -> the same of a block's rows in plain JAX,
-    for the interpreter, which knows neither a warp's products nor a lane's registers.
+    heads not turned yet, for the interpreter, which knows neither a warp's products nor a lane's
+    registers.
     """
     c, interpret, heads = static.config, static.interpret, static.heads
     m, halves, apart = x.shape[0], static.halves, static.apart(packed.shape[0])
@@ -94,19 +98,19 @@ def warp_products(
                 out_ref[pl.ds(split * m, m), place[0]] = y
                 return
 
-            def wide(a):
+            def rounded(a):
                 return a.astype(x.dtype).astype(jnp.float32)
 
             for one in range(m):
                 here = pl.ds(places.first, rows)
-                angles = (wide(ref[one, here]) for ref in angle_refs)
-                turned = places.turned(jnp.split(wide(y[one]), 2), *angles)
+                cos, sin = (rounded(ref[one, here]) for ref in angle_refs)
+                turned = places.turned(jnp.split(rounded(y[one]), 2), cos, sin)
                 for whether, *targets in places.targets([out_ref], held, one):
 
                     @pl.when(whether)
                     def _(turned=turned, targets=targets):
-                        for y, target in zip(turned, targets, strict=True):
-                            target[...] = y.astype(x.dtype)
+                        for part, target in zip(turned, targets, strict=True):
+                            target[...] = part.astype(x.dtype)
 
             return
         refs = {"x": x_ref, **given, "out": out_ref, **scratch}
@@ -123,7 +127,8 @@ def warp_products(
 
         multiply(refs)
 
-    named = {"bias": bias, **dict(zip(("cos", "sin"), angles or (), strict=False))}
+    cos, sin = angles or (None, None)
+    named = {"bias": bias, "cos": cos, "sin": sin}
     dtypes = {name: array.dtype for name, array in named.items() if array is not None}
     held = None if cache is None else (jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots)
     width = n if heads is None else 2 * heads.half * heads.q

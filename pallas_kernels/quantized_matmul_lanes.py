@@ -19,7 +19,6 @@ from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import ACCESS_BYTES, LANES
 from pallas_kernels.lane_code import (
     asm,
-    far,
     further,
     less,
     load_shared,
@@ -27,6 +26,7 @@ from pallas_kernels.lane_code import (
     long,
     mma,
     times,
+    times_long,
     word,
 )
 from pallas_kernels.packed import Packed
@@ -200,7 +200,7 @@ class Block:
         place = arith.addi(times(at, TURN_BYTES), times(self.access, ACCESS_BYTES))
         size = _size(arith.andi(there, less(place, self.row_bytes)))
         place = arith.minui(place, word(self.row_bytes - ACCESS_BYTES))
-        offset = arith.addi(far(self._first(tile), self.row_bytes), far(place, 1))
+        offset = arith.addi(times_long(self._first(tile), self.row_bytes), times_long(place, 1))
         sources = [arith.addi(p, offset) for p in self.codes_at]
         step = LANES * ACCESS_BYTES // TURN_BYTES  # rows
         for row in range(0, self.config.tile_n, step):
@@ -229,7 +229,7 @@ class Block:
             group = arith.minui(group, word(last))
             row = arith.addi(self._first(tile), times(half, self.apart))
             source = arith.addi(times(group, self.packed.shape[0]), row)
-            source = arith.addi(far(source, item), far(column, ACCESS_BYTES))
+            source = arith.addi(times_long(source, item), times_long(column, ACCESS_BYTES))
             source = arith.addi(self.pointers[name], source)
             to = further(target, times(place, ACCESS_BYTES))
             if start + LANES <= count:

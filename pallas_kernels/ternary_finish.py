@@ -17,18 +17,17 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import (
+    MOST_EARLY,
     asm,
     further,
     gated,
     less,
     load_float,
     load_shared,
+    results,
     store_float,
     times,
-    word,
 )
-
-MOST_EARLY = 2  # results of a thread whose operands it holds from the start
 
 
 @dataclasses.dataclass
@@ -53,25 +52,14 @@ class Finish:
     bias_dtype: str
     rows_of_x: tuple[list[Any], list[Any]] | None = None
 
-    def _results(self) -> list[tuple[Any, Any, Any]]:
-        """Of each result of a thread: the row of x, that of the weight, whether there is one."""
-        found = []
-        count, threads = self.m * self.rows, self.warps * LANES
-        for start in range(0, count, threads):
-            place = arith.addi(mgpu_utils.thread_idx(), word(start))
-            inside = less(place, count) if start + threads > count else None
-            place = place if inside is None else arith.minui(place, word(count - 1))
-            found.append((*(f(place, word(self.rows)) for f in (arith.divui, arith.remui)), inside))
-        return found
-
     def early(self) -> list[dict[str, Any]]:
         """What `_operands` gives for each result of a thread, if they are few: asked for before the
         codes, they are there at the end, when nothing else would be on its way.
         """
-        results = self._results()
-        if len(results) > MOST_EARLY:
+        mine = results(self.m, self.rows, self.warps * LANES)
+        if len(mine) > MOST_EARLY:
             return []
-        return [self._operands(one, row) for one, row, _ in results]
+        return [self._operands(one, row) for one, row, _ in mine]
 
     def _operands(self, one: Any, row: Any) -> dict[str, Any]:
         """What a result is made of beside its sums, by name; of gamma and bias one of each half."""
@@ -98,7 +86,7 @@ class Finish:
 
     def run(self, early: list[dict[str, Any]]) -> None:
         """Adds the warps' sums, and what follows; early: operands that are there, or none."""
-        for i, (one, row, inside) in enumerate(self._results()):
+        for i, (one, row, inside) in enumerate(results(self.m, self.rows, self.warps * LANES)):
             operands = early[i] if early else self._operands(one, row)
             if inside is None:
                 self._finish_one(one, row, operands)

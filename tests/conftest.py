@@ -37,13 +37,26 @@ def _why_not(marker: str) -> str | None:
     return None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", type=int, default=1, metavar="N", help="of a file's tests one in N")
+
+
 def pytest_configure() -> None:
     """A shell's background jobs ignore Ctrl-C, and hand that on; the tests send it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # of those that -m and -k have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    every: int = config.option.every
+    places: Counter[Path] = Counter()
+    kept, left_out = [], []
+    for item in items:
+        (left_out if places[item.path] % every else kept).append(item)
+        places[item.path] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
     for marker in ("gpu", "reference", "aot", "triton"):
         reason = _why_not(marker)
         for item in items:

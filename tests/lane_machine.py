@@ -152,7 +152,9 @@ class Machine:
         if op[0] == "ld":
             names = several(arguments[0])
             found = self.load(op[1], address(arguments[1]), size, len(names))
-            registers.update(zip(names, found, strict=True))
+            for name, words in zip(names, found, strict=True):
+                kept = registers.get(name, words)  # where nothing is loaded
+                registers[name] = np.where(self.mask, words, kept)
         elif op[0] == "st":
             values = [get(name) for name in several(arguments[1])]
             self.store(op[1], address(arguments[0]), size, values)

@@ -19,6 +19,7 @@ from pallas_kernels.quantized_matmul import quantized_matmul_reference
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 SLOTS = 5  # of a cache
+NOWHERE = {1: SLOTS, 2: -1, 4: 2**31 - 1}  # slots of these rows
 # scheme, group size and zero points
 FORMATS: Any = {
     "int8": ("int8", None, False),
@@ -84,8 +85,7 @@ def call(
         cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
         arrays["rotary"] = Rotary(cos, sin.astype(dtype), q_heads, kv_heads)
         k, v = (numbers(seed, (m, SLOTS, kv_heads, width), dtype) for seed in (6, 7))
-        # of more rows than one, one has no place
-        slots = jnp.asarray([SLOTS if i == 1 else (3 * i + 2) % SLOTS for i in range(m)])
+        slots = jnp.asarray([NOWHERE.get(i, (3 * i + 2) % SLOTS) for i in range(m)])
         arrays["cache"] = Cache(k, v, slots.astype(jnp.int32))
         keywords["epilogue"] = "rope"
     return arrays, keywords

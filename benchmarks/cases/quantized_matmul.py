@@ -122,6 +122,7 @@ def _case(
     rest = {name: jax.ShapeDtypeStruct(s, dtype) for name, s in rest.items() if name in words}
     keywords: dict[str, Any] = {"epilogue": "swiglu" if silu else None, "out_dtype": out}
     if heads is not None:
+        assert compile_only, "what is told of bytes and the truth is the product's alone"
         held = jax.ShapeDtypeStruct((m, SLOTS, heads[1], heads[2]), dtype)
         angles = jax.ShapeDtypeStruct((m, heads[2] // 2), jnp.float32)
         rest |= {"cos": angles, "sin": angles, "k": held, "v": held}

@@ -13,6 +13,7 @@ from tiny_models import LONGROPE, TINY, build
 import jaxllm
 from jaxllm.cache import KV_DTYPES
 from jaxllm.config import GenerationDefaults, Runtime
+from jaxllm.programs import MOST_COMPARED
 
 FP32 = Runtime(dtype="float32")
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [3, 3]]
@@ -207,6 +208,11 @@ def test_stop_ids_end_a_row_and_stay_its_last_token(tiny):
     assert result.tokens == [tokens[: at + 1]]
     assert len(result.logprobs[0]) == at + 1
     assert result.finish_reasons == ["stop"]
+    # More than are compared one by one
+    others = [token for token in range(40) if token not in tokens]
+    stops = [*others[:MOST_COMPARED], stop]
+    many = jaxllm.generate(tiny, None, PROMPTS[0], max_new_tokens=20, stop_ids=stops)
+    assert many.tokens == result.tokens
     own = dataclasses.replace(GenerationDefaults(), stop_ids=(stop,))
     model = build(tiny.config, FP32)
     model.generation = own

@@ -651,7 +651,10 @@ def test_an_implementation_by_name_of_the_op():
 
 @pytest.mark.parametrize("vocab_size", [None, 900])
 def test_greedy_in_one_pass(vocab_size: int | None):
-    """What a GPU does: the token of `greedy`, its log-probability, and the same NaN."""
+    """What a GPU does: the token of `greedy`, its log-probability, and the same NaN.
+
+    float32 sums of 1000 terms, their log, and a difference of numbers up to 1e30.
+    """
     rng = np.random.default_rng(8)
     logits = rng.normal(size=(9, 1000)).astype(np.float32) * 4
     logits[0] = np.round(logits[0])  # of several largest the first
@@ -669,7 +672,18 @@ def test_greedy_in_one_pass(vocab_size: int | None):
         assert (ours.dtype, values.dtype) == (jnp.int32, jnp.float32)
         np.testing.assert_array_equal(ours, tokens)
         np.testing.assert_allclose(values, exact, rtol=1e-6, atol=1e-5)
+        with pytest.raises(AssertionError):
+            np.testing.assert_allclose(values + 1e-4, exact, rtol=1e-6, atol=1e-5)
         assert np.isnan(values).tolist() == [i in (3, 4, 5, 6) for i in range(9)]
+
+
+def test_the_arg_max_in_one_pass():
+    """What a GPU does: of equal scores the lowest id, and 0 where there is nothing above -inf."""
+    scores = np.round(np.random.default_rng(9).normal(size=(20, 200)) * 2).astype(np.float32)
+    scores[3], scores[4, 7], scores[5, 150:] = -np.inf, np.inf, np.inf
+    best = np.argmax(scores, axis=1)
+    for run in (sampling._arg_max_in_one_pass, sampling._arg_max):
+        np.testing.assert_array_equal(run(jnp.asarray(scores)), best)
 
 
 def test_is_greedy_and_has_penalties():

@@ -128,6 +128,15 @@ CALLS: Any = {
         Config(32, 4, 2, 1),
         partial(call, 9, 192, 512, "int4, groups of 64, zero points", BF16, "heads 2 2 32"),
     ),
+    # Four results a thread, whose operands come late
+    "heads of many rows": (
+        Config(64, 4, 1, 1),
+        partial(call, 16, 256, 256, "int8", BF16, "norm bias heads 2 1 64"),
+    ),
+    "many results": (
+        Config(64, 4, 1, 1),
+        partial(call, 9, 128, 256, "int8", BF16, "bias residual"),
+    ),
     "heads, scales of a byte": (
         Config(64, 4, 1, 1),
         partial(call, 2, 384, 256, "mxfp4", BF16, "bias heads 4 1 64"),
@@ -183,3 +192,22 @@ def test_other_heads_are_seen(part: str, monkeypatch: Any):
         ours = by_lanes(patched, {**arrays, **other}, keywords, config)
     with pytest.raises(AssertionError, match="error is"):
         assert_right(arrays, keywords, ours)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_what_no_lane_asks_for_is_zero(dtype: Any, monkeypatch: Any):
+    machine = Machine({"numbers": np.arange(1, 33).astype(dtype)}, {}, 32)
+    lane = dialects(machine)["mgpu_utils"].thread_idx()
+    for name, stand_in in dialects(machine).items():
+        if hasattr(lane_code, name):
+            monkeypatch.setattr(lane_code, name, stand_in)
+    size = jnp.dtype(dtype).itemsize
+    address = lane_code.further(machine.at["numbers"], lane_code.times(lane, size))
+    some = lane_code.load_float(address, jnp.dtype(dtype).name, lane_code.less(lane, 5))
+    found = some.bits.astype(np.uint32).view(np.float32)
+    np.testing.assert_array_equal(found, np.where(np.arange(32) < 5, np.arange(1, 33), 0))
+    if dtype == F32:
+        words = lane_code.load_word(address, lane_code.less(lane, 5))
+        bits = words.bits.astype(np.uint32)
+        assert (bits[5:] == 0).all()
+        assert (bits[:5] != 0).all()

@@ -111,7 +111,7 @@ def test_the_check_sees_other_heads():
     rotary, cache = arrays["rotary"], arrays["cache"]
     for other in (
         {"rotary": rotary._replace(sin=-rotary.sin)},
-        {"cache": cache._replace(slots=cache.slots.at[2].set(0))},
+        {"cache": cache._replace(slots=cache.slots.at[0].set(0))},
     ):
         with pytest.raises(AssertionError, match="error is"):
             assert_right({**arrays, **other}, keywords, y)
@@ -189,6 +189,43 @@ def test_gradients():
     for name, of in (("x", "a"), ("bias", "bias"), ("residual", "residual")):
         assert ours[name].dtype == BF16
         assert_as_accurate(ours[name], plain[of], want[of])
+
+
+@written
+def test_gradients_of_heads():
+    """Those of the plain path."""
+    arrays, keywords = CALLS["heads, bias"]()
+    rotary, cache, packed = arrays["rotary"], arrays["cache"], arrays["packed"]
+    given = arrays["x"], arrays["bias"], rotary.cos, cache.k
+
+    def loss(f: Any, x: Any, bias: Any, cos: Any, k: Any, **more: Any) -> jax.Array:
+        around = {"rotary": rotary._replace(cos=cos), "cache": cache._replace(k=k)}
+        parts = f(x, packed, bias=bias, **around, **keywords, **more)
+        return sum(jnp.sum(part.astype(F32) ** 2) for part in parts)
+
+    which = (0, 1, 2, 3)
+    ours = interpreted(
+        jax.grad(lambda *a: loss(quantized_matmul, *a, interpret=True), which), *given
+    )
+    plain = jax.jit(jax.grad(lambda *a: loss(quantized_matmul_reference, *a), which))(*given)
+    for a, b in zip(ours, plain, strict=True):
+        assert np.abs(b).max() > 0.1
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-8, atol=2**-6)
+
+
+@written
+@pytest.mark.parametrize("lead", [(), (1, 3)])
+def test_heads_of_leading_dimensions(lead: tuple[int, ...]):
+    rows = max(1, int(np.prod(lead)))
+    arrays, keywords = call(rows, 128, 256, "int4", BF16, "heads 2 1 32")
+    flat = interpret(arrays, keywords)
+    rotary = arrays["rotary"]
+    angles = {name: getattr(rotary, name).reshape(*lead, 16) for name in ("cos", "sin")}
+    shaped_ = {"x": arrays["x"].reshape(*lead, 256), "rotary": rotary._replace(**angles)}
+    q, *held = interpret({**arrays, **shaped_}, keywords)
+    assert q.shape == (*lead, 64)
+    for y, other in zip((q.reshape(rows, -1), *held), flat, strict=True):
+        np.testing.assert_array_equal(y, other)
 
 
 def test_gradients_of_a_norm():
@@ -277,14 +314,17 @@ def test_wrong_calls(x: Any, keywords: dict[str, Any], sentence: str):
         ({"residual": shape(1, 128)}, "'rope' takes no residual and gives x's dtype"),
         ({"out_dtype": F32}, "'rope' takes no residual and gives x's dtype"),
         ({"q_heads": 3}, r"heads must be \[1, 160\], got \[1, 128\]"),
+        ({"cos": jnp.ones((1, 1, 16))}, r"cos must be \[1, 16\], got \[1, 1, 16\]"),
+        ({"cos": jnp.ones(())}, r"heads must be \[1, 0\]"),
     ],
 )
 def test_wrong_calls_of_heads(change: dict[str, Any], sentence: str):
     arrays, keywords = CALLS["heads"]()
-    heads = change.pop("q_heads", 2)
-    arrays["rotary"] = arrays["rotary"]._replace(q_heads=heads)
+    rest = {name: x for name, x in change.items() if name not in Rotary._fields}
+    own = {name: x for name, x in change.items() if name in Rotary._fields}
+    arrays["rotary"] = arrays["rotary"]._replace(**own)
     with pytest.raises(ValueError, match=f"^quantized_matmul: .*{sentence}"):
-        quantized_matmul(**{**arrays, **keywords, **change}, interpret=True)
+        quantized_matmul(**{**arrays, **keywords, **rest}, interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -389,9 +429,23 @@ def test_warps_take_few_rows():
         ),
     ],
 )
-def test_why_not(x: Any, weight: Any, keywords: Any, device: Any, phrase: str | None):
+def test_why_not(
+    x: Any,
+    weight: Any,
+    keywords: Any,
+    device: Any,
+    phrase: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
     reason = why_not(x, weight, **keywords, device=device)
     assert reason is None if phrase is None else phrase in str(reason)
+
+
+def test_heads_need_a_cache_that_can_be_written(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", False)
+    assert "needs jax 0.11" in str(why_not(X, W, rotary=rotary(3, 32), device=H200))
+    assert why_not(X, W, device=H200) is None
 
 
 def test_refuses_without_a_gpu():
@@ -503,6 +557,29 @@ def test_every_code_on_a_gpu(form: str, dtype: str):
             np.testing.assert_allclose(y.T, want, rtol=1e-6, atol=0)
 
 
+@written
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, F16])
+def test_angles_of_few_bits(dtype: Any):
+    """No lane reads a byte; numbers of 16 bits are read as they are."""
+    arrays, keywords = CALLS["heads, bias"]()
+    rotary = arrays["rotary"]
+    few = rotary._replace(cos=rotary.cos.astype(dtype), sin=rotary.sin.astype(dtype))
+    found = []
+
+    def recorded(static: Any, x: Any, packed: Any, *around: Any, **_: Any):
+        *_, angles, cache = around
+        found.extend(a.dtype for a in angles)
+        q = jnp.zeros((1, len(x), 2 * static.heads.half * static.heads.q), x.dtype)
+        return q, cache.k, cache.v
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernel, "warp_products", recorded)
+        jax.clear_caches()
+        quantized_matmul(**{**arrays, "rotary": few}, **keywords, interpret=True)
+    jax.clear_caches()
+    assert found == [BF16 if dtype == jnp.float8_e4m3fn else F16] * 2
+
+
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_a_bias_of_8_bits(dtype: Any):
     """Becomes one of 16 before any kernel: no lane reads a byte."""
@@ -528,9 +605,11 @@ def test_a_bias_of_8_bits(dtype: Any):
 @pytest.mark.parametrize(("n", "k", "width"), [(14, 2, 64), (8, 2, 128), (4, 4, 96)])
 def test_heads_on_a_gpu(rows: int, form: str, n: int, k: int, width: int):
     i = 1024 if form == "int4, groups of 512" else 896
-    for extra in ("norm", "bias"):
+    for extra, dtype in (("norm", BF16), ("bias", BF16), ("bias", F16)):
+        if dtype == F16 and form.startswith("mx"):
+            continue  # not taken
         extra += f" heads {n} {k} {width}"
-        arrays, keywords = call(rows, (n + 2 * k) * width, i, form, BF16, extra)
+        arrays, keywords = call(rows, (n + 2 * k) * width, i, form, dtype, extra)
         run = jax.jit(
             lambda x, cache, arrays=arrays: quantized_matmul(
                 **{**arrays, "x": x, "cache": cache}, epilogue="rope"

@@ -1,5 +1,6 @@
 """A projection with what stands around it: every implementation, and which one runs."""
 
+import importlib
 from typing import Any
 
 import jax
@@ -125,15 +126,31 @@ def test_what_only_ternary_weights_have():
         assert "adds no 1" in str(ops.explain("fused_linear", x, packed, **around)["pallas"])
 
 
-@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("weights", ["plain", "int8", "int8, turned apart", "ternary"])
 @pytest.mark.parametrize(("implementation", "atol"), [("xla", 0), ("pallas-interpret", 0.06)])
-def test_tokens_go_into_a_cache(packs, implementation, atol):
+def test_tokens_go_into_a_cache(weights, implementation, atol, monkeypatch):
+    """Turned where they are summed, or by a kernel of its own where that one does not take it."""
     if not _compat.WRITES_REFERENCES and "interpret" in implementation:
         pytest.skip("jax 0.10 has no kernels that write into what they are given")
-    x, weight, bias, around = case("rope", jnp.bfloat16)
-    held = jnp.zeros((2, 3, HEADS[1], WIDTH), jnp.bfloat16)
+    dtype = jnp.float16 if weights == "ternary" else jnp.bfloat16
+    x, weight, bias, around = case("rope", dtype)
+    held = jnp.zeros((2, 3, HEADS[1], WIDTH), dtype)
     cache = Cache(held, held + 1, jnp.asarray([2, 0], jnp.int32))
-    arrays = x, quantize(weight, "int8") if packs else weight, bias, cache
+    scheme = weights.split(",")[0]
+    arrays = x, weight if scheme == "plain" else quantize(weight, scheme), bias, cache
+    module = importlib.import_module("jaxllm.ops.fused_linear")
+    refuses, apart, turned = module.why_not_quantized, module.rope_into_cache, []
+
+    def without_heads(*args: Any, rotary: Any = None, **rest: Any) -> str | None:
+        return "asked for" if rotary is not None else refuses(*args, **rest)
+
+    def recorded(*args: Any, **rest: Any) -> Any:
+        turned.append(1)
+        return apart(*args, **rest)
+
+    if "apart" in weights:
+        monkeypatch.setattr(module, "why_not_quantized", without_heads)
+    monkeypatch.setattr(module, "rope_into_cache", recorded)
     run = interpreted if "interpret" in implementation else lambda f, *args: jax.jit(f)(*args)
     q, k, v = run(
         lambda x, weight, bias, cache: fused_linear(
@@ -141,6 +158,8 @@ def test_tokens_go_into_a_cache(packs, implementation, atol):
         ),
         *arrays,
     )
+    own = implementation != "xla" and ("apart" in weights or scheme == "ternary")
+    assert bool(turned) == own
     parts = in_parts(*arrays[:3], **around)
     np.testing.assert_allclose(np.float32(q), np.float32(parts[0]), atol=atol)
     for row, slot in enumerate((2, 0)):
