@@ -395,14 +395,12 @@ def _greedy_in_one_pass(
         (score, id_, most, total), (other, other_id, other_most, other_total) = a, b
         is_a = (score > other) | ((score == other) & (id_ < other_id))
         largest = jnp.maximum(most, other_most)  # NaN if one is
-        parts = [
-            jnp.where(
-                m == largest, t, t * jnp.exp(m - largest)
-            )  # of two -inf there is no difference
-            for m, t in ((most, total), (other_most, other_total))
-        ]
+
+        def part(most, total):  # of two -inf there is no difference
+            return jnp.where(most == largest, total, total * jnp.exp(most - largest))
+
         token = jnp.where(is_a, score, other), jnp.where(is_a, id_, other_id)
-        return *token, largest, parts[0] + parts[1]
+        return *token, largest, part(most, total) + part(other_most, other_total)
 
     logits = logits.astype(jnp.float32)
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)

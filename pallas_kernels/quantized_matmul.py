@@ -27,10 +27,11 @@ from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_matmul_kernel as kernel
 from pallas_kernels import quantized_tiles_config as tiles
 from pallas_kernels import ternary_matmul as ternary
-from pallas_kernels.around_product import Cache, Norm, Rotary, check_heads, turn_and_write
+from pallas_kernels.around_product import Cache, Norm, Rotary, turn_and_write
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
+from pallas_kernels.quantized_matmul_check import OUT_DTYPES, check, result_dtype
 from pallas_kernels.quantized_matmul_config import MMA_ROWS, Config, Heads, Static
 from pallas_kernels.quantized_matmul_tiles import tile_products
 from pallas_kernels.quantized_tiles_config import Tiles
@@ -38,9 +39,7 @@ from pallas_kernels.quantized_unpack import MX
 from pallas_kernels.rms_norm import rms_norm_reference
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCHEMES = tuple(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary")
-EPILOGUES = (None, "swiglu", "rope")
 # What is on chip of it is on chip of some config at every epilogue
 SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)
 # H200, int4 [28672, 4096] with its gate, us, ours and XLA's: 64 rows 62 and 212, 512 rows 250 and
@@ -82,11 +81,11 @@ def quantized_matmul(
     (unless `interpret`), or for what `why_not` says.
     """
     rest = {"bias": bias, "epilogue": epilogue, "residual": residual, "out_dtype": out_dtype}
-    _check(x, packed, norm=norm, **rest, rotary=rotary, cache=cache)
+    check(x, packed, norm=norm, **rest, rotary=rotary, cache=cache)
     if bias is not None:
         bias = rest["bias"] = _for_lanes(bias)
     m, gated = math.prod(x.shape[:-1]), epilogue == "swiglu"
-    out, rest["rotary"] = _out_dtype(x, out_dtype), rotary
+    out, rest["rotary"] = result_dtype(x, out_dtype), rotary
     if config is not None and (problem := _problem(config, m, packed, _apart(packed, **rest))):
         raise ValueError(f"quantized_matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
@@ -151,7 +150,7 @@ def quantized_matmul_reference(
         x = normed
     weight = dequantize(dataclasses.replace(packed, row_scale=None), x.dtype)
     total = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
-    gated, out = epilogue == "swiglu", _out_dtype(x, out_dtype)
+    gated, out = epilogue == "swiglu", result_dtype(x, out_dtype)
     y = _finish(total, packed.row_scale, bias, residual, gated, out)
     if rotary is None:
         return y
@@ -393,59 +392,8 @@ def bucket(x, packed, *, epilogue=None, out_dtype=None, **rest: Any) -> str:
     names = [packed.scheme, *([f"g{packed.group_size}"] if packed.group_size else [])]
     names += [*(["zeros"] if packed.zero is not None else []), x.dtype.name]
     names += ["tiles"] * (not _is_few(m, packed))
-    names += [f"m{tuned.power_of_two(m)}", f"n{o}", f"k{i}", _out_dtype(x, out_dtype).name]
+    names += [f"m{tuned.power_of_two(m)}", f"n{o}", f"k{i}", result_dtype(x, out_dtype).name]
     return "-".join([*names, *(["swiglu"] if epilogue == "swiglu" else [])])
-
-
-def _out_dtype(x, out_dtype) -> jnp.dtype:
-    return jnp.dtype(out_dtype or x.dtype)
-
-
-def _check(x, packed: Packed, *, norm, bias, epilogue, residual, rotary, cache, out_dtype) -> None:
-    o, i = packed.shape
-    scale = None if norm is None else norm.weight
-    if x.ndim < 1 or x.shape[-1] != i:
-        raise ValueError(
-            f"quantized_matmul: x {list(x.shape)} is [.., I], which a weight [O, I] of {[o, i]} "
-            "does not fit"
-        )
-    arrays = {"x": x, "the norm's weight": scale, "bias": bias, "residual": residual}
-    for name, array in arrays.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(
-                f"quantized_matmul: {name} is {array.dtype}; it must be floating point"
-            )
-    out = _out_dtype(x, out_dtype)
-    if out not in OUT_DTYPES:
-        raise ValueError(f"quantized_matmul: out_dtype {out} is not bfloat16, float16 or float32")
-    if epilogue not in EPILOGUES:
-        raise ValueError(
-            f"quantized_matmul: no epilogue is named {epilogue!r}; there are 'swiglu' and 'rope'"
-        )
-    if epilogue == "swiglu" and o % 2:
-        raise ValueError(f"quantized_matmul: 'swiglu' takes gate and up rows, but O = {o} is odd")
-    if norm is not None and (norm.weight.shape != (i,) or norm.eps <= 0):
-        raise ValueError(
-            f"quantized_matmul: the norm's weight is {list(norm.weight.shape)} with eps {norm.eps},"
-            f" not [I] = [{i}] with a positive one"
-        )
-    if bias is not None and bias.shape != (o,):
-        raise ValueError(f"quantized_matmul: bias {list(bias.shape)} is not [O] = [{o}]")
-    shape = (*x.shape[:-1], o // 2 if epilogue == "swiglu" else o)
-    if residual is not None and (residual.shape, residual.dtype) != (shape, out):
-        raise ValueError(
-            f"quantized_matmul: the residual is {residual.dtype}{list(residual.shape)}, but the "
-            f"result is {out}{list(shape)}"
-        )
-    if len({epilogue == "rope", rotary is not None, cache is not None}) > 1:
-        raise ValueError(
-            "quantized_matmul: 'rope', rotary and a cache go together, and some of them were given"
-        )
-    if rotary is not None:
-        if residual is not None or out != x.dtype:
-            raise ValueError("quantized_matmul: 'rope' takes no residual and gives x's dtype")
-        heads = jax.ShapeDtypeStruct((*x.shape[:-1], o), x.dtype)
-        check_heads(heads, rotary, cache, who="quantized_matmul")
 
 
 def _plain(static: Static, x, packed, norm, bias, residual, angles=None, cache=None):

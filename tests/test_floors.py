@@ -101,9 +101,11 @@ MAY_IMPORT = {
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_tiles_config "
         "pallas_kernels.quantized_unpack pallas_kernels.wgmma_tiles"
     ),
+    "pallas_kernels.quantized_matmul_check": "pallas_kernels.around_product pallas_kernels.packed",
     "pallas_kernels.quantized_matmul": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
-        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.quantized_matmul_config "
+        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.quantized_matmul_check "
+        "pallas_kernels.quantized_matmul_config "
         "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_matmul_tiles "
         "pallas_kernels.quantized_tiles_config pallas_kernels.quantized_unpack "
         "pallas_kernels.rms_norm pallas_kernels.ternary_matmul pallas_kernels.tuned"
