@@ -122,7 +122,7 @@ def _case(
     rest = {name: jax.ShapeDtypeStruct(s, dtype) for name, s in rest.items() if name in words}
     keywords: dict[str, Any] = {"epilogue": "swiglu" if silu else None, "out_dtype": out}
     if heads is not None:
-        assert compile_only, "what is told of bytes and the truth is the product's alone"
+        assert compile_only, "what is told of bytes is the product's alone"
         held = jax.ShapeDtypeStruct((m, SLOTS, heads[1], heads[2]), dtype)
         angles = jax.ShapeDtypeStruct((m, heads[2] // 2), jnp.float32)
         rest |= {"cos": angles, "sin": angles, "k": held, "v": held}
@@ -146,7 +146,7 @@ def _case(
         ceiling="read" if m <= FEW_ROWS else "matmul",
         keywords={**keywords, "packed": tree, "dense": functools.partial(_dense, tree)},
         make=functools.partial(_make, x, (rows, k), (form, group, zeros), tuple(rest.values())),
-        truth=functools.partial(_truth, tree, tuple(rest), silu),
+        truth=functools.partial(_truth, tree, tuple(rest), silu, heads),
         sample=_sample if m > FEW_ROWS and "residual" not in rest else None,
         compile_only=compile_only,
     )
@@ -161,9 +161,12 @@ def _call(tree: Any, names: tuple[str, ...], keywords: Any, f: Any, x, *rest: An
         more["norm"] = Norm(more["norm"], EPS)
     if heads is not None:
         more["rotary"] = Rotary(more.pop("cos"), more.pop("sin"), *heads)
-        slots = jnp.full(len(x), SLOTS - 1, jnp.int32)
-        more["cache"] = Cache(more.pop("k"), more.pop("v"), slots)
+        more["cache"] = Cache(more.pop("k"), more.pop("v"), _slots(len(x)))
     return f(x, weight, **more, **keywords)
+
+
+def _slots(rows: int) -> jax.Array:
+    return jnp.full(rows, SLOTS - 1, jnp.int32)
 
 
 def _make(x: Any, shape: Any, how: Any, rest: Any, key: jax.Array) -> tuple[jax.Array, ...]:
@@ -193,16 +196,20 @@ def _dense(tree: Any, x, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x, dequantize(jax.tree.unflatten(tree, rest[: tree.num_leaves]), x.dtype)
 
 
-def _truth(tree: Any, names: tuple[str, ...], silu: bool, x, *rest: np.ndarray) -> np.ndarray:
+def _truth(tree: Any, names: tuple[str, ...], silu: bool, heads: Any, x, *rest: np.ndarray) -> Any:
     import oracles  # type: ignore
 
     weight = oracles.packed_numbers(jax.tree.unflatten(tree, rest[: tree.num_leaves]))
     more = dict(zip(names, rest[tree.num_leaves :], strict=True))
-    x = x.astype(np.float64)
+    dtype, x = x.dtype, x.astype(np.float64)
     if "norm" in more:
         x = oracles.rms_norm(x, more["norm"].astype(np.float64), eps=EPS)
     y = x @ weight.T + more.get("bias", np.zeros(1)).astype(np.float64)
     if silu:
         gate, up = np.split(y, 2, axis=-1)
         y = gate * (1 + np.tanh(gate / 2)) / 2 * up
+    if heads is not None:
+        angles = (more[name].astype(dtype).astype(np.float64) for name in ("cos", "sin"))
+        cache = Cache(jnp.asarray(more["k"]), jnp.asarray(more["v"]), _slots(len(x)))
+        return oracles.turn_and_write(y, *angles, heads[0], cache)
     return y + more.get("residual", np.zeros(1)).astype(np.float64)
