@@ -27,8 +27,8 @@ two shared CPU cores (EPYC, AVX-512), jax 0.10.2, float32:
 With 2 bits a pass the search costs 1.5 times as much, with 4 bits 3 to 7 times; unrolled it is no
 faster and compiles 6 times as long.
 
-The two forms of the arg-max are chosen by platform here, not by `ops`: they give the same bits, so
-nobody has a reason to name one.
+The two forms of the arg-max are chosen by platform here, not by `ops`: they give the same token and
+log-probabilities that differ by rounding, so nobody has a reason to name one.
 
 Over the file's budget: settings, rules, search and noise answer one question, which token is next.
 """

@@ -40,7 +40,7 @@ from pallas_kernels.rms_norm import rms_norm_reference
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 SCHEMES = tuple(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary")
-# What is on chip of it is on chip of some config at every epilogue
+# Where it lies on chip, so does one of its warps and turns at every epilogue
 SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)
 # H200, int4 [28672, 4096] with its gate, us, ours and XLA's: 64 rows 62 and 212, 512 rows 250 and
 # 313, 4096 rows 1759 and 1548. Other formats and narrower weights of so many rows: not measured.
@@ -84,23 +84,22 @@ def quantized_matmul(
     check(x, packed, norm=norm, **rest, rotary=rotary, cache=cache)
     if bias is not None:
         bias = rest["bias"] = _for_lanes(bias)
-    m, gated = math.prod(x.shape[:-1]), epilogue == "swiglu"
-    out, rest["rotary"] = result_dtype(x, out_dtype), rotary
-    if config is not None and (problem := _problem(config, m, packed, _apart(packed, **rest))):
+    m, gated, out = math.prod(x.shape[:-1]), epilogue == "swiglu", result_dtype(x, out_dtype)
+    around: dict[str, Any] = {**rest, "rotary": rotary}
+    if config is not None and (problem := _problem(config, m, packed, _apart(packed, **around))):
         raise ValueError(f"quantized_matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
-    reason = why_not(x, packed, norm=norm, **rest, config=config, device=device)
+    reason = why_not(x, packed, norm=norm, **around, config=config, device=device)
     if reason is not None:
         raise NotImplementedError(f"quantized_matmul: cannot run this call: {reason}")
     if packed.scheme == "ternary":
-        del rest["rotary"]
         if norm is not None:
             rest |= {"norm": norm.weight, "eps": norm.eps}
         return ternary.ternary_linear(x, packed, **rest, interpret=interpret)
     chosen: Any = (
         config
-        or _tuned(x, packed, norm=norm, device=device, **rest)
-        or default_config(x, packed, **rest, device=device)
+        or _tuned(x, packed, norm=norm, device=device, **around)
+        or default_config(x, packed, **around, device=device)
     )
     static = Static(
         "quantized_matmul" + "_norm" * (norm is not None) + f"_{epilogue}" * bool(epilogue),

@@ -50,6 +50,8 @@ def pytest_configure() -> None:
 @pytest.hookimpl(trylast=True)  # of those that -m and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     every: int = config.option.every
+    if every < 1:
+        raise pytest.UsageError(f"--every must be at least 1, got {every}")
     places: Counter[Path] = Counter()
     kept, left_out = [], []
     for item in items:

@@ -9,13 +9,14 @@ import numpy as np
 import oracles
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernels import interpreted
 from numerics import assert_as_accurate
 
 from pallas_kernels import _compat
 from pallas_kernels.around_product import Cache, Norm, Rotary
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import quantize
-from pallas_kernels.quantized_matmul import quantized_matmul_reference
+from pallas_kernels.quantized_matmul import quantized_matmul, quantized_matmul_reference
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 SLOTS = 5  # of a cache
@@ -89,6 +90,19 @@ def call(
         arrays["cache"] = Cache(k, v, slots.astype(jnp.int32))
         keywords["epilogue"] = "rope"
     return arrays, keywords
+
+
+def interpret(arrays: dict[str, Any], keywords: dict[str, Any], config: Any = None) -> Any:
+    """The result, by Pallas's interpreter."""
+    around = {name: arrays[name] for name in ("norm", "rotary") if name in arrays}
+
+    def run(arrays: dict[str, Any]) -> Any:
+        found = {name: around[name]._replace(**arrays[name]) for name in around}
+        return quantized_matmul(**{**arrays, **found}, **keywords, config=config, interpret=True)
+
+    given = {name: a._asdict() for name, a in around.items()}  # of which numbers are no arrays
+    given = {name: {k: x for k, x in a.items() if hasattr(x, "shape")} for name, a in given.items()}
+    return interpreted(run, {**arrays, **given})
 
 
 def truth(arrays: dict[str, Any], keywords: dict[str, Any]) -> Any:

@@ -23,17 +23,17 @@ from quantized_calls import (
     FORMATS,
     assert_right,
     call,
+    interpret,
     numbers,
     on_chip,
     truth,
 )
 
 from jaxllm import aot
-from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_matmul_kernel as kernel
-from pallas_kernels.around_product import Norm, Rotary
+from pallas_kernels.around_product import Norm
 from pallas_kernels.device import SHARED_BYTES
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import quantize
@@ -48,23 +48,10 @@ from pallas_kernels.quantized_matmul import (
     why_not,
 )
 from pallas_kernels.quantized_matmul_config import Static
-from pallas_kernels.quantized_tiles_config import Tiles
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
 H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
-
-
-def interpret(arrays: dict[str, Any], keywords: dict[str, Any], **more: Any) -> Any:
-    around = {name: arrays[name] for name in ("norm", "rotary") if name in arrays}
-
-    def run(arrays: dict[str, Any]) -> Any:
-        found = {name: around[name]._replace(**arrays[name]) for name in around}
-        return quantized_matmul(**{**arrays, **found}, **keywords, **more, interpret=True)
-
-    given = {name: a._asdict() for name, a in around.items()}  # of which numbers are no arrays
-    given = {name: {k: x for k, x in a.items() if hasattr(x, "shape")} for name, a in given.items()}
-    return interpreted(run, {**arrays, **given})
 
 
 CALLS: Any = {
@@ -75,18 +62,10 @@ CALLS: Any = {
     "norm of one row, gate": partial(call, 1, 64, 896, "int8", BF16, "norm", epilogue="swiglu"),
     "norm that adds 1": partial(call, 3, 32, 256, "mxfp4", BF16, "norm centred"),
     "float32 result": partial(call, 2, 32, 256, "nvfp4", BF16, "residual", out_dtype=F32),
-    "heads": partial(call, 1, 128, 256, "int4", BF16, "norm heads 2 1 32"),
-    "heads, bias": partial(call, 3, 256, 256, "int8", F16, "bias heads 2 1 64"),
-    "heads, zero points": partial(call, 2, 192, 256, "int4, zero points", BF16, "heads 2 2 32"),
 }
-written = pytest.mark.skipif(
-    not _compat.WRITES_REFERENCES, reason="jax 0.10 writes into no array that is there"
-)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=written if "heads" in name else ()) for name in CALLS]
-)
+@pytest.mark.parametrize("name", CALLS)
 def test_forward(name: str):
     arrays, keywords = CALLS[name]()
     assert_right(arrays, keywords, interpret(arrays, keywords))
@@ -102,19 +81,6 @@ def test_the_reference_is_the_mathematics(form: str, dtype: str):
     np.testing.assert_allclose(ours, exact, rtol=0, atol=2**-7 * np.abs(exact).max())
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(ours * 1.02, exact, rtol=0, atol=2**-7 * np.abs(exact).max())
-
-
-@written
-def test_the_check_sees_other_heads():
-    arrays, keywords = CALLS["heads, bias"]()
-    y = interpret(arrays, keywords)
-    rotary, cache = arrays["rotary"], arrays["cache"]
-    for other in (
-        {"rotary": rotary._replace(sin=-rotary.sin)},
-        {"cache": cache._replace(slots=cache.slots.at[0].set(0))},
-    ):
-        with pytest.raises(AssertionError, match="error is"):
-            assert_right({**arrays, **other}, keywords, y)
 
 
 def test_the_check_sees_another_norm():
@@ -191,43 +157,6 @@ def test_gradients():
         assert_as_accurate(ours[name], plain[of], want[of])
 
 
-@written
-def test_gradients_of_heads():
-    """Those of the plain path."""
-    arrays, keywords = CALLS["heads, bias"]()
-    rotary, cache, packed = arrays["rotary"], arrays["cache"], arrays["packed"]
-    given = arrays["x"], arrays["bias"], rotary.cos, cache.k
-
-    def loss(f: Any, x: Any, bias: Any, cos: Any, k: Any, **more: Any) -> jax.Array:
-        around = {"rotary": rotary._replace(cos=cos), "cache": cache._replace(k=k)}
-        parts = f(x, packed, bias=bias, **around, **keywords, **more)
-        return sum(jnp.sum(part.astype(F32) ** 2) for part in parts)
-
-    which = (0, 1, 2, 3)
-    ours = interpreted(
-        jax.grad(lambda *a: loss(quantized_matmul, *a, interpret=True), which), *given
-    )
-    plain = jax.jit(jax.grad(lambda *a: loss(quantized_matmul_reference, *a), which))(*given)
-    for a, b in zip(ours, plain, strict=True):
-        assert np.abs(b).max() > 0.1
-        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-8, atol=2**-6)
-
-
-@written
-@pytest.mark.parametrize("lead", [(), (1, 3)])
-def test_heads_of_leading_dimensions(lead: tuple[int, ...]):
-    rows = max(1, int(np.prod(lead)))
-    arrays, keywords = call(rows, 128, 256, "int4", BF16, "heads 2 1 32")
-    flat = interpret(arrays, keywords)
-    rotary = arrays["rotary"]
-    angles = {name: getattr(rotary, name).reshape(*lead, 16) for name in ("cos", "sin")}
-    shaped_ = {"x": arrays["x"].reshape(*lead, 256), "rotary": rotary._replace(**angles)}
-    q, *held = interpret({**arrays, **shaped_}, keywords)
-    assert q.shape == (*lead, 64)
-    for y, other in zip((q.reshape(rows, -1), *held), flat, strict=True):
-        np.testing.assert_array_equal(y, other)
-
-
 def test_gradients_of_a_norm():
     arrays, _ = call(3, 64, 256, "int8", BF16, "norm")
     packed, norm, x = arrays["packed"], arrays["norm"], arrays["x"]
@@ -269,12 +198,6 @@ def norm(width: int, *, eps: float = 1e-5, zero_centered: bool = False, dtype: A
     return Norm(weight, eps, zero_centered)
 
 
-def rotary(rows: int, width: int) -> Rotary:
-    """One head of q and one of k."""
-    angles: Any = shape(rows, width // 2, dtype=F32)
-    return Rotary(angles, angles, 1, 1)
-
-
 X, W = shape(3, 256), shaped(64, 256)
 TERNARY = jax.eval_shape(lambda w: quantize(w, "ternary"), shape(64, 256))
 
@@ -304,27 +227,6 @@ def test_wrong_calls(x: Any, keywords: dict[str, Any], sentence: str):
     rest = {name: x for name, x in keywords.items() if name not in arrays}
     with pytest.raises(ValueError, match=f"^quantized_matmul: .*{sentence}"):
         jax.eval_shape(lambda x, w, arrays: quantized_matmul(x, w, **arrays, **rest), x, W, arrays)
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"cache": None}, "'rope', rotary and a cache go together"),
-        ({"epilogue": "swiglu"}, "'rope', rotary and a cache go together"),
-        ({"residual": shape(1, 128)}, "'rope' takes no residual and gives x's dtype"),
-        ({"out_dtype": F32}, "'rope' takes no residual and gives x's dtype"),
-        ({"q_heads": 3}, r"heads must be \[1, 160\], got \[1, 128\]"),
-        ({"cos": jnp.ones((1, 1, 16))}, r"cos must be \[1, 16\], got \[1, 1, 16\]"),
-        ({"cos": jnp.ones(())}, r"heads must be \[1, 0\]"),
-    ],
-)
-def test_wrong_calls_of_heads(change: dict[str, Any], sentence: str):
-    arrays, keywords = CALLS["heads"]()
-    rest = {name: x for name, x in change.items() if name not in Rotary._fields}
-    own = {name: x for name, x in change.items() if name in Rotary._fields}
-    arrays["rotary"] = arrays["rotary"]._replace(**own)
-    with pytest.raises(ValueError, match=f"^quantized_matmul: .*{sentence}"):
-        quantized_matmul(**{**arrays, **keywords, **rest}, interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -410,16 +312,6 @@ def test_warps_take_few_rows():
             H200,
             "outputs in multiples of 32 at 3 rows, got 48",
         ),
-        (X, shaped(72, 256), {"rotary": rotary(3, 24)}, H200, "heads in multiples of 16 at 3 rows"),
-        (X, W, {"rotary": rotary(3, 32), "config": Tiles()}, H200, "turns no heads where tiles"),
-        (X, TERNARY, {"rotary": rotary(3, 32)}, H200, "turns no heads of a ternary weight"),
-        (
-            shape(16, 14336),
-            shaped(96, 14336),
-            {"rotary": rotary(16, 32)},
-            H200,
-            "turns sums of whole rows of x, and 16 of 14336 numbers are in 4 parts",
-        ),
         (
             shape(3, 384),
             jax.eval_shape(lambda w: quantize(w, "int4", 48), shape(64, 384)),
@@ -429,23 +321,9 @@ def test_warps_take_few_rows():
         ),
     ],
 )
-def test_why_not(
-    x: Any,
-    weight: Any,
-    keywords: Any,
-    device: Any,
-    phrase: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
+def test_why_not(x: Any, weight: Any, keywords: Any, device: Any, phrase: str | None):
     reason = why_not(x, weight, **keywords, device=device)
     assert reason is None if phrase is None else phrase in str(reason)
-
-
-def test_heads_need_a_cache_that_can_be_written(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_compat, "WRITES_REFERENCES", False)
-    assert "needs jax 0.11" in str(why_not(X, W, rotary=rotary(3, 32), device=H200))
-    assert why_not(X, W, device=H200) is None
 
 
 def test_refuses_without_a_gpu():
@@ -557,29 +435,6 @@ def test_every_code_on_a_gpu(form: str, dtype: str):
             np.testing.assert_allclose(y.T, want, rtol=1e-6, atol=0)
 
 
-@written
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, F16])
-def test_angles_of_few_bits(dtype: Any):
-    """No lane reads a byte; numbers of 16 bits are read as they are."""
-    arrays, keywords = CALLS["heads, bias"]()
-    rotary = arrays["rotary"]
-    few = rotary._replace(cos=rotary.cos.astype(dtype), sin=rotary.sin.astype(dtype))
-    found = []
-
-    def recorded(static: Any, x: Any, packed: Any, *around: Any, **_: Any):
-        *_, angles, cache = around
-        found.extend(a.dtype for a in angles)
-        q = jnp.zeros((1, len(x), 2 * static.heads.half * static.heads.q), x.dtype)
-        return q, cache.k, cache.v
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(kernel, "warp_products", recorded)
-        jax.clear_caches()
-        quantized_matmul(**{**arrays, "rotary": few}, **keywords, interpret=True)
-    jax.clear_caches()
-    assert found == [BF16 if dtype == jnp.float8_e4m3fn else F16] * 2
-
-
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_a_bias_of_8_bits(dtype: Any):
     """Becomes one of 16 before any kernel: no lane reads a byte."""
@@ -597,25 +452,6 @@ def test_a_bias_of_8_bits(dtype: Any):
         quantized_matmul(**{**arrays, "bias": bias}, **keywords, interpret=True)
     jax.clear_caches()
     assert found == [BF16]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("n", "k", "width"), [(14, 2, 64), (8, 2, 128), (4, 4, 96)])
-def test_heads_on_a_gpu(rows: int, form: str, n: int, k: int, width: int):
-    i = 1024 if form == "int4, groups of 512" else 896
-    for extra, dtype in (("norm", BF16), ("bias", BF16), ("bias", F16)):
-        if dtype == F16 and form.startswith("mx"):
-            continue  # not taken
-        extra += f" heads {n} {k} {width}"
-        arrays, keywords = call(rows, (n + 2 * k) * width, i, form, dtype, extra)
-        run = jax.jit(
-            lambda x, cache, arrays=arrays: quantized_matmul(
-                **{**arrays, "x": x, "cache": cache}, epilogue="rope"
-            )
-        )
-        assert_right(arrays, keywords, run(arrays["x"], arrays["cache"]))
 
 
 @pytest.mark.gpu

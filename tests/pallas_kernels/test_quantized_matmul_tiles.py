@@ -26,6 +26,7 @@ from quantized_calls import (
     F32,
     assert_right,
     call,
+    interpret,
     numbers,
     on_chip,
     packed_shape,
@@ -110,11 +111,6 @@ SHAPES: Any = {
     65: (Tiles(128, 128, 2), 304, "bias residual", {"epilogue": "swiglu"}),
     300: (Tiles(256, 128, 2, snake=1), 144, "", {"out_dtype": F32}),
 }
-
-
-def interpret(arrays: dict[str, Any], keywords: dict[str, Any], config: Tiles | None) -> jax.Array:
-    run = partial(quantized_matmul, **keywords, config=config, interpret=True)
-    return interpreted(lambda arrays: run(**arrays), arrays)
 
 
 @transposed
