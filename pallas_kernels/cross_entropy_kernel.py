@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, soft_cap
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 LOG2E = 1.4426950408889634
@@ -139,9 +139,8 @@ def exponentials(static: Static, hidden, head, reference, targets, marks, *, int
             slope = None
             if static.softcap is None:
                 x = x * LOG2E
-            else:  # tanh, which the hardware has to 11 bits only
-                power = jnp.exp2(x * (2 * LOG2E / static.softcap))
-                bent = 1.0 - 2.0 / (1.0 + power)
+            else:
+                bent = soft_cap.tanh(x, 1 / static.softcap, interpret=static.interpret)
                 x, slope = bent * (static.softcap * LOG2E), 1.0 - bent * bent
             if not tops:
                 x = jnp.exp2(x - wide(level))

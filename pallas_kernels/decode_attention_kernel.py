@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, soft_cap
 from pallas_kernels import decode_attention_bytes as of_bytes
 from pallas_kernels.attention_reference import LOG2E
 from pallas_kernels.cluster import meet_blocks
@@ -262,9 +262,9 @@ def attend(
         def scaled(s):
             if static.softcap is None:
                 return s * (static.scale * LOG2E)
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1); the GPU's own tanh is right to 11 bits only
-            e = jnp.exp2(s * (static.scale * 2 * LOG2E / static.softcap))
-            return static.softcap * LOG2E * (1.0 - 2.0 / (e + 1.0))
+            factor = static.scale / static.softcap
+            bent = soft_cap.tanh(s, factor, interpret=static.interpret)
+            return static.softcap * LOG2E * bent
 
         def seen(s, at):
             s = scaled(s)

@@ -34,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, soft_cap
 from pallas_kernels.attention_reference import LOG2E
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
@@ -359,9 +359,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
                 if static.softcap is None:
                     x = x * (static.scale * LOG2E)
                 else:
-                    # tanh, which the hardware has to 11 bits only
-                    power = jnp.exp2(x * (2 * LOG2E * static.scale / static.softcap))
-                    x = cap * (1.0 - 2.0 / (1.0 + power))
+                    x = cap * soft_cap.tanh(x, static.scale / static.softcap, interpret=interpret)
                 if masked:
                     sees_all = (inner_first <= m) & (m < inner_end)
                     x = lax.cond(sees_all, lambda x: x, lambda x: seen(x, m, slot), x)

@@ -129,9 +129,10 @@ def plan_of(
 
 
 def bend_and_factor(static: Static) -> tuple[float, float]:
-    """A score becomes a power of two of it: bent * factor, and factor is positive."""
-    bend = static.scale if static.softcap is None else static.scale / static.softcap
-    factor = LOG2E if static.softcap is None else static.softcap * LOG2E
-    if static.softcap is None and bend > 0:
-        bend, factor = 1.0, LOG2E * bend
-    return bend, factor
+    """A score becomes a power of two of it: bent * factor, and factor is positive.
+
+    With a soft cap `soft_cap.half_below` bends it, and the power is its own less all of the cap.
+    """
+    if static.softcap is not None:
+        return static.scale / static.softcap, 2 * static.softcap * LOG2E
+    return (1.0, LOG2E * static.scale) if static.scale > 0 else (static.scale, LOG2E)

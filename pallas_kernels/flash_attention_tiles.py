@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, soft_cap
 from pallas_kernels.attention_reference import LOG2E
 from pallas_kernels.flash_attention_plan import Plan
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
@@ -65,15 +65,20 @@ class Block:
 
     A tile is a dictionary of its batch row, head, first query, keys, and the first and last + 1
     block of keys that it meets. lift: the power of two by which weights and their sums are larger
-    than those of the softmax.
+    than those of the softmax. shift: a row's `top` and one more of it is its largest score.
     """
 
     def __init__(self, plan: Plan, rest: dict[str, Any], scratch: dict[str, Any], lift: int = 0):
         self.plan, self.rest, self.scratch, self.lift = plan, rest, scratch, lift
+        self.shift = (plan.static.softcap or 0.0) * LOG2E
         self.group = lax.axis_index("group")
         self.block = lax.axis_index("block")
-        self.tiles = jnp.int32(1) if plan.most is None else rest["order"][self.block]
         self.row_layout = plgpu.Layout.WGMMA.reduce(1)
+
+    @property
+    def tiles(self):
+        """How many this block has."""
+        return jnp.int32(1) if self.plan.most is None else self.rest["order"][self.block]
 
     def tile_at(self, i):
         """What the i-th tile of this block is; behind the last, something."""
@@ -241,24 +246,23 @@ class Block:
             (wide(x, 8) if x.ndim else x) - columns
             for x in (y - j * kv_block for y in self.limits(tile, tile["row"] + rows))
         )
+        mine = self._ids("q_ids", tile["q_ids"], 0) if plan.segmented else None
         parts = []
         for column in range(0, kv_block, 8):
             seen = high >= column
             if plan.static.window is not None:
                 seen = seen & (low <= column)
+            if mine is not None:
+                theirs = self._ids("kv_ids", self.slot_of(at) * kv_block + column, 1)
+                seen = seen & (mine == theirs)
             part = scores[:, column : column + 8]
             parts.append(jnp.where(seen, part, -jnp.inf))
-        scores = jnp.concatenate(parts, axis=1)
-        if plan.segmented:
-            mine = self._ids("q_ids", tile["q_ids"], WGMMA_ROWS, 0)
-            theirs = self._ids("kv_ids", self.slot_of(at) * kv_block, kv_block, 1)
-            scores = jnp.where(mine == theirs, scores, -jnp.inf)
-        return scores
+        return jnp.concatenate(parts, axis=1)
 
-    def _ids(self, name, start, size, dimension):
-        layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
-        part = _compat.load(self.scratch[name].at[pl.ds(start, size)], layout)
-        shape = (WGMMA_ROWS, self.plan.static.config.kv_block)
+    def _ids(self, name, start, dimension):
+        """Of 64 queries or of 8 keys, as [64, 8]."""
+        layout, shape = plgpu.Layout.WGMMA.reduce(1 - dimension), (WGMMA_ROWS, 8)
+        part = _compat.load(self.scratch[name].at[pl.ds(start, shape[dimension])], layout)
         part = lax.broadcast_in_dim(part, shape, (dimension,))
         return plgpu.layout_cast(part, plgpu.Layout.WGMMA)
 
@@ -268,9 +272,8 @@ class Block:
         The tile says how scores are bent and multiplied, as `bend_and_factor` does.
         """
         static, bend, factor = self.plan.static, tile["bend"], tile["factor"]
-        if static.softcap is not None:  # tanh, which the hardware has to 11 bits only
-            power = jnp.exp2(scores * numbers(2 * LOG2E * bend))
-            scores = 1.0 - 2.0 / (1.0 + power)
+        if static.softcap is not None:
+            scores = soft_cap.half_below(scores, numbers(bend), interpret=static.interpret)
         elif bend != 1.0:
             scores = scores * numbers(bend)
         if is_masked:
@@ -319,8 +322,8 @@ class Block:
         """What the sums of a tile's rows are multiplied by in the end; writes the logarithm."""
         shrink: Any = None
         if "sinks" in self.rest:
-            sink = jnp.full((WGMMA_ROWS,), self.rest["sinks"][tile["head"]], jnp.float32)
-            sink = plgpu.layout_cast(sink, self.row_layout)
+            sink = self.rest["sinks"][tile["head"]] - jnp.float32(self.shift)
+            sink = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), sink, jnp.float32), self.row_layout)
             new_top = jnp.maximum(top, sink)
             anchor = jnp.where(new_top == -jnp.inf, jnp.float32(0), new_top)  # nothing seen
             shrink = jnp.exp2(top - anchor)
@@ -333,7 +336,8 @@ class Block:
         share = share if shrink is None else share * shrink
         if self.plan.static.save_lse:
             power = top + jnp.log2(total)
-            power = power - jnp.float32(self.lift) if self.lift else power
+            beside = self.shift - self.lift
+            power = power + jnp.float32(beside) if beside else power
             lse = jnp.where(some, power * jnp.float32(1 / LOG2E), -jnp.inf)
             lse_ref[tile["batch"], tile["head"], pl.ds(tile["row"], WGMMA_ROWS)] = lse
         return share

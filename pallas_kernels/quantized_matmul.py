@@ -47,6 +47,7 @@ SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)
 AUTO_ROWS = 512
 SPLITS = (1, 2, 4, sizes.MOST_SPLITS)
 FEW_ROWS = 16  # of x: those that a warp has registers for
+TUNED_HEADS = {6144: (32, 8, 128), 1152: (14, 2, 64)}  # by outputs: queries, keys, their width
 
 
 def quantized_matmul(
@@ -289,13 +290,16 @@ def _straddles(packed: Packed) -> bool:
 
 
 def _tuned(x, packed, *, norm, device: Device, **rest) -> Config | Tiles | None:
-    """The row of this call, which is that of the same call with neither a norm nor heads to turn,
-    if both can run it.
+    """The row of this call with a norm or without, if both can run it; where heads are turned and
+    no row is theirs, that of their sums alone.
     """
     m = math.prod(x.shape[:-1])
     kind = Config if _is_few(m, packed) else Tiles
-    found = tuned.lookup("quantized_matmul", bucket(x, packed, **rest), device, kind)
-    turns = rest.get("rotary") is not None
+    keys = [bucket(x, packed, **rest)]
+    if turns := rest.get("rotary") is not None:
+        keys.append(bucket(x, packed, **{**rest, "epilogue": None}))
+    rows = (tuned.lookup("quantized_matmul", key, device, kind) for key in keys)
+    found = next((row for row in rows if row is not None), None)
     if found is None or ((norm is not None or turns) and found.splits > 1):
         return None
     return None if turns and _problem(found, m, packed, _apart(packed, **rest)) else found
@@ -305,15 +309,17 @@ def default_config(
     x,
     packed,
     *,
+    norm=None,
     bias=None,
     epilogue=None,
     residual=None,
     rotary=None,
+    cache=None,
     out_dtype=None,
     device: Device,
 ) -> Config | Tiles:
     """As many rows a block as x's bytes ask for, and as still give each multiprocessor a block."""
-    del bias, residual, out_dtype
+    del norm, bias, residual, cache, out_dtype
     m, (o, _), gated = math.prod(x.shape[:-1]), packed.shape, epilogue == "swiglu"
     if not _is_few(m, packed):
         return tiles.default_tiles(m, packed, gated=gated, num_sms=device.num_sms)
@@ -373,9 +379,23 @@ def tuning_calls() -> list[tuned.Call]:
     ):
         make = functools.partial(_random_call, m, o, i, scheme)
         arguments: Any = jax.eval_shape(make, jax.random.key(0))
-        keywords = {"epilogue": "swiglu"} if o in (28672, 9728) else {}
+        keywords: dict[str, Any] = {"epilogue": "swiglu"} if o in (28672, 9728) else {}
         calls.append(tuned.Call(arguments, quantized_matmul, keywords, jax.jit(make)))
+        if m == 1 and o in TUNED_HEADS:
+            keywords = _around_heads(i, *TUNED_HEADS[o])
+            calls.append(tuned.Call(arguments, quantized_matmul, keywords, jax.jit(make)))
     return calls
+
+
+def _around_heads(i: int, heads: int, kv_heads: int, width: int) -> dict[str, Any]:
+    """What stands around the product of q, k and v in a layer; the cache has one slot."""
+    # no two numbers alike: XLA would make those of a constant by a kernel that is timed too
+    weight = jnp.linspace(0.5, 1.5, i, dtype=jnp.float32).astype(jnp.bfloat16)
+    angles = jnp.linspace(-1, 1, width // 2, dtype=jnp.float32)[None]
+    rotary = Rotary(jnp.cos(angles), jnp.sin(angles), heads, kv_heads)
+    empty = jnp.zeros((1, 1, kv_heads, width), jnp.bfloat16)
+    cache = Cache(empty, empty, jnp.zeros(1, jnp.int32))
+    return {"norm": Norm(weight, 1e-5), "epilogue": "rope", "rotary": rotary, "cache": cache}
 
 
 def _random_call(m: int, o: int, i: int, scheme: str, key: jax.Array) -> tuple[Any, Any]:
@@ -392,7 +412,7 @@ def bucket(x, packed, *, epilogue=None, out_dtype=None, **rest: Any) -> str:
     names += [*(["zeros"] if packed.zero is not None else []), x.dtype.name]
     names += ["tiles"] * (not _is_few(m, packed))
     names += [f"m{tuned.power_of_two(m)}", f"n{o}", f"k{i}", result_dtype(x, out_dtype).name]
-    return "-".join([*names, *(["swiglu"] if epilogue == "swiglu" else [])])
+    return "-".join([*names, *([epilogue] if epilogue else [])])
 
 
 def _plain(static: Static, x, packed, norm, bias, residual, angles=None, cache=None):

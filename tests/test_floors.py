@@ -135,6 +135,7 @@ MAY_IMPORT = {
     "pallas_kernels.packed": "",
     "pallas_kernels.quantize": "pallas_kernels.packed",
     "pallas_kernels.attention_reference": "",
+    "pallas_kernels.soft_cap": "pallas_kernels.attention_reference pallas_kernels.lane_code",
     "pallas_kernels.attention_fp8": "pallas_kernels.attention_reference",
     "pallas_kernels.flash_attention_blocks": "",
     "pallas_kernels.flash_attention_schedule": "",
@@ -144,7 +145,7 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.flash_attention_tiles": (
         "pallas_kernels._compat pallas_kernels.attention_reference "
-        "pallas_kernels.flash_attention_plan pallas_kernels.wgmma_tiles"
+        "pallas_kernels.flash_attention_plan pallas_kernels.soft_cap pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_forward": (
         "pallas_kernels._compat pallas_kernels.flash_attention_plan "
@@ -155,7 +156,8 @@ MAY_IMPORT = {
         "pallas_kernels.flash_attention_tiles pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_backward_kernel": (
-        "pallas_kernels._compat pallas_kernels.attention_reference pallas_kernels.wgmma_tiles"
+        "pallas_kernels._compat pallas_kernels.attention_reference pallas_kernels.soft_cap "
+        "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_backward": (
         "pallas_kernels.attention_reference pallas_kernels.device "
@@ -176,7 +178,8 @@ MAY_IMPORT = {
     "pallas_kernels.decode_attention_kernel": (
         "pallas_kernels._compat pallas_kernels.attention_reference "
         "pallas_kernels.cluster pallas_kernels.decode_attention_bytes "
-        "pallas_kernels.decode_attention_parts pallas_kernels.wgmma_tiles"
+        "pallas_kernels.decode_attention_parts pallas_kernels.soft_cap "
+        "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.decode_attention_config": (
         "pallas_kernels.decode_attention_kernel pallas_kernels.decode_attention_parts "
@@ -187,7 +190,9 @@ MAY_IMPORT = {
         "pallas_kernels.decode_attention_config pallas_kernels.decode_attention_kernel "
         "pallas_kernels.decode_attention_parts pallas_kernels.device pallas_kernels.tuned"
     ),
-    "pallas_kernels.cross_entropy_kernel": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
+    "pallas_kernels.cross_entropy_kernel": (
+        "pallas_kernels._compat pallas_kernels.soft_cap pallas_kernels.wgmma_tiles"
+    ),
     "pallas_kernels.cross_entropy": (
         "pallas_kernels._compat pallas_kernels.cross_entropy_kernel pallas_kernels.device "
         "pallas_kernels.packed pallas_kernels.quantize"

@@ -96,6 +96,9 @@ INTERPRETED = {
         (2, 128, 257, 1, 1, 96), lengths=(100, 257), keywords={**FULL, "window": 33}
     ),
     "soft cap": Case((1, 128, 257, 3, 1, 64), "sinks", keywords={"softcap": 2.0}),
+    "scores past the soft cap": Case(
+        (1, 17, 130, 2, 1, 256), config=None, keywords={"softcap": 3.0, "scale": 4.0}
+    ),
     "lengths": Case((3, 128, 257, 1, 1, 64), "sinks", lengths=(0, 130, 257)),
     "lengths, all keys": Case((3, 17, 257, 1, 1, 64), lengths=(0, 1, 200), keywords=FULL),
     "documents": Case((2, 257, 257, 1, 1, 64), "segments", config=AHEAD),
@@ -327,6 +330,13 @@ ON_DEVICE = {
     "513, heads of 64": Case((2, 513, 513, 7, 1, 64), config=None, dtype=F16),
     "513, heads of 72": Case((2, 513, 513, 4, 4, 72), config=None, keywords=FULL),
     "2048, heads of 256": Case((1, 2048, 2048, 2, 1, 256), config=None),
+    "2048, heads of 256, window": Case(
+        (1, 2048, 2048, 4, 2, 256), config=None, keywords={"window": 700, "softcap": 50.0}
+    ),
+    "2048, heads of 256, documents": Case((1, 2048, 2048, 4, 2, 256), "segments", config=None),
+    "2048, heads of 192": Case(
+        (1, 2048, 2048, 4, 2, 192), "segments sinks", config=None, keywords={"softcap": 50.0}
+    ),
     "2048, all": Case(
         (2, 2048, 2048, 4, 1, 128),
         "segments sinks",
