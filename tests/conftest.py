@@ -39,6 +39,8 @@ def _why_not(marker: str) -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", type=int, default=1, metavar="N", help="of a file's tests one in N")
+    first = "which of each N, counted from 0 and round"
+    parser.addoption("--first", type=int, default=0, metavar="K", help=first)
 
 
 def pytest_configure() -> None:
@@ -52,10 +54,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     every: int = config.option.every
     if every < 1:
         raise pytest.UsageError(f"--every must be at least 1, got {every}")
+    first: int = config.option.first % every
     places: Counter[Path] = Counter()
     kept, left_out = [], []
     for item in items:
-        (left_out if places[item.path] % every else kept).append(item)
+        (kept if places[item.path] % every == first else left_out).append(item)
         places[item.path] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
