@@ -40,9 +40,9 @@ class Case:
     constants: arguments by place that are the same for all keys, for torch too (lengths).
     time_plain: whether "xla" is timed; else it is what others are compared with, and no rival.
     compile_only: a tested or tuned shape that the benchmark leaves out.
-    spilled_bytes: what may be stored and loaded for want of registers: of a kernel that is right,
-        known not to be fast there, or slower where nothing is spilled, and written down; more of it
-        is a fault.
+    spilled_bytes: what may be stored and loaded for want of registers, of a kernel that is right:
+        because it is known not to be fast there, or because what spills nothing is slower. Written
+        down either way; more of it is a fault.
     differs: a rival this far from plain, by the norm, computes something else: not rounding.
     largest_term: for tests/numerics.py, where sums pass through numbers larger than their results.
     """

@@ -259,11 +259,11 @@ def attend(
                 s = _compat.wgmma(s, x, q, transpose_b=True, interpret=static.interpret)
             return _compat.wgmma_wait(0, s)
 
-        def scaled(s):
+        def scaled(s, layout=plgpu.Layout.WGMMA):
             if static.softcap is None:
                 return s * (static.scale * LOG2E)
             factor = static.scale / static.softcap
-            bent = soft_cap.tanh(s, factor, interpret=static.interpret)
+            bent = soft_cap.tanh(s, factor, interpret=static.interpret, layout=layout)
             return static.softcap * LOG2E * bent
 
         def seen(s, at):
@@ -357,7 +357,7 @@ def attend(
             key = plgpu.broadcasted_iota(jnp.int32, (c.tile, heads), 0, layout=plgpu.Layout.WGMMA)
             values = [line_of(new_v_ref, chunk).astype(jnp.float32) for chunk in range(chunks)]
             return (
-                scaled(jnp.sum(products, axis=0)),
+                scaled(jnp.sum(products, axis=0), plgpu.Layout.WGMMA.reduce(0)),
                 jnp.where(key == 0, 1.0, 0.0),
                 tuple(_each_key(x, heads) for x in values),
             )

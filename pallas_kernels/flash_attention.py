@@ -171,20 +171,22 @@ def default_config(
     if q.dtype == FP8:
         return _default_fp8(q, device, segmented=segmented)
     (b, t, n, _), width = q.shape, padded_width(q.shape[-1])
-    full = segmented and capped  # they need registers in the loop
     if width <= 128:
-        kv_block = 96 if full and width <= 64 else 128
+        # both need registers: with a window too, three consumers spill 500 bytes with 128 keys
+        kv_block = 96 if segmented and capped and width <= 64 else 128
         if b * n * -(-t // WGMMA_ROWS) <= device.num_sms:  # 512 tokens, 14 heads: 7.0 us, not 10.6
             return Config(kv_block, consumers=1, q_stages=1)
         if width <= 64:
             # 4 x 4096 tokens with a soft cap: 1131 us without turns, 1164 with them
             return Config(kv_block, consumers=3 if t > 128 else 2, turns=not capped)
         # 16 documents in 16384 tokens: 490 us without turns, 507 with them; 8192 tokens with a soft
-        # cap 1258 and 1292
+        # cap 1228 and 1262
         return Config(kv_block, turns=not (segmented or capped))
-    if width <= 192:
-        return Config(64 if full else 96, q_stages=1)
-    # the sums alone take 128 registers
+    if (
+        width <= 192
+    ):  # 8192 tokens with a soft cap: 759 us, and with 64 keys 822; documents would spill
+        return Config(64 if segmented else 96, q_stages=1)
+    # The sums alone take 128 registers. 8 documents in 8192 tokens: 147 us, and with turns 153
     return Config(64, q_stages=1, turns=False)
 
 

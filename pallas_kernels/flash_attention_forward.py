@@ -182,6 +182,8 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 sums = filled((WGMMA_ROWS, width), 0, plgpu.Layout.WGMMA)
                 carry = (sums, weights.astype(dtype), top, total, at + 1)
                 sums, weights, top, total, at = block.over_blocks(where, step, carry)
+                # worked out anew: kept through the loops it takes three registers, which heads of
+                # 256 and a window would spill
                 where = block.tile_of(lax.optimization_barrier(index))
                 where["row"] = row = where["start"] + group * WGMMA_ROWS
                 block.wait_for("v", at - 1)

@@ -131,7 +131,8 @@ def plan_of(
 def bend_and_factor(static: Static) -> tuple[float, float]:
     """A score becomes a power of two of it: bent * factor, and factor is positive.
 
-    With a soft cap `soft_cap.half_below` bends it, and the power is its own less all of the cap.
+    With a soft cap c, `soft_cap.minus_sigmoid` bends it to (tanh(score / c) - 1) / 2, so that the
+    power is LOG2E (c tanh(score / c) - c).
     """
     if static.softcap is not None:
         return static.scale / static.softcap, 2 * static.softcap * LOG2E

@@ -65,19 +65,19 @@ class Block:
 
     A tile is a dictionary of its batch row, head, first query, keys, and the first and last + 1
     block of keys that it meets. lift: the power of two by which weights and their sums are larger
-    than those of the softmax. shift: a row's `top` and one more of it is its largest score.
+    than those of the softmax. shift: `top`, a row's largest score as a power of two, is less by it.
     """
 
     def __init__(self, plan: Plan, rest: dict[str, Any], scratch: dict[str, Any], lift: int = 0):
         self.plan, self.rest, self.scratch, self.lift = plan, rest, scratch, lift
-        self.shift = (plan.static.softcap or 0.0) * LOG2E
+        self.shift = (plan.static.softcap or 0.0) * LOG2E  # see `bend_and_factor`
         self.group = lax.axis_index("group")
         self.block = lax.axis_index("block")
         self.row_layout = plgpu.Layout.WGMMA.reduce(1)
 
     @property
     def tiles(self):
-        """How many this block has."""
+        """How many this block has: read at each use, for registers are scarcer than that costs."""
         return jnp.int32(1) if self.plan.most is None else self.rest["order"][self.block]
 
     def tile_at(self, i):
@@ -246,23 +246,24 @@ class Block:
             (wide(x, 8) if x.ndim else x) - columns
             for x in (y - j * kv_block for y in self.limits(tile, tile["row"] + rows))
         )
-        mine = self._ids("q_ids", tile["q_ids"], 0) if plan.segmented else None
         parts = []
         for column in range(0, kv_block, 8):
             seen = high >= column
             if plan.static.window is not None:
                 seen = seen & (low <= column)
-            if mine is not None:
-                theirs = self._ids("kv_ids", self.slot_of(at) * kv_block + column, 1)
-                seen = seen & (mine == theirs)
             part = scores[:, column : column + 8]
             parts.append(jnp.where(seen, part, -jnp.inf))
-        return jnp.concatenate(parts, axis=1)
+        scores = jnp.concatenate(parts, axis=1)
+        if plan.segmented:
+            mine = self._ids("q_ids", tile["q_ids"], WGMMA_ROWS, 0)
+            theirs = self._ids("kv_ids", self.slot_of(at) * kv_block, kv_block, 1)
+            scores = jnp.where(mine == theirs, scores, -jnp.inf)
+        return scores
 
-    def _ids(self, name, start, dimension):
-        """Of 64 queries or of 8 keys, as [64, 8]."""
-        layout, shape = plgpu.Layout.WGMMA.reduce(1 - dimension), (WGMMA_ROWS, 8)
-        part = _compat.load(self.scratch[name].at[pl.ds(start, shape[dimension])], layout)
+    def _ids(self, name, start, size, dimension):
+        layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
+        part = _compat.load(self.scratch[name].at[pl.ds(start, size)], layout)
+        shape = (WGMMA_ROWS, self.plan.static.config.kv_block)
         part = lax.broadcast_in_dim(part, shape, (dimension,))
         return plgpu.layout_cast(part, plgpu.Layout.WGMMA)
 
@@ -273,7 +274,7 @@ class Block:
         """
         static, bend, factor = self.plan.static, tile["bend"], tile["factor"]
         if static.softcap is not None:
-            scores = soft_cap.half_below(scores, numbers(bend), interpret=static.interpret)
+            scores = soft_cap.minus_sigmoid(scores, bend, interpret=static.interpret)
         elif bend != 1.0:
             scores = scores * numbers(bend)
         if is_masked:
@@ -336,8 +337,8 @@ class Block:
         share = share if shrink is None else share * shrink
         if self.plan.static.save_lse:
             power = top + jnp.log2(total)
-            beside = self.shift - self.lift
-            power = power + jnp.float32(beside) if beside else power
+            offset = self.shift - self.lift
+            power = power + jnp.float32(offset) if offset else power
             lse = jnp.where(some, power * jnp.float32(1 / LOG2E), -jnp.inf)
             lse_ref[tile["batch"], tile["head"], pl.ds(tile["row"], WGMMA_ROWS)] = lse
         return share

@@ -1,4 +1,4 @@
-"""The tanh of soft caps, of what wgmma has summed.
+"""The tanh of soft caps, in kernels of warpgroups.
 
 tanh x = 1 - 2 / (exp(2 x) + 1). The GPU's own tanh has 11 bits, too few: scores of 25 under a cap
 of 50 would be off by 0.01. A quotient is guarded against divisors beyond 2^126, four instructions
@@ -11,47 +11,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import vector
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_reference import LOG2E
-from pallas_kernels.lane_code import asm
 
 
-def tanh(x: jax.Array, factor: Any, *, interpret: bool) -> jax.Array:
-    """Of factor x, float32 in Layout.WGMMA, wrong by 4e-7 at most. factor: a number."""
-    return 1.0 + 2.0 * half_below(x, factor, interpret=interpret)
+def tanh(
+    x: jax.Array, factor: Any, *, interpret: bool, layout: Any = plgpu.Layout.WGMMA
+) -> jax.Array:
+    """Of factor x, wrong by 4e-7 at most. x: float32 in `layout`; factor: a number."""
+    return 1.0 + 2.0 * minus_sigmoid(x, factor, interpret=interpret, layout=layout)
 
 
-def half_below(x: jax.Array, factor: Any, *, interpret: bool) -> jax.Array:
-    """(`tanh` - 1) / 2, an instruction less: where a constant does not count, as in a softmax."""
-    power = jnp.exp2(x * (factor * (2 * LOG2E)))
-    return _reciprocal(-1.0 - power, interpret=interpret)
-
-
-def _reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """1 / x where |x| is 1 or more; 0 beyond 2^126."""
+def minus_sigmoid(
+    x: jax.Array, factor: Any, *, interpret: bool, layout: Any = plgpu.Layout.WGMMA
+) -> jax.Array:
+    """-sigmoid(-2 factor x) = (tanh(factor x) - 1) / 2: an instruction less than `tanh`, for where
+    a constant does not count, as in a softmax.
+    """
+    divisor = -1.0 - jnp.exp2(x * (factor * (2 * LOG2E)))
     if interpret:
-        return 1.0 / x
+        return 1.0 / divisor
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
     )
-    def of_registers(_: Any, *arrays: Any) -> Any:
+    def reciprocal(_: Any, *arrays: Any) -> Any:
+        """0 beyond 2^126."""
         (array,) = arrays
-        registers = np.empty(array.registers.shape, dtype=object)
-        for place, pair in np.ndenumerate(array.registers):
-            for i in range(2):
-                at = {"dynamic_position": [], "static_position": ir.DenseI64ArrayAttr.get([i])}
-                done = asm("rcp.approx.ftz.f32 $0, $1;", "f", vector.extract(pair, **at))
-                pair = vector.insert(done, pair, **at)
-            registers[place] = pair
-        layout = fragmented_array.WGMMA_LAYOUT
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        return array._pointwise(array._lift_fast_instr("rcp.approx.ftz.f32"))
 
-    return of_registers(x)
+    return reciprocal(divisor)

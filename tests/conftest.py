@@ -39,12 +39,14 @@ def _why_not(marker: str) -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", type=int, default=1, metavar="N", help="of a file's tests one in N")
-    first = "which of each N, counted from 0 and round"
+    first = "which of each N: K modulo N"
     parser.addoption("--first", type=int, default=0, metavar="K", help=first)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A shell's background jobs ignore Ctrl-C, and hand that on; the tests send it."""
+    if config.option.every < 1:
+        raise pytest.UsageError(f"--every must be at least 1, got {config.option.every}")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -52,8 +54,6 @@ def pytest_configure() -> None:
 @pytest.hookimpl(trylast=True)  # of those that -m and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     every: int = config.option.every
-    if every < 1:
-        raise pytest.UsageError(f"--every must be at least 1, got {every}")
     first: int = config.option.first % every
     places: Counter[Path] = Counter()
     kept, left_out = [], []

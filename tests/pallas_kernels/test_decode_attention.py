@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+from jaxllm import aot
 from pallas_kernels.decode_attention import (
     Config,
     decode_attention,
@@ -200,6 +201,16 @@ def test_a_new_token_is_written_and_seen():
         want[np.arange(3), last] = np.asarray(new[f"new_{name}"])[:, 0]
         np.testing.assert_array_equal(np.asarray(cache), want)
     assert_right(out, {**call, "k_cache": k, "v_cache": v})
+
+
+@pytest.mark.aot
+def test_a_new_token_compiles_with_a_soft_cap():
+    """Its score comes in another layout than those of the cache."""
+    call = jax.eval_shape(Case(32, 8, 128, 1024, (1024, 1, 500)).arrays)
+    new = {f"new_{x}": jax.ShapeDtypeStruct((3, 1, 8, 128), jnp.bfloat16) for x in "kv"}
+    f = functools.partial(decode_attention, softcap=50.0)
+    program = aot.compile_for(lambda call: f(**call), {**call, **new})
+    assert program.mosaic_launches() == ["decode_attention"]
 
 
 @pytest.mark.parametrize("page", [None, 16])

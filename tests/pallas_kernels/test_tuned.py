@@ -73,12 +73,14 @@ def test_every_row_builds_its_config():
 
 
 def test_rows_of_packed_weights_are_legal():
-    """A config of a row is not looked at before it runs."""
+    """A config of a row is not looked at before it runs, but where heads are turned."""
     module = importlib.import_module("pallas_kernels.quantized_matmul")
     for row in rows_of("quantized_matmul"):
-        x, packed = call_of(row).arguments
-        apart = packed.shape[0] // 2 * row["key"].endswith("-swiglu")
-        config = kind_of(row)(**row["config"])
+        call, config = call_of(row), kind_of(row)(**row["config"])
+        x, packed = call.arguments
+        apart = module._apart(packed, **call.keywords)
+        assert (apart > 0) == row["key"].endswith(("-swiglu", "-rope"))
+        assert config.splits == 1 or "norm" not in call.keywords
         assert module._problem(config, x.shape[0], packed, apart) is None, row["key"]
         larger = dataclasses.replace(config, tile_n=24)
         assert "tile_n" in module._problem(larger, x.shape[0], packed, apart)

@@ -1,0 +1,62 @@
+"""The tanh of soft caps against float64: as the interpreter has it, and on a GPU."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernels import interpreted
+
+from pallas_kernels import _compat, soft_cap
+
+pytestmark = pytest.mark.usefixtures("strict_jax")
+
+F32 = jnp.float32
+SMALLEST = 2.0**-126  # and the rest from there to where exp is infinite, both signs and infinities
+POSITIVE = np.concatenate([[0.0, SMALLEST, 1e4, np.inf], np.geomspace(1e-6, 120, 1020)])
+NUMBERS = np.stack([POSITIVE, -POSITIVE]).reshape(64, 32).astype(np.float32)
+BOUND = 4e-7  # what its docstring says
+
+
+def call(factor: Any, *, interpret: bool) -> Any:
+    """minus_sigmoid and tanh of NUMBERS, a tile of wgmma."""
+
+    def kernel(x_ref, out_ref, other_ref):
+        x = _compat.load(x_ref, plgpu.Layout.WGMMA, optimized=False)
+        out_ref[...] = soft_cap.minus_sigmoid(x, factor, interpret=interpret)
+        other_ref[...] = soft_cap.tanh(x, factor, interpret=interpret)
+
+    shape = jax.ShapeDtypeStruct(NUMBERS.shape, F32)
+    return _compat.kernel(
+        kernel,
+        name="soft_cap",
+        out_type=(shape, shape),
+        grid=(1,),
+        grid_names=("block",),
+        interpret=interpret,
+        approx_math=True,
+    )
+
+
+def assert_right(found: Any, factor: float) -> None:
+    half, whole = (np.asarray(x).astype(np.float64) for x in found)
+    with np.errstate(invalid="ignore"):
+        truth = np.tanh(factor * NUMBERS.astype(np.float64))
+    assert np.abs(whole - truth).max() < BOUND
+    assert np.abs(half - (truth - 1) / 2).max() < BOUND / 2
+    eleven_bits = np.asarray(truth).astype(np.float16)
+    with pytest.raises(AssertionError):
+        assert np.abs(eleven_bits - truth).max() < BOUND
+
+
+@pytest.mark.parametrize("factor", [1.0, -0.02])
+def test_interpreted(factor: float):
+    assert_right(interpreted(call(factor, interpret=True), jnp.asarray(NUMBERS)), factor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [1.0, -0.02])
+def test_on_a_gpu(factor: float):
+    assert_right(jax.jit(call(factor, interpret=False))(jnp.asarray(NUMBERS)), factor)
