@@ -182,9 +182,8 @@ def default_config(
         # 16 documents in 16384 tokens: 490 us without turns, 507 with them; 8192 tokens with a soft
         # cap 1228 and 1262
         return Config(kv_block, turns=not (segmented or capped))
-    if (
-        width <= 192
-    ):  # 8192 tokens with a soft cap: 759 us, and with 64 keys 822; documents would spill
+    if width <= 192:
+        # 8192 tokens with a soft cap: 759 us, and with 64 keys 822; with documents 96 would spill
         return Config(64 if segmented else 96, q_stages=1)
     # The sums alone take 128 registers. 8 documents in 8192 tokens: 147 us, and with turns 153
     return Config(64, q_stages=1, turns=False)
