@@ -259,7 +259,7 @@ def attend(
                 s = _compat.wgmma(s, x, q, transpose_b=True, interpret=static.interpret)
             return _compat.wgmma_wait(0, s)
 
-        def scaled(s, layout=plgpu.Layout.WGMMA):
+        def scaled(s, layout: Any = plgpu.Layout.WGMMA):
             if static.softcap is None:
                 return s * (static.scale * LOG2E)
             factor = static.scale / static.softcap
