@@ -41,6 +41,15 @@ class Cache(NamedTuple):
     slots: Int[Array, " B"]
 
 
+def around_heads(inputs: int, q_heads: int, kv_heads: int, width: int) -> dict[str, Any]:
+    """Keywords of a product of q, k and v whose `tuning_calls` want some norm and angles."""
+    # not one number throughout: XLA would make that of a constant by a kernel that is timed too
+    weight = jnp.linspace(0.5, 1.5, inputs, dtype=jnp.float32).astype(jnp.bfloat16)
+    angles = jnp.linspace(-1, 1, width // 2, dtype=jnp.float32)[None]
+    rotary = Rotary(jnp.cos(angles), jnp.sin(angles), q_heads, kv_heads)
+    return {"norm": Norm(weight, 1e-5), "epilogue": "rope", "rotary": rotary}
+
+
 def turn_and_write(heads, rotary, cache=None):
     """q [B, N H] of heads of q, k and v side by side, turned, and k and v: [B, K, H], or those of
     the cache with these in their slots.

@@ -118,6 +118,10 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     interpret=static.interpret,
                 )
 
+            def where_is(index):
+                tile = block.tile_of(index)
+                return tile | {"row": tile["start"] + group * WGMMA_ROWS}
+
             def first_scores(i, at):
                 plgpu.barrier_wait(scratch["q_full"].at[q_slot_of(i)])
                 block.wait_for("k", at)
@@ -130,10 +134,9 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
             def tile(i, carry):
                 at, index, *scores = carry
                 following = block.tile_at(i + 1)
-                where = block.tile_of(index)
+                where = where_is(index)
                 q_slot = q_slot_of(i)
-                row = where["start"] + group * WGMMA_ROWS
-                where |= {"row": row, "q_ids": q_slot * tile_rows + group * WGMMA_ROWS}
+                where["q_ids"] = q_slot * tile_rows + group * WGMMA_ROWS
                 where |= {"bend": bend, "factor": factor}
                 end = where["end"]
 
@@ -184,8 +187,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 sums, weights, top, total, at = block.over_blocks(where, step, carry)
                 # worked out anew: kept through the loops it takes three registers, which heads of
                 # 256 and a window would spill
-                where = block.tile_of(lax.optimization_barrier(index))
-                where["row"] = row = where["start"] + group * WGMMA_ROWS
+                where = where_is(lax.optimization_barrier(index))
                 block.wait_for("v", at - 1)
                 if ahead:
                     plgpu.barrier_wait(scratch["q_full"].at[q_slot_of(i + 1)])
@@ -210,9 +212,9 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                         tile_as_copied("q", q_slot, group, part),
                         out_ref.at[
                             where["batch"],
-                            pl.ds(row, WGMMA_ROWS),
+                            pl.ds(where["row"], WGMMA_ROWS),
                             where["head"],
-                            columns(part, row),
+                            columns(part, where["row"]),
                         ],
                     )
                 if c.q_stages == 1:

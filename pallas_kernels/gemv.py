@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat, tuned
 from pallas_kernels import device as device_lib
-from pallas_kernels.around_product import Cache, Norm, Rotary, turn_and_write
+from pallas_kernels.around_product import Cache, Norm, Rotary, around_heads, turn_and_write
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, THREADS, Device
 from pallas_kernels.gemv_kernel import ITEMSIZE, Config, Static, grain, lanes_across, products
 from pallas_kernels.rms_norm import rms_norm_reference
@@ -221,14 +221,12 @@ def tuning_calls() -> list[tuned.Call]:
     bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     calls = []
     for d, f, heads, kv_heads, width in TUNED_MODELS.values():
-        # no two numbers alike: XLA would make those of a constant by a kernel that is timed too
-        row = jnp.linspace(0.5, 1.5, d, dtype=jnp.float32).astype(jnp.bfloat16)
-        norm, residual = Norm(row, 1e-5), row[None]
-        angles = jnp.linspace(-1, 1, width // 2, dtype=jnp.float32)[None]
-        rotary = Rotary(jnp.cos(angles), jnp.sin(angles), heads, kv_heads)
+        of_heads = around_heads(d, heads, kv_heads, width)
+        norm = of_heads["norm"]
+        residual = norm.weight[None]
         outputs = (heads + 2 * kv_heads) * width
         for o, i, around in (
-            (outputs, d, {"norm": norm, "epilogue": "rope", "rotary": rotary}),
+            (outputs, d, of_heads),
             (d, heads * width, {"residual": residual}),
             (2 * f, d, {"norm": norm, "epilogue": "swiglu"}),
             (d, f, {"residual": residual}),

@@ -27,7 +27,7 @@ from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_matmul_kernel as kernel
 from pallas_kernels import quantized_tiles_config as tiles
 from pallas_kernels import ternary_matmul as ternary
-from pallas_kernels.around_product import Cache, Norm, Rotary, turn_and_write
+from pallas_kernels.around_product import Cache, Norm, Rotary, around_heads, turn_and_write
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
@@ -40,14 +40,14 @@ from pallas_kernels.rms_norm import rms_norm_reference
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 SCHEMES = tuple(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary")
-# Where it lies on chip, so does one of its warps and turns at every epilogue
+# If this one fits on chip, one of its warps and turns does for every epilogue
 SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)
 # H200, int4 [28672, 4096] with its gate, us, ours and XLA's: 64 rows 62 and 212, 512 rows 250 and
 # 313, 4096 rows 1759 and 1548. Other formats and narrower weights of so many rows: not measured.
 AUTO_ROWS = 512
 SPLITS = (1, 2, 4, sizes.MOST_SPLITS)
 FEW_ROWS = 16  # of x: those that a warp has registers for
-TUNED_HEADS = {6144: (32, 8, 128), 1152: (14, 2, 64)}  # by outputs: queries, keys, their width
+TUNED_HEADS = {6144: (32, 8, 128), 1152: (14, 2, 64)}  # by outputs: heads of q, of k, width
 
 
 def quantized_matmul(
@@ -382,20 +382,15 @@ def tuning_calls() -> list[tuned.Call]:
         keywords: dict[str, Any] = {"epilogue": "swiglu"} if o in (28672, 9728) else {}
         calls.append(tuned.Call(arguments, quantized_matmul, keywords, jax.jit(make)))
         if m == 1 and o in TUNED_HEADS:
-            keywords = _around_heads(i, *TUNED_HEADS[o])
+            keywords = around_heads(i, *TUNED_HEADS[o]) | {"cache": _one_slot(*TUNED_HEADS[o])}
             calls.append(tuned.Call(arguments, quantized_matmul, keywords, jax.jit(make)))
     return calls
 
 
-def _around_heads(i: int, heads: int, kv_heads: int, width: int) -> dict[str, Any]:
-    """What stands around the product of q, k and v in a layer; the cache has one slot."""
-    # no two numbers alike: XLA would make those of a constant by a kernel that is timed too
-    weight = jnp.linspace(0.5, 1.5, i, dtype=jnp.float32).astype(jnp.bfloat16)
-    angles = jnp.linspace(-1, 1, width // 2, dtype=jnp.float32)[None]
-    rotary = Rotary(jnp.cos(angles), jnp.sin(angles), heads, kv_heads)
+def _one_slot(_: int, kv_heads: int, width: int) -> Cache:
+    """For one row: what XLA makes of it, or copies, is timed with the product, so it is little."""
     empty = jnp.zeros((1, 1, kv_heads, width), jnp.bfloat16)
-    cache = Cache(empty, empty, jnp.zeros(1, jnp.int32))
-    return {"norm": Norm(weight, 1e-5), "epilogue": "rope", "rotary": rotary, "cache": cache}
+    return Cache(empty, empty, jnp.zeros(1, jnp.int32))
 
 
 def _random_call(m: int, o: int, i: int, scheme: str, key: jax.Array) -> tuple[Any, Any]:
