@@ -4,10 +4,12 @@
     dx = dy W       dy rounded to e5m2, for gradients need range more than digits
     dW = dy^T x
 
-A tensor is divided by s = largest magnitude / largest number of the format, and rounded; the sums
-are float32 and are multiplied by both s. The scale comes from the tensor itself at every use, so
-there is no state to keep. On a GPU that has such products, XLA calls cuBLASLt's with the scales in
-the call; a CPU computes the same sums of the same rounded numbers.
+A tensor is divided by s, the least power of two with which it fits the format, and rounded; the
+sums are float32 and are multiplied by both s, which rounds nothing. The scale comes from the tensor
+itself at every use, so there is no state to keep. Products want K innermost in both operands, so
+each tensor is rounded both ways round at once (`ops.cast_transpose`). On a GPU that has such
+products, XLA calls cuBLASLt's with the scales in the call; a CPU computes the same sums of the same
+rounded numbers.
 Source: Micikevicius et al. 2022, arXiv:2209.05433.
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm import ops
 from jaxllm.layers import Linear
 from jaxllm.quantize import KEEP, linears
 
@@ -43,9 +46,9 @@ class Fp8Linear(Linear):
         self.implementation = linear.implementation
 
     def __call__(self, x: Float[Array, "*B I"], *, out_dtype=None) -> Float[Array, "*B O"]:
-        y: Array = _product(
-            jnp.dtype(out_dtype or self.dtype), x.astype(self.dtype), self.weight[...]
-        )
+        implementation = ops.name_for("cast_transpose", self.implementation)
+        dtype = jnp.dtype(out_dtype or self.dtype)
+        y: Array = _product(dtype, implementation, x.astype(self.dtype), self.weight[...])
         if self.bias is None:
             return y
         bias = self.bias[...].astype(y.dtype)
@@ -65,44 +68,65 @@ def use_fp8(model: nnx.Module, *, keep: Sequence[str] = KEEP) -> None:
         setattr(parent, attribute, Fp8Linear(linear))
 
 
-def to_fp8(x: Float[Array, "*B"], dtype: Any = FORWARD) -> tuple[Array, Float[Array, ""]]:
-    """(x / s rounded to an 8-bit dtype, s): s is float32, 1 for a tensor of zeros, and never 0."""
+def scale_of(x: Float[Array, "*B"], dtype: Any = FORWARD) -> Float[Array, ""]:
+    """The least power of two with which x / scale has no number beyond the largest of `dtype`.
+
+    float32; 1 for a tensor of zeros, and never 0; NaN or infinite if x has such a number.
+    """
     most = np.float32(jnp.finfo(dtype).max)
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
     least = jnp.finfo(jnp.float32).tiny  # else the quotients of a tiny tensor would be NaN
-    scale = jnp.where(largest > 0, jnp.maximum(largest / most, least), jnp.float32(1))
-    # What is too large would become NaN, not the largest number
-    rounded = jnp.clip(x.astype(jnp.float32) / scale, -most, most).astype(dtype)
-    return rounded, scale
+    ratio = jnp.maximum(largest / most, least)
+    mantissa, exponent = jnp.frexp(ratio)
+    scale = jnp.ldexp(jnp.float32(1), exponent - (mantissa == 0.5))
+    scale = jnp.where(largest > 0, scale, jnp.float32(1))
+    return jnp.where(jnp.isfinite(largest), scale, largest)
 
 
-def _dot(a, b, axes: tuple[int, int], dtype: Any) -> Array:
-    """Two scaled tensors of two axes each, multiplied over one of each."""
-    (a, a_scale), (b, b_scale) = a, b
-    contracted = (((axes[0],), (axes[1],)), ((), ()))
-    y = jax.lax.dot_general(a, b, contracted, preferred_element_type=jnp.float32)
-    return (y * (a_scale * b_scale)).astype(dtype)
+class _Operand(NamedTuple):
+    """A matrix in 8 bits, both ways round: what it stands for is scale times that."""
+
+    rows: Array
+    columns: Array
+    scale: Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(out_dtype: Any, x, weight):
-    return _product_forward(out_dtype, x, weight)[0]
+def _operand(x: Float[Array, "M N"], dtype: Any, implementation: str) -> _Operand:
+    scale = scale_of(x, dtype)
+    return _Operand(*ops.cast_transpose(x, scale, dtype, implementation=implementation), scale)
 
 
-def _product_forward(out_dtype, x, weight):
-    rows = to_fp8(x.reshape(-1, x.shape[-1]))
-    small = to_fp8(weight)
-    y = _dot(rows, small, (1, 1), out_dtype).reshape(*x.shape[:-1], weight.shape[0])
-    return y, (rows, small, jnp.zeros((0,), x.dtype), jnp.zeros((0,), weight.dtype))
+def _dot(a: Array, b: Array, scale: Array, dtype: Any) -> Array:
+    """scale * a @ b^T of two matrices in 8 bits."""
+    # bfloat16 has float32's exponents, so that a power of two rounds nothing: cuBLASLt, which has
+    # the scale from XLA, need not write float32 first
+    wide = dtype if dtype == jnp.bfloat16 else jnp.float32
+    contracted = (((1,), (1,)), ((), ()))
+    y = jax.lax.dot_general(a, b, contracted, preferred_element_type=wide)
+    return (y * scale.astype(wide)).astype(dtype)
 
 
-def _product_backward(out_dtype, saved, d_y):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(out_dtype: Any, implementation: str, x, weight):
+    return _product_forward(out_dtype, implementation, x, weight)[0]
+
+
+def _product_forward(out_dtype, implementation, x, weight):
+    rows = _operand(x.reshape(-1, x.shape[-1]), FORWARD, implementation)
+    small = _operand(weight, FORWARD, implementation)
+    y = _dot(rows.rows, small.rows, rows.scale * small.scale, out_dtype)
+    saved = [(operand.columns, operand.scale) for operand in (rows, small)]
+    like = jnp.zeros((0,), x.dtype), jnp.zeros((0,), weight.dtype)
+    return y.reshape(*x.shape[:-1], -1), (*saved, like)
+
+
+def _product_backward(out_dtype, implementation, saved, d_y):
     del out_dtype
-    rows, weight, like_x, like_weight = saved
-    d_rows = to_fp8(d_y.reshape(-1, d_y.shape[-1]), GRADIENT)
-    d_x = _dot(d_rows, weight, (1, 0), like_x.dtype).reshape(*d_y.shape[:-1], -1)
-    d_weight = _dot(d_rows, rows, (0, 0), like_weight.dtype)
-    return d_x, d_weight
+    (x, x_scale), (weight, weight_scale), (like_x, like_weight) = saved
+    d_rows = _operand(d_y.reshape(-1, d_y.shape[-1]), GRADIENT, implementation)
+    d_x = _dot(d_rows.rows, weight, d_rows.scale * weight_scale, like_x.dtype)
+    d_weight = _dot(d_rows.columns, x, d_rows.scale * x_scale, like_weight.dtype)
+    return d_x.reshape(*d_y.shape[:-1], -1), d_weight
 
 
 _product.defvjp(_product_forward, _product_backward)

@@ -4,6 +4,7 @@ Each is a function of the module of its name, which also tells what keeps it fro
 and how it is tiled (`Config`): `from pallas_kernels.rms_norm import why_not`.
 """
 
+from pallas_kernels.cast_transpose import cast_transpose
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.embedding import embedding
@@ -21,6 +22,7 @@ from pallas_kernels.softmax import scale_softmax
 from pallas_kernels.swiglu import geglu, relu2_glu, swiglu
 
 __all__ = [
+    "cast_transpose",
     "decode_attention",
     "dequantize",
     "embedding",

@@ -193,6 +193,9 @@ MAY_IMPORT = {
     "pallas_kernels.cross_entropy_kernel": (
         "pallas_kernels._compat pallas_kernels.soft_cap pallas_kernels.wgmma_tiles"
     ),
+    "pallas_kernels.cast_transpose": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code"
+    ),
     "pallas_kernels.cross_entropy": (
         "pallas_kernels._compat pallas_kernels.cross_entropy_kernel pallas_kernels.device "
         "pallas_kernels.packed pallas_kernels.quantize"
@@ -242,6 +245,7 @@ MAY_IMPORT = {
     "jaxllm.tokenizer": "jaxllm.chat_template jaxllm.detokenizer",
     "jaxllm.ops._select": "pallas_kernels.device",
     "jaxllm.ops.attention": OP,
+    "jaxllm.ops.cast_transpose": OP,
     "jaxllm.ops.glu": OP,
     "jaxllm.ops.fused_linear": (
         f"{OP} jaxllm.ops.glu jaxllm.ops.linear jaxllm.ops.norm jaxllm.ops.rope"
@@ -277,7 +281,7 @@ MAY_IMPORT = {
         "jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision jaxllm.quantize"
     ),
     "jaxllm.quantize": f"{KERNELS} jaxllm.layers jaxllm.ops",
-    "jaxllm.fp8": "jaxllm.layers jaxllm.quantize",
+    "jaxllm.fp8": "jaxllm.layers jaxllm.ops jaxllm.quantize",
     "jaxllm.checkpoint.shipped": "",
     "jaxllm.checkpoint.bitnet": "jaxllm.checkpoint.quantization_config jaxllm.config",
     "jaxllm.checkpoint.safetensors_file": "",

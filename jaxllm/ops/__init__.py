@@ -7,8 +7,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from jaxllm.ops._select import Table, choose
+from jaxllm.ops._select import Table, choose, name_for
 from jaxllm.ops.attention import ATTENTION, HOLDS_SCORES, attention
+from jaxllm.ops.cast_transpose import CAST_TRANSPOSE, cast_transpose
 from jaxllm.ops.fused_linear import FUSED_LINEAR, Cache, Norm, Rotary, fused_linear, takes_rows
 from jaxllm.ops.glu import GLU, glu
 from jaxllm.ops.linear import EMBEDDING, LINEAR, embedding, linear
@@ -33,6 +34,7 @@ OPS = {
     "fused_linear": (fused_linear, FUSED_LINEAR),
     "linear_cross_entropy": (linear_cross_entropy, LINEAR_CROSS_ENTROPY),
     "sampling_threshold": (sampling_threshold, SAMPLING_THRESHOLD),
+    "cast_transpose": (cast_transpose, CAST_TRANSPOSE),
 }
 
 
@@ -79,6 +81,7 @@ __all__ = [
     "Rotary",
     "attention",
     "bit_linear",
+    "cast_transpose",
     "chosen",
     "cross_entropy",
     "embedding",
@@ -89,6 +92,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_log_probs",
+    "name_for",
     "rms_norm",
     "rope",
     "sampling_threshold",

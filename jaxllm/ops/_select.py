@@ -23,6 +23,7 @@ OP_NAMES = (
     "fused_linear",
     "linear_cross_entropy",
     "sampling_threshold",
+    "cast_transpose",
 )
 
 
