@@ -133,9 +133,8 @@ def test_training_takes_turns_and_the_main_case_is_first(monkeypatch):
         ("worker", 1, 100.0),
         ("torch_worker", 1, 100.0),
         ("worker", 2, 100.0),
+        ("torch_worker", 2, 100.0),
         ("worker", 3, 100.0),
-        ("torch_worker", 3, 100.0),
-        ("worker", 4, 100.0),
     ]
     assert turns(["train"], only="^train/") == train
     assert turns(["rope"]) == [("worker", 0, 72.0), ("torch_worker", 0, 100.0)]
