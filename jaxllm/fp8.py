@@ -108,7 +108,8 @@ def _dot(a: Array, b: Array, scale: Array, dtype: Any) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(out_dtype: Any, implementation: str, x, weight):
-    return _product_forward(out_dtype, implementation, x, weight)[0]
+    del implementation  # without a gradient nothing is turned round, and XLA leaves that out
+    return _product_forward(out_dtype, "xla", x, weight)[0]
 
 
 def _product_forward(out_dtype, implementation, x, weight):

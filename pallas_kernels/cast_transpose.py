@@ -14,19 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import vector
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.device import Device
-from pallas_kernels.lane_code import asm
+from pallas_kernels.lane_code import array_of, asm, register_of, words_of
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 OUT_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -145,37 +142,20 @@ def _turned(y, dtype):
         arg_types=(before,),
         return_type=plgpu.ShapeDtypeStruct(TILE[::-1], dtype, layout=after),
     )
-    def turned(_: Any, y: Any) -> Any:
-        rows = y.registers.reshape(-1)
-        number = ir.VectorType(rows[0].type).element_type
-        words = [vector.bitcast(_words(HELD[1]), row) for row in rows]
+    def turned(_: Any, *arrays: Any) -> Any:
+        rows = arrays[0].registers.reshape(-1)
+        words = [words_of(row) for row in rows]
         columns: list[list[Any]] = [[] for _ in range(HELD[1])]
         for down in range(0, HELD[0], WORD):
             for across in range(HELD[1] // WORD):
-                block = [vector.extract(row, [], [across]) for row in words[down : down + WORD]]
+                block = [row[across] for row in words[down : down + WORD]]
                 for i, word in enumerate(_turned_words(*block)):
                     columns[across * WORD + i].append(word)
-        registers = np.empty(HELD[1], dtype=object)
-        registers[:] = [
-            vector.bitcast(
-                ir.VectorType.get((HELD[0],), number),
-                vector.from_elements(_words(HELD[0]), column),
-            )
-            for column in columns
-        ]
-        layout = after.to_mgpu()
-        return mgpu.FragmentedArray(
-            _registers=registers.reshape(layout.registers_shape(TILE[::-1])),
-            _layout=layout,
-            _is_signed=None,
-        )
+        number = ir.VectorType(rows[0].type).element_type
+        registers = [register_of(column, number) for column in columns]
+        return array_of(registers, TILE[::-1], after)
 
-    return turned(y)  # pyright: ignore[reportCallIssue]  # the context is not handed over
-
-
-def _words(count: int) -> Any:
-    """So many bytes as a vector of words."""
-    return ir.VectorType.get((count // WORD,), ir.IntegerType.get_signless(32))
+    return turned(y)
 
 
 def _turned_words(a: Any, b: Any, c: Any, d: Any) -> list[Any]:

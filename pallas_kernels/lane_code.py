@@ -5,10 +5,13 @@ Values are those of MLIR: addresses (64 bits in global memory, 32 on chip) and w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import arith, llvm
+from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 MOST_EARLY = 2  # results of a thread whose operands it holds while their sums are made: registers
@@ -36,6 +39,37 @@ def asm(text: str, results: str, *operands: Any, effects: bool = False) -> Any:
     if len(outs) == 1:
         return done
     return [llvm.extractvalue(each, done, [i]) for i, each in enumerate(outs)]
+
+
+def words_of(register: Any) -> list[Any]:
+    """The bits of numbers that a thread has side by side; of fewer than 32, zeros above them."""
+    kind = ir.VectorType(register.type)
+    bits = mgpu_utils.bitwidth(kind.element_type) * kind.shape[0]
+    one = ir.IntegerType.get_signless(min(bits, 32))
+    count = -(-bits // 32)
+    bits_of = vector.bitcast(ir.VectorType.get((count,), one), register)
+    words = [vector.extract(bits_of, [], [i]) for i in range(count)]
+    i32 = ir.IntegerType.get_signless(32)
+    return words if bits >= 32 else [arith.extui(i32, word) for word in words]
+
+
+def register_of(words: Sequence[Any], number: Any) -> Any:
+    """The other way: words as numbers of one MLIR type."""
+    i32 = ir.IntegerType.get_signless(32)
+    whole = vector.from_elements(ir.VectorType.get((len(words),), i32), words)
+    count = 32 * len(words) // mgpu_utils.bitwidth(number)
+    return vector.bitcast(ir.VectorType.get((count,), number), whole)
+
+
+def array_of(registers: Sequence[Any], shape: tuple[int, ...], layout: Any) -> Any:
+    """What a thread has of an array in a layout of `_compat.tiled_layout`, for `inline_mgpu`."""
+    held = np.empty(len(registers), dtype=object)
+    held[:] = registers
+    return mgpu.FragmentedArray(
+        _registers=held.reshape(layout.to_mgpu().registers_shape(shape)),
+        _layout=layout.to_mgpu(),
+        _is_signed=None,
+    )
 
 
 def address_of(ref: Any) -> Any:

@@ -12,16 +12,12 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import arith, vector
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels import quantized_unpack as unpack
-from pallas_kernels.lane_code import asm
+from pallas_kernels.lane_code import array_of, asm, register_of, words_of
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
 from pallas_kernels.quantized_tiles_config import CHUNK, CODE_BYTES, HELD, ROWS, step
@@ -69,25 +65,19 @@ def numbers(codes_ref, of: dict[str, Any], packed: Packed, dtype, chunk: int, *,
         of: dict[str, list[Any]] = {"scale": [], "zero": []}
         for each, array in zip(names, loaded, strict=True):
             (register,) = array.registers.flat
-            of[each] += _words(register)
+            of[each] += words_of(register)
         held = list(codes.registers.flat)
         held = held[chunk * len(held) * CHUNK // size :][: len(held) * CHUNK // size]
+        kind = ir.BF16Type if dtype == jnp.bfloat16 else ir.F16Type
         found = []
         for i, register in enumerate(held):
             here = i * count // len(held)
             zero, scale = (of[name][here] if of[name] else None for name in ("zero", "scale"))
             pairs = []
-            for word in _words(register):
+            for word in words_of(register):
                 pairs += _pairs(word, zero, scale, packed, dtype)
-            found.append(_register(pairs, dtype))
-        layout = as_numbers.to_mgpu()
-        registers = np.empty(len(found), dtype=object)
-        registers[:] = found
-        return mgpu.FragmentedArray(
-            _registers=registers.reshape(layout.registers_shape((ROWS, CHUNK))),
-            _layout=layout,
-            _is_signed=None,
-        )
+            found.append(register_of(pairs, kind.get()))
+        return array_of(found, (ROWS, CHUNK), as_numbers)
 
     return expanded(codes, *loaded)
 
@@ -118,23 +108,3 @@ def _pairs(codes: Any, zero: Any, scale: Any, packed: Packed, dtype) -> list[Any
         for order in ("0x5410", "0x7632")
         for i in range(0, half, 2)
     ]
-
-
-def _words(register: Any) -> list[Any]:
-    """A register's bits; of fewer than 32, zeros above them."""
-    kind = ir.VectorType(register.type)
-    bits = mgpu_utils.bitwidth(kind.element_type) * kind.shape[0]
-    one = ir.IntegerType.get_signless(min(bits, 32))
-    count = -(-bits // 32)
-    bits_of = vector.bitcast(ir.VectorType.get((count,), one), register)
-    words = [vector.extract(bits_of, [], [i]) for i in range(count)]
-    i32 = ir.IntegerType.get_signless(32)
-    return words if bits >= 32 else [arith.extui(i32, word) for word in words]
-
-
-def _register(words: list[Any], dtype) -> Any:
-    """Words of two numbers as one vector."""
-    kind = ir.BF16Type if dtype == jnp.bfloat16 else ir.F16Type
-    i32 = ir.IntegerType.get_signless(32)
-    whole = vector.from_elements(ir.VectorType.get((len(words),), i32), words)
-    return vector.bitcast(ir.VectorType.get((2 * len(words),), kind.get()), whole)
