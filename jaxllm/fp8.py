@@ -5,11 +5,12 @@
     dW = dy^T x
 
 A tensor is divided by s, the least power of two with which it fits the format, and rounded; the
-sums are float32 and are multiplied by both s, which rounds nothing. The scale comes from the tensor
-itself at every use, so there is no state to keep. Products want K innermost in both operands, so
-each tensor is rounded both ways round at once (`ops.cast_transpose`). On a GPU that has such
-products, XLA calls cuBLASLt's with the scales in the call; a CPU computes the same sums of the same
-rounded numbers.
+sums are float32 and are multiplied by both s, which rounds nothing (but a product of both below
+2^-126 is 0). The scale comes from the tensor itself at every use, so there is no state to keep.
+Products want K innermost in both operands, so each tensor is rounded both ways round at once
+(`ops.cast_transpose`). On a GPU that has such products, XLA calls cuBLASLt's with the scales in the
+call, and asks for its fast sums: Hopper's tensor cores keep 13 bits of one behind the leading one.
+A CPU sums the same rounded numbers in float32 throughout.
 Source: Micikevicius et al. 2022, arXiv:2209.05433.
 """
 
@@ -74,7 +75,7 @@ def scale_of(x: Float[Array, "*B"], dtype: Any = FORWARD) -> Float[Array, ""]:
     float32; 1 for a tensor of zeros, and never 0; NaN or infinite if x has such a number.
     """
     most = np.float32(jnp.finfo(dtype).max)
-    largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     least = jnp.finfo(jnp.float32).tiny  # else the quotients of a tiny tensor would be NaN
     ratio = jnp.maximum(largest / most, least)
     mantissa, exponent = jnp.frexp(ratio)
@@ -108,8 +109,9 @@ def _dot(a: Array, b: Array, scale: Array, dtype: Any) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(out_dtype: Any, implementation: str, x, weight):
-    del implementation  # without a gradient nothing is turned round, and XLA leaves that out
-    return _product_forward(out_dtype, "xla", x, weight)[0]
+    if implementation == "auto":  # without a gradient nothing is turned round: XLA leaves that out
+        implementation = "xla"
+    return _product_forward(out_dtype, implementation, x, weight)[0]
 
 
 def _product_forward(out_dtype, implementation, x, weight):
@@ -118,7 +120,7 @@ def _product_forward(out_dtype, implementation, x, weight):
     y = _dot(rows.rows, small.rows, rows.scale * small.scale, out_dtype)
     saved = [(operand.columns, operand.scale) for operand in (rows, small)]
     like = jnp.zeros((0,), x.dtype), jnp.zeros((0,), weight.dtype)
-    return y.reshape(*x.shape[:-1], -1), (*saved, like)
+    return y.reshape(*x.shape[:-1], weight.shape[0]), (*saved, like)
 
 
 def _product_backward(out_dtype, implementation, saved, d_y):
@@ -127,7 +129,7 @@ def _product_backward(out_dtype, implementation, saved, d_y):
     d_rows = _operand(d_y.reshape(-1, d_y.shape[-1]), GRADIENT, implementation)
     d_x = _dot(d_rows.rows, weight, d_rows.scale * weight_scale, like_x.dtype)
     d_weight = _dot(d_rows.columns, x, d_rows.scale * x_scale, like_weight.dtype)
-    return d_x.reshape(*d_y.shape[:-1], -1), d_weight
+    return d_x.reshape(*d_y.shape[:-1], weight.shape[0]), d_weight
 
 
 _product.defvjp(_product_forward, _product_backward)

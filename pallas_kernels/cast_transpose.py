@@ -1,10 +1,10 @@
 """Cast and transpose: numbers in 8 bits, row by row and column by column.
 
-x [M, N] becomes y = x / scale in float8_e4m3fn or float8_e5m2, and its transpose [N, M] beside it.
-Tensor cores multiply 8-bit numbers along rows only, so a layer that is trained in fp8 needs both: x
-for y = x W^T and x^T for dW = dy^T x. One block owns one tile: a thread has 8 numbers of each
-of 16 rows, from memory to registers, rounds them, and turns them there, byte by byte. A warp reads
-128 bytes of a row, and writes 64 of it and 64 of a column. x is read once.
+x [M, N] becomes y = x * (1 / scale) in float8_e4m3fn or float8_e5m2, and its transpose [N, M]
+beside it. Tensor cores multiply 8-bit numbers along rows only, so a layer that is trained in fp8
+needs both: x for y = x W^T and x^T for dW = dy^T x. One block owns one tile: a thread has 8 numbers
+of each of 16 rows, from memory to registers, rounds them, and turns them there, byte by byte. A
+warp reads 64 numbers of a row at a time, and writes 64 of it and 64 of a column. x is read once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from pallas_kernels.lane_code import array_of, asm, register_of, words_of
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 OUT_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-MOST = 2**31
+MOST_NUMBERS = 2**31
+MOST_TILES = 65535  # under each other: of CUDA, in that direction of a grid
 HELD = (16, 8)  # rows and columns of what a thread has: those of a column are one access
 WORD = 4  # numbers
 WARP_TILE = (64, 64)  # 4 x 8 threads
@@ -72,7 +73,9 @@ def why_not(x, scale=None, dtype=jnp.float8_e4m3fn, *, device: Device | None = N
         return f"takes bfloat16, float16 or float32, got {x.dtype}"
     if x.size == 0 or any(size % tile for size, tile in zip(x.shape, TILE, strict=True)):
         return f"takes rows and columns in multiples of {TILE[0]}: {list(x.shape)}"
-    if x.size >= MOST:
+    if x.shape[0] > MOST_TILES * TILE[0]:
+        return f"{x.shape[0]} rows are more than {MOST_TILES * TILE[0]}"
+    if x.size >= MOST_NUMBERS:
         return f"an array of {x.size} numbers has no index of 32 bits"
     return None
 
@@ -83,9 +86,10 @@ def check(x, scale, dtype) -> None:
         raise ValueError(
             f"cast_transpose: x is {x.dtype}{list(x.shape)}; it must be [M, N] of floating point"
         )
-    if scale.shape != () or scale.dtype != jnp.float32:
+    shape, scale_dtype = jnp.shape(scale), jnp.result_type(scale)
+    if shape != () or scale_dtype != jnp.float32:
         raise ValueError(
-            f"cast_transpose: scale is {scale.dtype}{list(scale.shape)}; it must be one float32"
+            f"cast_transpose: scale is {scale_dtype}{list(shape)}; it must be one float32"
         )
     if jnp.dtype(dtype) not in OUT_DTYPES:
         raise ValueError(

@@ -53,39 +53,93 @@ def test_zeros_have_scale_one():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_so(bad):
     """So that a step knows that it must change nothing."""
-    linear, x = layer("bfloat16"), draw(8, 32).at[3, 5].set(bad)
-    assert not np.isfinite(fp8.scale_of(x))
-    y, pull = jax.vjp(linear, x)
+    x, d_y = draw(8, 32, dtype="bfloat16"), draw(8, 48, dtype="bfloat16")
+    y, _, d_weight = products(layer("bfloat16"), x.at[3, 5].set(bad), d_y)
     assert not np.all(np.isfinite(np.asarray(y, np.float32)))
-    (d_x,) = pull(jnp.full(y.shape, bad, y.dtype))
-    assert not np.any(np.isfinite(d_x))
+    assert not np.all(np.isfinite(d_weight))
+    _, *slopes = products(layer("bfloat16"), x, d_y.at[3, 5].set(bad))
+    assert not any(np.all(np.isfinite(np.asarray(slope, np.float32))) for slope in slopes)
 
 
-def layer(dtype: str = "float32", bias: bool = False) -> fp8.Fp8Linear:
-    runtime = Runtime(dtype, "float32")
-    plain = Linear(32, 48, bias=bias, runtime=runtime, rngs=nnx.Rngs(0))
+def layer(dtype: str = "float32", bias: bool = False, shape=(32, 48), **how) -> fp8.Fp8Linear:
+    runtime = Runtime(dtype, "float32", **how)
+    plain = Linear(*shape, bias=bias, runtime=runtime, rngs=nnx.Rngs(0))
     return fp8.Fp8Linear(tiny_models.fill(plain))
 
 
-def test_the_three_products_are_those_of_the_rounded_operands():
-    linear, x, d_y = layer(), draw(2, 8, 32), draw(2, 8, 48, scale=1e-6, seed=1)
+def products(linear: fp8.Fp8Linear, x: jax.Array, d_y: jax.Array) -> list[jax.Array]:
+    """y, d_x and the gradient of the weight."""
     graph, state = nnx.split(linear)
-    y, pull = jax.vjp(lambda s, x: nnx.merge(graph, s)(x), state, x)
-    d_state, d_x = pull(d_y)
-    rows = rounded(x, fp8.FORWARD).reshape(-1, 32)
+
+    def both(state, x, d_y):
+        y, pull = jax.vjp(lambda s, x: nnx.merge(graph, s)(x), state, x)
+        d_state, d_x = pull(d_y)
+        return [y, d_x, d_state["weight"][...]]
+
+    return jax.jit(both)(state, x, d_y)
+
+
+HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+def check_products(dtype: str, width: int, outputs: int, rows: tuple[int, ...], sums: float):
+    """sums: what they may be off, of the largest; each result is rounded once besides."""
+    linear = layer(dtype, shape=(width, outputs))
+    x = draw(*rows, width, dtype=dtype)
+    size = 1.0 if dtype == "float16" else 1e-6
+    d_y = draw(*rows, outputs, scale=size, dtype=dtype, seed=1)
+    left = rounded(x, fp8.FORWARD).reshape(-1, width)
     weight = rounded(linear.weight[...], fp8.FORWARD)
-    d_rows = rounded(d_y, fp8.GRADIENT).reshape(-1, 48)
-    for ours, truth in (
-        (y.reshape(-1, 48), rows @ weight.T),
-        (d_x.reshape(-1, 32), d_rows @ weight),
-        (d_state["weight"][...], d_rows.T @ rows),
-    ):
-        largest = np.max(np.abs(truth))
-        # float32 sums of 48 terms at most, of products that are exact
-        np.testing.assert_allclose(ours, truth, atol=1e-6 * largest, rtol=0)
-        assert not np.allclose(1.0001 * ours, truth, atol=1e-6 * largest, rtol=0)
-    exact = np.asarray(x.reshape(-1, 32), np.float64) @ np.asarray(linear.weight[...], np.float64).T
-    assert not np.allclose(y.reshape(-1, 48), exact, atol=1e-3 * np.max(np.abs(exact)), rtol=0)
+    right = rounded(d_y, fp8.GRADIENT).reshape(-1, outputs)
+    wanted = left @ weight.T, right @ weight, right.T @ left
+    found = products(linear, x, d_y)
+    assert [str(array.dtype) for array in found] == [dtype, dtype, "float32"]
+    for ours, truth in zip(found, wanted, strict=True):
+        ours = np.asarray(ours, np.float64).reshape(truth.shape)
+        half_ulp = HALF_ULP["float32" if ours.shape == (outputs, width) else dtype]
+        allowed = sums * np.max(np.abs(truth)) + half_ulp * np.abs(truth)
+        assert np.all(np.abs(ours - truth) <= allowed)
+        for wrong in (1 + 3 * half_ulp + 100 * sums, 0.5):
+            assert not np.all(np.abs(wrong * ours - truth) <= allowed)
+    exact = np.asarray(x, np.float64).reshape(-1, width) @ np.asarray(linear.weight[...]).T
+    assert not np.allclose(wanted[0], exact, atol=1e-3 * np.max(np.abs(exact)), rtol=0)
+
+
+@pytest.mark.parametrize("dtype", HALF_ULP)
+def test_the_three_products_are_those_of_the_rounded_operands(dtype):
+    check_products(dtype, 32, 48, (2, 8), sums=1e-6)  # of 48 terms at most, which are exact
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF_ULP)
+def test_the_three_products_on_a_gpu(dtype):
+    check_products(dtype, 896, 384, (2, 256), sums=2.0**-11)
+
+
+def test_they_are_the_same_by_the_kernel():
+    x, d_y = draw(2, 64, 128, dtype="bfloat16"), draw(2, 64, 256, dtype="bfloat16", seed=1)
+    by_xla, by_kernel = (
+        products(
+            layer("bfloat16", shape=(128, 256), implementation={"cast_transpose": name}), x, d_y
+        )
+        for name in ("xla", "pallas-interpret")
+    )
+    for one, other in zip(by_xla, by_kernel, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["pallas", "palas"])
+def test_a_name_is_never_passed_over(name):
+    """Not without a gradient either."""
+    linear = layer("bfloat16", shape=(128, 128), implementation={"cast_transpose": name})
+    with pytest.raises((NotImplementedError, ValueError), match="^cast_transpose: .*"):
+        linear(draw(128, 128))
+
+
+def test_no_rows():
+    y, d_x, d_weight = products(layer(), jnp.zeros((2, 0, 32)), jnp.zeros((2, 0, 48)))
+    assert (y.shape, d_x.shape) == ((2, 0, 48), (2, 0, 32))
+    assert not np.any(d_weight)
 
 
 def test_dtypes_and_bias():

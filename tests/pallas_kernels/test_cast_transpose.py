@@ -112,9 +112,10 @@ def test_what_the_kernel_refuses():
         assert why_not(shape(other), device=H200) == wanted
     wide = jax.ShapeDtypeStruct(TILE, jnp.float64)
     assert why_not(wide, device=H200) == "takes bfloat16, float16 or float32, got float64"
-    assert why_not(shape((2**17, 2**14)), device=H200) == (
+    assert why_not(shape((2**14, 2**17)), device=H200) == (
         "an array of 2147483648 numbers has no index of 32 bits"
     )
+    assert why_not(shape((2**23, 128)), device=H200) == "8388608 rows are more than 8388480"
     ampere = device_lib.Device("gpu", "NVIDIA A100", 8.0, 108)
     assert str(why_not(shape(TILE), device=ampere)).startswith("needs a Hopper GPU")
     with pytest.raises(NotImplementedError, match="^cast_transpose: cannot run this call: takes"):
@@ -128,6 +129,7 @@ def test_what_the_kernel_refuses():
         (jnp.zeros((2, 3), jnp.int8), jnp.float32(1), E4M3, r"x is int8\[2, 3\]; it must be"),
         (jnp.zeros((2, 3)), jnp.ones(2), E4M3, r"scale is float32\[2\]; it must be one float32"),
         (jnp.zeros((2, 3)), jnp.bfloat16(1), E4M3, r"scale is bfloat16\[\]; it must be one"),
+        (jnp.zeros((2, 3)), 1, E4M3, r"scale is int32\[\]; it must be one float32"),
         (jnp.zeros((2, 3)), jnp.float32(1), jnp.int8, "dtype is int8; it must be float8_e4m3fn or"),
     ],
 )
