@@ -86,10 +86,15 @@ class Row:
     faults: tuple[str, ...] = ()
 
 
-def every_nth(ops: Sequence[str], n: int) -> list[int]:
-    """Places of the first, and then of each n-th case of every op."""
+def every_nth(ops: Sequence[str], n: int, first: int = 0) -> list[int]:
+    """Places of each n-th case of every op, of one at least; `first` says which, modulo n."""
+    sizes = collections.Counter(ops)
     counts: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
-    return [place for place, op in enumerate(ops) if next(counts[op]) % n == 0]
+    return [
+        place
+        for place, op in enumerate(ops)
+        if next(counts[op]) % n == first % n % min(n, sizes[op])
+    ]
 
 
 def compile_case(names: tuple[str, ...], index: int) -> Row:
@@ -209,12 +214,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="of each op's cases one in N",
     )
+    parser.add_argument(
+        "--programs-every", type=int, default=1, metavar="N", help="of the programs one in N"
+    )
+    parser.add_argument("--first", type=int, default=0, metavar="K", help="which of these N")
     options = parser.parse_args(arguments)
-    if options.every < 1:
-        parser.error(f"--every must be at least 1, got {options.every}")
+    for name, every in (("--every", options.every), ("--programs-every", options.programs_every)):
+        if every < 1:
+            parser.error(f"{name} must be at least 1, got {every}")
+    if options.write_limits and options.programs_every > 1:
+        parser.error("--write-limits wants all programs")
     names = expand(options.names)
     names = tuple(name for name in names if name not in ("programs", *SECTIONS))
     keys = programs.KEYS if not options.names or "programs" in options.names else ()
+    of_programs = every_nth(["programs"] * len(keys), options.programs_every, options.first)
+    keys = [keys[place] for place in of_programs]
     if (reason := aot.why_not()) is not None:
         print(f"compile_table: {reason}", file=sys.stderr)
         return 2
@@ -228,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.jobs, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
         whole = [pool.submit(compile_program, *key) for key in keys]
-        places = every_nth([case.op for case in chosen], options.every)
+        places = every_nth([case.op for case in chosen], options.every, options.first)
         single = [pool.submit(compile_case, names, place) for place in places]
         for number, future in enumerate(concurrent.futures.as_completed([*whole, *single]), 1):
             row = future.result()

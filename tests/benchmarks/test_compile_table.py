@@ -147,8 +147,14 @@ def test_of_each_op_some_cases():
     ops = ["a", "a", "b", "a", "b", "a", "c"]
     assert compile_table.every_nth(ops, 1) == list(range(7))
     assert compile_table.every_nth(ops, 3) == [0, 2, 5, 6]
+    assert compile_table.every_nth(ops, 3, 10) == [1, 4, 6]
+    found = [place for first in range(5, 8) for place in compile_table.every_nth(ops, 3, first)]
+    assert set(found) == set(range(7))
+    for wrong in (["--every", "0"], ["--programs-every", "0"]):
+        with pytest.raises(SystemExit):
+            compile_table.main(wrong)
     with pytest.raises(SystemExit):
-        compile_table.main(["--every", "0"])
+        compile_table.main(["--write-limits", "--programs-every", "2"])
 
 
 def test_an_unknown_name_and_a_missing_plugin_are_said(monkeypatch, capsys):
