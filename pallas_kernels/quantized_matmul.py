@@ -382,12 +382,14 @@ def tuning_calls() -> list[tuned.Call]:
         keywords: dict[str, Any] = {"epilogue": "swiglu"} if o in (28672, 9728) else {}
         calls.append(tuned.Call(arguments, quantized_matmul, keywords, jax.jit(make)))
         if m == 1 and o in TUNED_HEADS:
-            keywords = around_heads(i, *TUNED_HEADS[o]) | {"cache": _one_slot(*TUNED_HEADS[o])}
+            heads, kv_heads, width = TUNED_HEADS[o]
+            keywords = around_heads(i, heads, kv_heads, width)
+            keywords["cache"] = _one_slot(kv_heads, width)
             calls.append(tuned.Call(arguments, quantized_matmul, keywords, jax.jit(make)))
     return calls
 
 
-def _one_slot(_: int, kv_heads: int, width: int) -> Cache:
+def _one_slot(kv_heads: int, width: int) -> Cache:
     """For one row: what XLA makes of it, or copies, is timed with the product, so it is little."""
     empty = jnp.zeros((1, 1, kv_heads, width), jnp.bfloat16)
     return Cache(empty, empty, jnp.zeros(1, jnp.int32))
