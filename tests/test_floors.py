@@ -2,6 +2,8 @@
 
 import ast
 import fnmatch
+import functools
+import gc
 import graphlib
 import re
 import subprocess
@@ -378,12 +380,23 @@ MODULES = {
 }
 
 
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """The syntax tree of a file, flat."""
+    # Collecting garbage may print a traceback, which parses too: Python 3.11 cannot do both at once
+    gc.disable()
+    try:
+        return tuple(ast.walk(ast.parse(path.read_text(), str(path))))
+    finally:
+        gc.enable()
+
+
 def imports_of(path: Path) -> set[str]:
     """Full names of all modules that a file imports, at whatever depth of the code."""
     module = name_of(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -459,7 +472,7 @@ def test_only_compat_tells_versions_of_jax_apart():
     asking = {
         module
         for module, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute)
         and re.match(r"jax(lib)?\.(version|__version)", ast.unparse(node))
     }
