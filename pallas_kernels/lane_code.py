@@ -5,7 +5,7 @@ Values are those of MLIR: addresses (64 bits in global memory, 32 on chip) and w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,6 +132,21 @@ def load(address: Any, offset: int, words: int = 1, *, once: bool = False) -> An
     return asm(text, "rrrr", address, effects=True)
 
 
+def load_again(address: Any, offset: int, letter: str = "r") -> list[Any]:
+    """Four words ("r"), or float32 ("f"), that other blocks read too; never before its place here.
+
+    What `load` reads, the compiler may ask for much earlier, and hold in registers until then.
+    """
+    kind = {"r": "u32", "f": "f32"}[letter]
+    text = f"ld.global.v4.{kind} {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    return asm(text, 4 * letter, address, effects=True)
+
+
+def store_once(address: Any, words: Sequence[Any]) -> None:
+    """Four words to global memory, the first to leave the L2."""
+    asm("st.global.cs.v4.u32 [$0], {$1, $2, $3, $4};", "", address, *words)
+
+
 def load_shared(address: Any, offset: int, words: int = 1) -> Any:
     """A word of shared memory, or four."""
     if words == 1:
@@ -177,17 +192,35 @@ def rounded(value: Any, dtype: str) -> Any:
     return asm(text, "f", value)
 
 
+def accesses_of_thread(count: int, threads: int) -> list[tuple[Any, Any]]:
+    """Of `count` accesses of a block those of a thread: which one (the last where there is none),
+    and whether there is one (None: there is).
+    """
+    found = []
+    for start in range(0, count, threads):
+        place = arith.addi(mgpu_utils.thread_idx(), word(start))
+        inside = less(place, count) if start + threads > count else None
+        found.append((place if inside is None else arith.minui(place, word(count - 1)), inside))
+    return found
+
+
+def only_where(inside: Any, do: Callable[..., None], *arguments: Any) -> None:
+    """do(*arguments), or nothing where not; None: everywhere."""
+    if inside is None:
+        do(*arguments)
+        return
+    with mgpu_utils.when(inside):
+        do(*arguments)
+
+
 def results(m: int, rows: int, threads: int) -> list[tuple[Any, Any, Any]]:
     """Of m times `rows` results those of a thread: which of m, which of `rows`, and whether there
     is one (None: there is).
     """
-    found, count = [], m * rows
-    for start in range(0, count, threads):
-        place = arith.addi(mgpu_utils.thread_idx(), word(start))
-        inside = less(place, count) if start + threads > count else None
-        place = place if inside is None else arith.minui(place, word(count - 1))
-        found.append((*(f(place, word(rows)) for f in (arith.divui, arith.remui)), inside))
-    return found
+    return [
+        (*(f(place, word(rows)) for f in (arith.divui, arith.remui)), inside)
+        for place, inside in accesses_of_thread(m * rows, threads)
+    ]
 
 
 def mma(shape_and_types: str, a: list[Any], b: list[Any], sums: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Arithmetic of an RMSNorm on words of two 16-bit numbers, told in PTX.
+"""Arithmetic of norms on words of two 16-bit numbers, told in PTX.
 
 As in lane_code.py, values are those of one thread. kind is PTX's: bf16x2 or f16x2.
 """
@@ -8,8 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from jax._src.lib.mlir.dialects import arith, gpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from pallas_kernels.lane_code import asm
+from pallas_kernels.device import LANES
+from pallas_kernels.lane_code import asm, further, less, times, word
+
+KINDS = {"bfloat16": "bf16x2", "float16": "f16x2"}
 
 
 def halves_as_float32(x: str, kind: str) -> str:
@@ -20,9 +25,31 @@ def halves_as_float32(x: str, kind: str) -> str:
     return f"{{ .reg .b16 s, t; mov.b32 {{s, t}}, {x}; cvt.f32.f16 a, s; cvt.f32.f16 b, t; }} "
 
 
+def floats(x: Any, dtype: str) -> list[Any]:
+    """The two numbers of a word as float32."""
+    text = f"{{ .reg .f32 a, b; {halves_as_float32('$2', KINDS[dtype])} "
+    return asm(text + "mov.f32 $0, a; mov.f32 $1, b; }", "ff", x)
+
+
+def words_of_floats(numbers: list[Any], dtype: str) -> list[Any]:
+    """The other way: float32 rounded, two in a word."""
+    text = f"cvt.rn.{KINDS[dtype]}.f32 $0, $2, $1;"
+    return [asm(text, "r", *numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
+
+
+def number(value: float) -> Any:
+    """A constant of float32."""
+    return asm(f"mov.f32 $0, {hex_of(value)};", "f")
+
+
+def fused(a: Any, b: Any, c: Any) -> Any:
+    """a b + c, rounded once."""
+    return asm("fma.rn.f32 $0, $1, $2, $3;", "f", a, b, c)
+
+
 def sum_of_squares(words: list[Any], kind: str, total: Any = None) -> Any:
     """Of the words' numbers, float32, added to `total` (None: 0)."""
-    total = asm("mov.f32 $0, 0f00000000;", "f") if total is None else total
+    total = number(0) if total is None else total
     for x in words:
         text = f"{{ .reg .f32 a, b; {halves_as_float32('$1', kind)} fma.rn.f32 a, a, a, $2; "
         total = asm(text + "fma.rn.f32 $0, b, b, a; }", "f", x, total)
@@ -37,6 +64,31 @@ def over_warp(value: Any, operation: str) -> Any:
         text += f"shfl.sync.bfly.b32 x, x, {mask}, 31, 0xffffffff; mov.b32 y, x; "
         value = asm(text + f"{operation} $0, $1, y; }}", kind, value, effects=True)
     return value
+
+
+def over_block(values: list[Any], operation: str, board: Any, warps: int) -> list[Any]:
+    """What the threads of a block have, joined; the same in each of them.
+
+    board: an address on chip of words [values, warps] that nothing else uses. The block meets.
+    """
+    kind = "f" if operation.endswith("f32") else "r"
+    thread = mgpu_utils.thread_idx()
+    warp, lane = (f(thread, word(LANES)) for f in (arith.divui, arith.remui))
+    done = [over_warp(value, operation) for value in values]
+    with mgpu_utils.when(less(lane, 1)):
+        for i, value in enumerate(done):
+            place = further(board, times(arith.addi(warp, word(i * warps)), 4))
+            asm("st.shared.b32 [$0], $1;", "", place, value)
+    gpu.barrier()
+    found = []
+    for i in range(len(done)):
+        total = None
+        for each in range(warps):
+            offset = 4 * (i * warps + each)
+            part = asm(f"ld.shared.b32 $0, [$1 + {offset}];", kind, board, effects=True)
+            total = part if total is None else asm(f"{operation} $0, $1, $2;", kind, total, part)
+        found.append(total)
+    return found
 
 
 def reciprocal_root(squares: Any, count: int, eps: float) -> Any:

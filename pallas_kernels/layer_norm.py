@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
-from pallas_kernels import rows, tuned
+from pallas_kernels import layer_norm_lanes, rows, tuned
 from pallas_kernels.device import Device
 from pallas_kernels.over_rows import over_rows
 from pallas_kernels.rows import Config
@@ -103,10 +103,10 @@ def why_not(x, weight, bias, *, eps, device: Device | None = None) -> str | None
 
 
 def default_config(x, weight, bias, *, eps, device: Device | None = None) -> Config:
-    """What `rows` takes for any kernel with this many bytes a number."""
+    """Wide rows of 16 bits by lanes; else what `rows` takes for this many bytes a number."""
     del eps
-    num_sms = (device or device_lib.current()).num_sms
-    return rows.default_config(*_size(x), **_bytes(x, weight, bias), num_sms=num_sms, meetings=2)
+    weights = (weight,) if bias is None else (weight, bias)
+    return _forward_config(x, weights, (device or device_lib.current()).num_sms)
 
 
 def bucket(x, weight, bias, *, eps) -> str:
@@ -118,9 +118,13 @@ def bucket(x, weight, bias, *, eps) -> str:
 
 
 def candidates(x, weight, bias, *, eps, device: Device | None = None) -> list[Config]:
-    """What `rows` would try for any kernel with this many bytes a number."""
+    """By lanes, where they take such rows, and what `rows` would try."""
     del eps, device
-    return rows.candidates(*_size(x), **_bytes(x, weight, bias))
+    by_lanes = [Config(1, 0, 1, n) for n in (1, 2)]
+    by_lanes = [c for c in by_lanes if layer_norm_lanes.takes(x.shape[-1], x.dtype, c.warpgroups)]
+    weights = (weight,) if bias is None else (weight, bias)
+    others = rows.candidates(*_size(x), **_bytes(x, weights))
+    return by_lanes + [config for config in others if config not in by_lanes]
 
 
 def tuning_calls() -> list[tuned.Call]:
@@ -145,9 +149,17 @@ def _size(x) -> tuple[int, int, int]:
     return x.shape[-1], x.dtype.itemsize, x.size // x.shape[-1]
 
 
-def _bytes(x, weight, bias) -> dict[str, int]:
-    held = weight.dtype.itemsize + (0 if bias is None else bias.dtype.itemsize)
+def _bytes(x, weights) -> dict[str, int]:
+    held = sum(weight.dtype.itemsize for weight in weights)
     return {"array_bytes": x.dtype.itemsize, "held_bytes": held}
+
+
+def _forward_config(x, weights, num_sms: int) -> Config:
+    width = x.shape[-1]
+    warpgroups = layer_norm_lanes.default_warpgroups(width)
+    if layer_norm_lanes.takes(width, x.dtype, warpgroups):
+        return Config(1, 0, 1, warpgroups)
+    return rows.default_config(*_size(x), **_bytes(x, weights), num_sms=num_sms, meetings=2)
 
 
 def _backward_config(x, weight, num_sms: int) -> Config:
@@ -251,7 +263,20 @@ def _inside(part, value, width: int):
 
 
 def _forward(static: _Static, x, weights):
-    width = x.shape[-1]
+    width, config = x.shape[-1], static.config or _forward_config(x, weights, static.num_sms)
+    if config.stages == 0 and layer_norm_lanes.takes(width, x.dtype, config.warpgroups):
+
+        def plain(row, weight, bias=None):
+            return layer_norm_reference(row, weight, bias, eps=static.eps)
+
+        return layer_norm_lanes.normed_rows(
+            x,
+            weights,
+            eps=static.eps,
+            warpgroups=config.warpgroups,
+            plain=plain,
+            interpret=static.interpret,
+        )
 
     def step(group, inputs, weights, outputs, sums):
         centred, scale = _centre(static, group, inputs[0], width, len(group) == 1)
@@ -271,7 +296,7 @@ def _forward(static: _Static, x, weights):
         outputs=[x.dtype],
         row_sums=2,
         meetings=2,
-        config=static.config,
+        config=config,
         num_sms=static.num_sms,
         interpret=static.interpret,
     )

@@ -8,25 +8,26 @@ ternary_matmul_kernel.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jax._src.lib.mlir.dialects import arith, gpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import (
+    accesses_of_thread,
     asm,
     further,
-    less,
     load,
+    only_where,
     times,
     word,
 )
 from pallas_kernels.lane_norm import (
+    KINDS,
     halves_as_float32,
     hex_of,
-    over_warp,
+    over_block,
     reciprocal_root,
     sum_of_squares,
 )
@@ -52,20 +53,17 @@ def quantise_rows(
     at: addresses of x [m, k], norm [k] of x's dtype (if there is one) and, on chip, of rows, int8
     [m, k], and marks, words [3, m, warps].
     """
-    threads = warps * LANES
-    thread = mgpu_utils.thread_idx()
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    accesses = k // EACH
-    turns = -(-accesses // threads)
-    places, inside = [], []
-    for i in range(turns):
-        place = arith.addi(thread, word(i * threads))
-        inside.append(less(place, accesses) if (i + 1) * threads > accesses else None)
-        places.append(arith.minui(place, word(accesses - 1)) if inside[-1] is not None else place)
+    kind = KINDS[dtype]
+    mine = accesses_of_thread(k // EACH, warps * LANES)
+
+    def joined(values: list[Any], operation: str, which: int, first: int) -> list[Any]:
+        """Of some rows, over the block."""
+        marks = further(at["marks"], word(4 * warps * (which * m + first)))
+        return over_block(values, operation, marks, warps)
 
     def read(address: Any) -> list[Any]:
         found = []
-        for place, there in zip(places, inside, strict=True):
+        for place, there in mine:
             address_of = further(address, times(place, 2 * EACH))
             words = load(address_of, 0, 4) + load(address_of, 2 * EACH // 2, 4)
             if there is not None:
@@ -74,36 +72,32 @@ def quantise_rows(
         return found
 
     weight = read(at["norm"]) if "norm" in at else None
-    step = max(1, MOST_WORDS // (EACH // 2 * turns))
+    step = max(1, MOST_WORDS // (EACH // 2 * len(mine)))
     scales, sums = [], []
     for first in range(0, m, step):
         some = range(first, min(first + step, m))
         rows = [read(further(at["x"], word(2 * k * row))) for row in some]
         if weight is not None:
             squares = [sum_of_squares(words, kind) for words in rows]
-            totals = _over_block(squares, "add.f32", at["marks"], warps, first)
+            totals = joined(squares, "add.f32", 0, first)
             roots = [reciprocal_root(total, k, eps) for total in totals]
             rows = [
                 [_normed(x, root, w, kind) for x, w in zip(words, weight, strict=True)]
                 for words, root in zip(rows, roots, strict=True)
             ]
-        marks = further(at["marks"], word(4 * m * warps))
-        largest = [_largest(words, kind) for words in rows]
-        for row, a, words in zip(
-            some, _over_block(largest, "max.NaN.f32", marks, warps, first), rows, strict=True
-        ):
+        largest = joined([_largest(words, kind) for words in rows], "max.NaN.f32", 1, first)
+        for row, a, words in zip(some, largest, rows, strict=True):
             a = asm(f"max.NaN.f32 $0, $1, {hex_of(SMALLEST)};", "f", a)
             inverse = asm("div.rn.f32 $0, 0f42FE0000, $1;", "f", a)
             scales.append(asm("div.rn.f32 $0, $1, 0f42FE0000;", "f", a))
             target, total = further(at["rows"], word(row * k)), word(0)
-            for i, (place, there) in enumerate(zip(places, inside, strict=True)):
+            for i, (place, there) in enumerate(mine):
                 eight = words[8 * i : 8 * i + 8]
                 four = [*_bytes(eight[0::2], inverse, kind), *_bytes(eight[1::2], inverse, kind)]
                 total = add_bytes(four, total)  # zeros where nothing is there
-                _when(there, _write, further(target, times(place, EACH)), *four)
+                only_where(there, _write, further(target, times(place, EACH)), *four)
             sums.append(total)
-    marks = further(at["marks"], word(8 * m * warps))
-    return scales, _over_block(sums, "add.s32", marks, warps, 0)
+    return scales, joined(sums, "add.s32", 2, 0)
 
 
 def add_bytes(words: list[Any], total: Any) -> Any:
@@ -115,14 +109,6 @@ def add_bytes(words: list[Any], total: Any) -> Any:
 
 def _write(address: Any, *four: Any) -> None:
     asm("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", "", address, *four)
-
-
-def _when(there: Any, do: Callable[..., None], *arguments: Any) -> None:
-    if there is None:
-        do(*arguments)
-        return
-    with mgpu_utils.when(there):
-        do(*arguments)
 
 
 def _normed(x: Any, root: Any, weight: Any, kind: str) -> Any:
@@ -160,25 +146,3 @@ def _bytes(words: list[Any], inverse: Any, kind: str) -> list[Any]:
         text += f"prmt.b32 {name}2, {name}2, {name}3, 0x0040; "
         text += f"prmt.b32 ${i}, {name}0, {name}2, 0x5410; "
     return asm(text + "}", "rr", *words, inverse)
-
-
-def _over_block(values: list[Any], operation: str, marks: Any, warps: int, first: int) -> list[Any]:
-    """Sums, or maxima, of what the threads of a block have; the same in each of them."""
-    kind = "f" if operation.endswith("f32") else "r"
-    thread = mgpu_utils.thread_idx()
-    warp, lane = (f(thread, word(LANES)) for f in (arith.divui, arith.remui))
-    done = [over_warp(value, operation) for value in values]
-    with mgpu_utils.when(less(lane, 1)):
-        for i, value in enumerate(done):
-            place = further(marks, times(arith.addi(warp, word((first + i) * warps)), 4))
-            asm("st.shared.b32 [$0], $1;", "", place, value)
-    gpu.barrier()
-    found = []
-    for i in range(len(done)):
-        total = None
-        for each in range(warps):
-            offset = 4 * ((first + i) * warps + each)
-            part = asm(f"ld.shared.b32 $0, [$1 + {offset}];", kind, marks, effects=True)
-            total = part if total is None else asm(f"{operation} $0, $1, $2;", kind, total, part)
-        found.append(total)
-    return found
