@@ -218,7 +218,7 @@ def results(m: int, rows: int, threads: int) -> list[tuple[Any, Any, Any]]:
     is one (None: there is).
     """
     return [
-        (*(f(place, word(rows)) for f in (arith.divui, arith.remui)), inside)
+        (arith.divui(place, word(rows)), arith.remui(place, word(rows)), inside)
         for place, inside in accesses_of_thread(m * rows, threads)
     ]
 

@@ -236,7 +236,10 @@ def test_configs_follow_the_sizes():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 4096), (64, 896), (8192, 896), (8191, 3072), (8192, 8192)])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 4096), (64, 896), (8192, 896), (33, 1032), (65, 5120), (8191, 3072), (8192, 8192)],
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_on_the_gpu(shape, dtype):
     arrays = case(*shape, dtype=dtype, mean=1e4 if dtype == jnp.float32 else 3.0)
