@@ -47,6 +47,11 @@ def fused(a: Any, b: Any, c: Any) -> Any:
     return asm("fma.rn.f32 $0, $1, $2, $3;", "f", a, b, c)
 
 
+def product(dtype: str, x: Any, y: Any) -> Any:
+    """Two numbers times two, rounded."""
+    return asm(f"mul.rn.{KINDS[dtype]} $0, $1, $2;", "r", x, y)
+
+
 def sum_of_squares(words: list[Any], kind: str, total: Any = None) -> Any:
     """Of the words' numbers, float32, added to `total` (None: 0)."""
     total = number(0) if total is None else total

@@ -1,7 +1,7 @@
 """LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.
 
-x [*B, D], weight and bias [D]. One block owns every blocks-th tile of rows (`over_rows`): each row
-is read once and written once. The variance is the mean of (x - mean)^2, taken in a second pass over
+x [*B, D], weight and bias [D]. Each row is read once and written once: wide rows of 16 bits by a
+block each (`norm_lanes`), others by `over_rows`. The variance is the mean of (x - mean)^2, taken in a second pass over
 the row on chip: E[x^2] - mean^2 has no digit left where the mean is large. The backward pass reads
 x and dy and takes the statistics anew, which costs no byte; of wide rows all sums at once. A block
 sums its shares of d_weight and d_bias in registers, and XLA adds the shares in a fixed order.
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
-from pallas_kernels import layer_norm_lanes, rows, tuned
+from pallas_kernels import norm_lanes, rows, tuned
 from pallas_kernels.device import Device
 from pallas_kernels.over_rows import over_rows
 from pallas_kernels.rows import Config
@@ -120,8 +120,7 @@ def bucket(x, weight, bias, *, eps) -> str:
 def candidates(x, weight, bias, *, eps, device: Device | None = None) -> list[Config]:
     """By lanes, where they take such rows, and what `rows` would try."""
     del eps, device
-    by_lanes = [Config(1, 0, 1, n) for n in (1, 2)]
-    by_lanes = [c for c in by_lanes if layer_norm_lanes.takes(x.shape[-1], x.dtype, c.warpgroups)]
+    by_lanes = norm_lanes.candidates(x.shape[-1], x.dtype)
     weights = (weight,) if bias is None else (weight, bias)
     others = rows.candidates(*_size(x), **_bytes(x, weights))
     return by_lanes + [config for config in others if config not in by_lanes]
@@ -155,11 +154,9 @@ def _bytes(x, weights) -> dict[str, int]:
 
 
 def _forward_config(x, weights, num_sms: int) -> Config:
-    width = x.shape[-1]
-    warpgroups = layer_norm_lanes.default_warpgroups(width)
-    if layer_norm_lanes.takes(width, x.dtype, warpgroups):
-        return Config(1, 0, 1, warpgroups)
-    return rows.default_config(*_size(x), **_bytes(x, weights), num_sms=num_sms, meetings=2)
+    by_lanes = norm_lanes.default_config(x.shape[-1], x.dtype)
+    sizes: dict[str, Any] = {**_bytes(x, weights), "num_sms": num_sms, "meetings": 2}
+    return by_lanes or rows.default_config(*_size(x), **sizes)
 
 
 def _backward_config(x, weight, num_sms: int) -> Config:
@@ -264,15 +261,15 @@ def _inside(part, value, width: int):
 
 def _forward(static: _Static, x, weights):
     width, config = x.shape[-1], static.config or _forward_config(x, weights, static.num_sms)
-    if config.stages == 0 and layer_norm_lanes.takes(width, x.dtype, config.warpgroups):
+    if norm_lanes.takes(width, x.dtype, config):
 
         def plain(row, weight, bias=None):
             return layer_norm_reference(row, weight, bias, eps=static.eps)
 
-        return layer_norm_lanes.normed_rows(
+        return norm_lanes.normed_rows(
             x,
             weights,
-            eps=static.eps,
+            kind=norm_lanes.Kind("layer_norm", static.eps),
             warpgroups=config.warpgroups,
             plain=plain,
             interpret=static.interpret,

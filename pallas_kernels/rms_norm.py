@@ -1,9 +1,9 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last axis, and with a residual of x + r.
 
-x [*B, D], weight [D]. One block owns every blocks-th tile of rows (`rows.stream`): each row is read
-once and written once, its mean is a sum by shuffles in float32. The backward pass reads x and dy
-again and takes the mean anew, which costs no byte; a block sums its share of d_weight in registers,
-and the shares are added by XLA in a fixed order.
+x [*B, D], weight [D]. Each row is read once and written once, its mean is a sum by shuffles in
+float32: wide rows of 16 bits by a block each (`norm_lanes`), others by `over_rows`. The backward
+pass reads x and dy again and takes the mean anew, which costs no byte; a block sums its share of
+d_weight in registers, and the shares are added by XLA in a fixed order.
 Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 """
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
-from pallas_kernels import rows, tuned
+from pallas_kernels import norm_lanes, rows, tuned
 from pallas_kernels.device import Device
 from pallas_kernels.over_rows import over_rows
 from pallas_kernels.rows import Config
@@ -98,10 +98,15 @@ def why_not(
 def default_config(
     x, weight, residual=None, *, eps, zero_centered=False, device: Device | None = None
 ) -> Config:
-    """What `rows` takes for any kernel with this many bytes a number."""
+    """Wide rows of 16 bits by lanes; else what `rows` takes for this many bytes a number."""
     del eps, zero_centered
-    num_sms = (device or device_lib.current()).num_sms
-    return rows.default_config(*_size(x), **_bytes(x, weight, residual), num_sms=num_sms)
+    return _forward_config(x, weight, residual, (device or device_lib.current()).num_sms)
+
+
+def _forward_config(x, weight, residual, num_sms: int) -> Config:
+    by_lanes = None if residual is not None else norm_lanes.default_config(x.shape[-1], x.dtype)
+    sizes = _bytes(x, weight, residual)
+    return by_lanes or rows.default_config(*_size(x), **sizes, num_sms=num_sms)
 
 
 def bucket(x, weight, residual=None, *, eps, zero_centered=False) -> str:
@@ -115,9 +120,11 @@ def bucket(x, weight, residual=None, *, eps, zero_centered=False) -> str:
 def candidates(
     x, weight, residual=None, *, eps, zero_centered=False, device: Device | None = None
 ) -> list[Config]:
-    """What `rows` would try for any kernel with this many bytes a number."""
+    """By lanes, where they take such rows, and what `rows` would try."""
     del eps, zero_centered, device
-    return rows.candidates(*_size(x), **_bytes(x, weight, residual))
+    by_lanes = [] if residual is not None else norm_lanes.candidates(x.shape[-1], x.dtype)
+    others = rows.candidates(*_size(x), **_bytes(x, weight, residual))
+    return by_lanes + [config for config in others if config not in by_lanes]
 
 
 def tuning_calls() -> list[tuned.Call]:
@@ -180,6 +187,18 @@ def check(x, weight, eps, residual) -> None:
 def _forward(static: _Static, x, weight, residual=None):
     """y, and x + residual if there is a residual."""
     width = x.shape[-1]
+    config = static.config or _forward_config(x, weight, residual, static.num_sms)
+    if residual is None and norm_lanes.takes(width, x.dtype, config):
+        how: dict[str, Any] = {"eps": static.eps, "zero_centered": static.zero_centered}
+        y = norm_lanes.normed_rows(
+            x,
+            [weight],
+            kind=norm_lanes.Kind("rms_norm", **how),
+            warpgroups=config.warpgroups,
+            plain=functools.partial(rms_norm_reference, **how),
+            interpret=static.interpret,
+        )
+        return [y]
 
     def step(group, inputs, weights, outputs, sums):
         kept = {}
@@ -216,7 +235,7 @@ def _forward(static: _Static, x, weight, residual=None):
         weights=[weight],
         outputs=[x.dtype] * len(inputs),
         row_sums=1,
-        config=static.config,
+        config=config,
         num_sms=static.num_sms,
         interpret=static.interpret,
     )

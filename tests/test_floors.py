@@ -27,14 +27,15 @@ MAY_IMPORT = {
     "pallas_kernels.rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
     "pallas_kernels.over_rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows",
     "pallas_kernels.rms_norm": (
-        "pallas_kernels.device pallas_kernels.over_rows pallas_kernels.rows pallas_kernels.tuned"
+        "pallas_kernels.device pallas_kernels.norm_lanes pallas_kernels.over_rows "
+        "pallas_kernels.rows pallas_kernels.tuned"
     ),
-    "pallas_kernels.layer_norm_lanes": (
+    "pallas_kernels.norm_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
-        "pallas_kernels.lane_norm"
+        "pallas_kernels.lane_norm pallas_kernels.rows"
     ),
     "pallas_kernels.layer_norm": (
-        "pallas_kernels.device pallas_kernels.layer_norm_lanes pallas_kernels.over_rows "
+        "pallas_kernels.device pallas_kernels.norm_lanes pallas_kernels.over_rows "
         "pallas_kernels.rows pallas_kernels.tuned"
     ),
     "pallas_kernels.swiglu": (
