@@ -132,14 +132,13 @@ def load(address: Any, offset: int, words: int = 1, *, once: bool = False) -> An
     return asm(text, "rrrr", address, effects=True)
 
 
-def load_again(address: Any, offset: int, letter: str = "r") -> list[Any]:
-    """Four words ("r"), or float32 ("f"), that other blocks read too; never before its place here.
+def load_late(address: Any, offset: int) -> list[Any]:
+    """Four words of global memory, never before its place here.
 
     What `load` reads, the compiler may ask for much earlier, and hold in registers until then.
     """
-    kind = {"r": "u32", "f": "f32"}[letter]
-    text = f"ld.global.v4.{kind} {{$0, $1, $2, $3}}, [$4 + {offset}];"
-    return asm(text, 4 * letter, address, effects=True)
+    text = f"ld.global.v4.u32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    return asm(text, "rrrr", address, effects=True)
 
 
 def store_once(address: Any, words: Sequence[Any]) -> None:
@@ -192,13 +191,14 @@ def rounded(value: Any, dtype: str) -> Any:
     return asm(text, "f", value)
 
 
-def accesses_of_thread(count: int, threads: int) -> list[tuple[Any, Any]]:
-    """Of `count` accesses of a block those of a thread: which one (the last where there is none),
-    and whether there is one (None: there is).
+def accesses_of_thread(count: int, threads: int, thread: Any = None) -> list[tuple[Any, Any]]:
+    """Of `count` accesses those of one of `threads`: which (the last where there is none), and
+    whether there is one (None: there is). thread: which it is; None: of the block's.
     """
+    thread = mgpu_utils.thread_idx() if thread is None else thread
     found = []
     for start in range(0, count, threads):
-        place = arith.addi(mgpu_utils.thread_idx(), word(start))
+        place = arith.addi(thread, word(start))
         inside = less(place, count) if start + threads > count else None
         found.append((place if inside is None else arith.minui(place, word(count - 1)), inside))
     return found

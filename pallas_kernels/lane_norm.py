@@ -26,7 +26,9 @@ def halves_as_float32(x: str, kind: str) -> str:
 
 
 def floats(x: Any, dtype: str) -> list[Any]:
-    """The two numbers of a word as float32."""
+    """The numbers of a word as float32: two, or the one that it is."""
+    if dtype == "float32":
+        return [asm("mov.b32 $0, $1;", "f", x)]
     text = f"{{ .reg .f32 a, b; {halves_as_float32('$2', KINDS[dtype])} "
     return asm(text + "mov.f32 $0, a; mov.f32 $1, b; }", "ff", x)
 

@@ -1,10 +1,11 @@
 """LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.
 
 x [*B, D], weight and bias [D]. Each row is read once and written once: wide rows of 16 bits by a
-block each (`norm_lanes`), others by `over_rows`. The variance is the mean of (x - mean)^2, taken in a second pass over
-the row on chip: E[x^2] - mean^2 has no digit left where the mean is large. The backward pass reads
-x and dy and takes the statistics anew, which costs no byte; of wide rows all sums at once. A block
-sums its shares of d_weight and d_bias in registers, and XLA adds the shares in a fixed order.
+block each (`norm_lanes`), others by `over_rows`. The variance is the mean of (x - mean)^2, taken in
+a second pass over the row on chip: E[x^2] - mean^2 has no digit left where the mean is large. The
+backward pass reads x and dy and takes the statistics anew, which costs no byte; of wide rows all
+sums at once. A block sums its shares of d_weight and d_bias in registers, and XLA adds the shares
+in a fixed order.
 Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
 """
 

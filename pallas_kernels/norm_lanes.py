@@ -1,22 +1,24 @@
-"""LayerNorm and RMSNorm of wide rows of 16-bit numbers, a block a row: a thread's part, in PTX.
+"""LayerNorm and RMSNorm of rows of 16-bit numbers: what a thread does, told in PTX.
 
-A thread has 8 numbers side by side of every 8 * threads, and keeps them two in a register, as they
-came: more rows are under way at a time than with float32 in twice as many. What is summed over the
-row (its numbers, and the squares around their mean; or the squares) is of all threads, for which
-the block meets. Weight and bias are read 8 numbers at a time after that, and not before.
+A block has a row, or each of its warps a narrow one. A thread has 8 numbers side by side of every
+8 * threads, and keeps them two in a register, as they came: more rows are under way at a time than
+with float32 in twice as many. What is summed over the row (its numbers, and the squares around
+their mean; or the squares) is of all its threads, for which a block meets. Of many rows, weight and
+bias are read 8 numbers at a time after that, and held in no register before; of few, with the row.
 Imported only by layer_norm.py and rms_norm.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir.dialects import arith
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
@@ -25,11 +27,13 @@ from pallas_kernels.lane_code import (
     accesses_of_thread,
     address_of,
     further,
+    less,
     load,
-    load_again,
+    load_late,
     only_where,
     store_once,
     times,
+    times_long,
     word,
 )
 from pallas_kernels.lane_norm import (
@@ -38,6 +42,7 @@ from pallas_kernels.lane_norm import (
     fused,
     number,
     over_block,
+    over_warp,
     product,
     reciprocal_root,
     sum_of_squares,
@@ -49,6 +54,7 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 EACH = ACCESS_BYTES // 2  # numbers of an access
 MOST = 64  # numbers that a thread may have
 FEW = 32  # of more, two warpgroups share a row
+FEW_ROWS = 512  # fewer than blocks have room: 64 x 4096 takes 3.4 us if the weight is read late
 
 
 class Kind(NamedTuple):
@@ -59,11 +65,16 @@ class Kind(NamedTuple):
     zero_centered: bool = False
 
 
+def _warps(width: int, warpgroups: int) -> int:
+    """That share a row."""
+    return 1 if width // EACH <= THREADS else WARPS * warpgroups
+
+
 def takes(width: int, dtype: Any, config: Config) -> bool:
-    """Whether rows of that width, more than one access of 128 threads, are normed here."""
-    accesses, threads = width // EACH, THREADS * config.warpgroups
-    fits = width % EACH == 0 and threads < accesses <= threads * MOST // EACH
-    alone = config.stages == 0 and config.repeat == 1
+    """Whether rows of that width are normed here: with more than one access of each thread."""
+    accesses, warps = width // EACH, _warps(width, config.warpgroups)
+    fits = width % EACH == 0 and warps * LANES < accesses <= warps * LANES * MOST // EACH
+    alone = (config.repeat, config.stages) == (1, 0) and (warps > 1 or config.warpgroups == 1)
     return alone and dtype in DTYPES and fits
 
 
@@ -95,102 +106,141 @@ def normed_rows(
 
     plain: (row [D], *weights) -> [D], for the interpreter, which knows no lanes.
     """
-    names, warps = ("weight", "bias")[: len(weights)], WARPS * warpgroups
+    names, (count, width) = ("weight", "bias")[: len(weights)], x.shape
+    warps = _warps(width, warpgroups)
     dtypes = {"x": x.dtype.name}
     dtypes |= {name: array.dtype.name for name, array in zip(names, weights, strict=True)}
 
     def body(x_ref, *refs, **scratch):
         *held, out_ref = refs
-        row = lax.axis_index("row")
         if interpret:
+            row = lax.axis_index("block")
             out_ref.at[row][...] = plain(x_ref.at[row][...], *(ref[...] for ref in held))
             return
-        every = {"x": x_ref.at[row], "out": out_ref.at[row], **scratch}
-        every |= dict(zip(names, held, strict=True))
+        every = {"x": x_ref, "out": out_ref, **scratch, **dict(zip(names, held, strict=True))}
 
         @plgpu.inline_mgpu(arg_types=(jax.tree.map(lambda _: plgpu.RefType(), every),))
         def norm(_: Any, every: Any) -> Any:
-            write_row(jax.tree.map(address_of, every), dtypes, kind, x.shape[1], warps)
+            Block(jax.tree.map(address_of, every), dtypes, kind, x.shape, warps).run()
 
         norm(every)  # pyright: ignore[reportCallIssue]
 
-    threads: Any = {}
-    if warpgroups > 1 and not interpret:
-        threads = {"num_threads": warpgroups, "thread_name": "warpgroup"}
-    board = plgpu.SMEM((2, warps), jnp.float32)
+    how: dict[str, Any] = {"grid": (count if interpret or warps > 1 else pl.cdiv(count, WARPS),)}
+    if not interpret:
+        how["scratch_types"] = {"board": plgpu.SMEM((2, warps), jnp.float32)} if warps > 1 else {}
+        if warpgroups > 1:
+            how |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
     return _compat.kernel(
         body,
         name=kind.name,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        scratch_types={} if interpret else {"board": board},
-        grid=(x.shape[0],),
-        grid_names=("row",),
+        grid_names=("block",),
         interpret=interpret,
         approx_math=True,
         unsafe_no_auto_barriers=True,  # what is on chip is told here
-        **threads,
+        **how,
     )(x, *weights)
 
 
-def write_row(
-    at: Mapping[str, Any], dtypes: Mapping[str, str], kind: Kind, width: int, warps: int
-) -> None:
-    """One row, by all threads of a block. at: addresses of a row of x, of weight, of the bias if
-    there is one, of out and, on chip, of board: float32 [2, warps].
+class Block:
+    """What a thread of a block does.
+
+    at: addresses of x and out [M, D], of weight, of the bias if there is one and, where several
+    warps share a row, on chip of board: float32 [2, warps]. warps: that share a row.
     """
-    dtype = dtypes["x"]
-    mine = accesses_of_thread(width // EACH, warps * LANES)
 
-    def here(name: str, place: Any) -> Any:
-        size = 4 if dtypes.get(name) == "float32" else 2
-        return further(at[name], times(place, size * EACH))
+    def __init__(
+        self,
+        at: Mapping[str, Any],
+        dtypes: Mapping[str, str],
+        kind: Kind,
+        shape: tuple[int, ...],
+        warps: int,
+    ):
+        self.at, self.dtypes, self.kind, self.warps = at, dtypes, kind, warps
+        count, self.width = shape
+        self.few = count <= FEW_ROWS
+        self.names = [name for name in ("weight", "bias") if name in dtypes]
+        row, thread, self.there = mgpu_utils.block_idx(), mgpu_utils.thread_idx(), None
+        if warps == 1:
+            row = arith.addi(times(row, WARPS), arith.divui(thread, word(LANES)))
+            thread = arith.remui(thread, word(LANES))
+            if count % WARPS:
+                self.there = less(row, count)
+                row = arith.minui(row, word(count - 1))
+        self.mine = accesses_of_thread(self.width // EACH, warps * LANES, thread)
+        start = times_long(row, 2 * self.width)
+        self.row = {name: further(at[name], start) for name in ("x", "out")}
 
-    def numbers(name: str, place: Any) -> list[Any]:
-        if dtypes[name] == "float32":
-            return [x for i in range(2) for x in load_again(here(name, place), 16 * i, "f")]
-        return [x for each in load_again(here(name, place), 0) for x in floats(each, dtypes[name])]
+    def run(self) -> None:
+        dtype, words = self.dtypes["x"], []  # of each access four, zeros where there is none
+        for place, inside in self.mine:
+            found = load(self._of_row("x", place), 0, 4, once=True)
+            words.append(found if inside is None else [self._or_zero(inside, x) for x in found])
+        early = [self._read(place) for place, _ in self.mine] if self.few else None
+        if self.kind.name == "rms_norm":
+            mean, squares = None, sum_of_squares([x for four in words for x in four], KINDS[dtype])
+        else:
+            mean, squares = self._around_mean(words)
+        root = reciprocal_root(self._over_row(squares, 1), self.width, self.kind.eps)
+        for i, ((place, inside), four) in enumerate(zip(self.mine, words, strict=True)):
+            y = [x for each in four for x in floats(each, dtype)]
+            y = [arith.mulf(x if mean is None else arith.subf(x, mean), root) for x in y]
+            done = self._weighed(y, *(early[i] if early else self._read(place)))
+            if inside is not None and self.there is not None:
+                inside = arith.andi(inside, self.there)
+            inside = self.there if inside is None else inside
+            only_where(inside, store_once, self._of_row("out", place), done)
 
-    row = []  # of each access four words, zeros where there is none
-    for place, inside in mine:
-        words = load(here("x", place), 0, 4, once=True)
-        row.append([x if inside is None else arith.select(inside, x, word(0)) for x in words])
-    if kind.name == "rms_norm":
-        mean, squares = None, sum_of_squares([x for words in row for x in words], KINDS[dtype])
-    else:
-        mean, squares = _around_mean(row, mine, dtype, at["board"], width, warps)
-    board = further(at["board"], word(4 * warps))
-    (squares,) = over_block([squares], "add.f32", board, warps)
-    root = reciprocal_root(squares, width, kind.eps)
-    for (place, inside), words in zip(mine, row, strict=True):
-        y = [x for each in words for x in floats(each, dtype)]
-        y = [arith.mulf(x if mean is None else arith.subf(x, mean), root) for x in y]
-        weight = numbers("weight", place)
+    def _of_row(self, name: str, place: Any) -> Any:
+        return further(self.row[name], times(place, ACCESS_BYTES))
+
+    def _or_zero(self, inside: Any, x: Any) -> Any:
+        return arith.select(inside, x, word(0))
+
+    def _read(self, place: Any) -> list[list[Any]]:
+        """The words of weight and bias."""
+        found = []
+        for name in self.names:
+            offsets = (0, ACCESS_BYTES) if self.dtypes[name] == "float32" else (0,)
+            address = further(self.at[name], times(place, ACCESS_BYTES * len(offsets)))
+            words = [load(address, i, 4) if self.few else load_late(address, i) for i in offsets]
+            found.append([x for four in words for x in four])
+        return found
+
+    def _over_row(self, value: Any, which: int) -> Any:
+        """The sum of all threads that share the row; which: of those that are asked for."""
+        if self.warps == 1:
+            return over_warp(value, "add.f32")
+        board = further(self.at["board"], word(4 * self.warps * which))
+        return over_block([value], "add.f32", board, self.warps)[0]
+
+    def _around_mean(self, words: list[list[Any]]) -> tuple[Any, Any]:
+        """The row's mean, and this thread's squares around it."""
+        dtype, total, squares = self.dtypes["x"], number(0), number(0)
+        for four in words:
+            for x in four:
+                total = arith.addf(total, arith.addf(*floats(x, dtype)))
+        mean = arith.mulf(self._over_row(total, 0), number(1 / self.width))
+        for (_, inside), four in zip(self.mine, words, strict=True):
+            before = squares
+            for x in four:
+                for centred in (arith.subf(y, mean) for y in floats(x, dtype)):
+                    squares = fused(centred, centred, squares)
+            squares = squares if inside is None else arith.select(inside, squares, before)
+        return mean, squares
+
+    def _weighed(self, y: list[Any], *words: list[Any]) -> list[Any]:
+        """Eight normed numbers times the weight, plus the bias, as words."""
+        dtype, kind = self.dtypes["x"], self.kind
+        weight, *bias = (
+            [x for each in held for x in floats(each, self.dtypes[name])]
+            for name, held in zip(self.names, words, strict=True)
+        )
+        if kind.name == "rms_norm" and not kind.zero_centered:
+            rounded, weight = words_of_floats(y, dtype), words_of_floats(weight, dtype)
+            return [product(dtype, *both) for both in zip(rounded, weight, strict=True)]
         if kind.zero_centered:
             weight = [arith.addf(number(1), w) for w in weight]
-        if "bias" in dtypes:
-            y = list(map(fused, y, weight, numbers("bias", place)))
-        elif kind.name == "layer_norm" or kind.zero_centered:
-            y = list(map(arith.mulf, y, weight))
-        done = words_of_floats(y, dtype)
-        if kind.name == "rms_norm" and not kind.zero_centered:
-            done = list(map(partial(product, dtype), done, words_of_floats(weight, dtype)))
-        only_where(inside, store_once, here("out", place), done)
-
-
-def _around_mean(
-    row: list[list[Any]], mine: list[Any], dtype: str, board: Any, width: int, warps: int
-) -> tuple[Any, Any]:
-    """The row's mean, for which the block meets; and this thread's squares around it."""
-    total = squares = number(0)
-    for words in row:
-        for x in words:
-            total = arith.addf(total, arith.addf(*floats(x, dtype)))
-    (total,) = over_block([total], "add.f32", board, warps)
-    mean = arith.mulf(total, number(1 / width))
-    for (_, inside), words in zip(mine, row, strict=True):
-        before = squares
-        for x in words:
-            for centred in (arith.subf(y, mean) for y in floats(x, dtype)):
-                squares = fused(centred, centred, squares)
-        squares = squares if inside is None else arith.select(inside, squares, before)
-    return mean, squares
+        y = list(map(fused, y, weight, bias[0])) if bias else list(map(arith.mulf, y, weight))
+        return words_of_floats(y, dtype)
