@@ -3,8 +3,9 @@
 A block has a row, or each of its warps a narrow one. A thread has 8 numbers side by side of every
 8 * threads, and keeps them two in a register, as they came: more rows are under way at a time than
 with float32 in twice as many. What is summed over the row (its numbers, and the squares around
-their mean; or the squares) is of all its threads, for which a block meets. Of many rows, weight and
-bias are read 8 numbers at a time after that, and held in no register before; of few, with the row.
+their mean; or the squares) is of all its threads, for which a block meets. Weight and bias are read
+with the row; or after that, 8 numbers at a time, where they would take registers that other rows
+could have.
 Imported only by layer_norm.py and rms_norm.py.
 """
 
@@ -54,6 +55,7 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 EACH = ACCESS_BYTES // 2  # numbers of an access
 MOST = 64  # numbers that a thread may have
 FEW = 32  # of more, two warpgroups share a row
+EARLY_WORDS = 16  # of weight and bias, that a thread may hold from the start: 66.5 us, not 66.9
 FEW_ROWS = 512  # fewer than blocks have room: 64 x 4096 takes 3.4 us if the weight is read late
 
 
@@ -159,7 +161,6 @@ class Block:
     ):
         self.at, self.dtypes, self.kind, self.warps = at, dtypes, kind, warps
         count, self.width = shape
-        self.few = count <= FEW_ROWS
         self.names = [name for name in ("weight", "bias") if name in dtypes]
         row, thread, self.there = mgpu_utils.block_idx(), mgpu_utils.thread_idx(), None
         if warps == 1:
@@ -169,6 +170,8 @@ class Block:
                 self.there = less(row, count)
                 row = arith.minui(row, word(count - 1))
         self.mine = accesses_of_thread(self.width // EACH, warps * LANES, thread)
+        words = 4 * len(self.mine) * sum(1 + (dtypes[x] == "float32") for x in self.names)
+        self.early = count <= FEW_ROWS or (warps > 1 and words <= EARLY_WORDS)
         start = times_long(row, 2 * self.width)
         self.row = {name: further(at[name], start) for name in ("x", "out")}
 
@@ -177,7 +180,7 @@ class Block:
         for place, inside in self.mine:
             found = load(self._of_row("x", place), 0, 4, once=True)
             words.append(found if inside is None else [self._or_zero(inside, x) for x in found])
-        early = [self._read(place) for place, _ in self.mine] if self.few else None
+        early = [self._read(place) for place, _ in self.mine] if self.early else None
         if self.kind.name == "rms_norm":
             mean, squares = None, sum_of_squares([x for four in words for x in four], KINDS[dtype])
         else:
@@ -204,7 +207,7 @@ class Block:
         for name in self.names:
             offsets = (0, ACCESS_BYTES) if self.dtypes[name] == "float32" else (0,)
             address = further(self.at[name], times(place, ACCESS_BYTES * len(offsets)))
-            words = [load(address, i, 4) if self.few else load_late(address, i) for i in offsets]
+            words = [load(address, i, 4) if self.early else load_late(address, i) for i in offsets]
             found.append([x for four in words for x in four])
         return found
 
@@ -230,17 +233,19 @@ class Block:
             squares = squares if inside is None else arith.select(inside, squares, before)
         return mean, squares
 
-    def _weighed(self, y: list[Any], *words: list[Any]) -> list[Any]:
-        """Eight normed numbers times the weight, plus the bias, as words."""
-        dtype, kind = self.dtypes["x"], self.kind
-        weight, *bias = (
-            [x for each in held for x in floats(each, self.dtypes[name])]
-            for name, held in zip(self.names, words, strict=True)
-        )
-        if kind.name == "rms_norm" and not kind.zero_centered:
-            rounded, weight = words_of_floats(y, dtype), words_of_floats(weight, dtype)
+    def _weighed(self, y: list[Any], weight: list[Any], *bias: list[Any]) -> list[Any]:
+        """Eight normed numbers times the weight's words, plus the bias's, as words."""
+        dtype, held, kind = self.dtypes["x"], self.dtypes["weight"], self.kind
+        rounds = kind.name == "rms_norm" and not kind.zero_centered
+        if not rounds or held != dtype:
+            weight = [x for each in weight for x in floats(each, held)]
+        if rounds:
+            weight = weight if held == dtype else words_of_floats(weight, dtype)
+            rounded = words_of_floats(y, dtype)
             return [product(dtype, *both) for both in zip(rounded, weight, strict=True)]
         if kind.zero_centered:
             weight = [arith.addf(number(1), w) for w in weight]
-        y = list(map(fused, y, weight, bias[0])) if bias else list(map(arith.mulf, y, weight))
-        return words_of_floats(y, dtype)
+        if bias:
+            added = [x for each in bias[0] for x in floats(each, self.dtypes["bias"])]
+            return words_of_floats(list(map(fused, y, weight, added)), dtype)
+        return words_of_floats(list(map(arith.mulf, y, weight)), dtype)

@@ -126,13 +126,13 @@ def test_which_rows_it_takes():
     ("width", "weight_dtype"), [(8192, BF16), (4096, BF16), (3072, F32), (896, BF16)]
 )
 def test_compiled(norm, width, weight_dtype):
-    """Registers for 1024 threads a multiprocessor, and no weight is read before it is needed."""
+    """Registers for 1024 threads a multiprocessor, or 768 with the weight early; wide accesses."""
     row = jax.ShapeDtypeStruct((width,), weight_dtype)
     x, rows = jax.ShapeDtypeStruct((1024, width), BF16), [row, row] if norm is layer_norm else [row]
     kernel = aot.compile_for(partial(norm, eps=EPS), x, *rows).kernel(norm.__name__)
-    assert kernel.registers <= 64
     config = norm_lanes.default_config(width, BF16)
     assert config is not None
+    assert kernel.registers <= (80 if norm is rms_norm else 64)
     accesses = -(-width // 8 // (32 if width <= 1024 else 128 * config.warpgroups))
     weights = len(rows) * jnp.dtype(weight_dtype).itemsize // 2
     assert kernel.count("LDG", "128") == accesses * (1 + weights)
