@@ -1,8 +1,8 @@
 """Results as tables and a plot: `python -m benchmarks.report benchmarks/results/*.json`.
 
-Writes the tables into benchmarks/README.md, between its two marks, and results.png beside the
-files. Ratios are taken within one file, that is one run on one GPU. What one file has had no time
-for and a later one has is in the later one's table alone.
+Writes the tables into benchmarks/README.md, between its two marks, and results.png, a plot of each
+op's longest call, beside the files. Ratios are taken within one file, that is one run on one GPU.
+What one file has had no time for and a later one has is in the later one's table alone.
 """
 
 from __future__ import annotations
@@ -312,47 +312,48 @@ def _why(result: dict[str, Any] | None) -> str:
     return "not run"
 
 
-FAINT = 10  # percent
+def _longest(runs: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(row, run) of each op's longest call, forward and backward; of each call the newest run."""
+    calls: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: run["date"]):
+        timed = (row for row in run["rows"] if figures(row, None)["us"] is not None)
+        calls |= {(row["op"], row["label"]): (row, run) for row in timed}
+    found: dict[tuple[str, bool], tuple[dict[str, Any], dict[str, Any]]] = {}
+    for row, run in sorted(calls.values(), key=lambda call: figures(call[0], None)["us"]):
+        found[row["op"], "backward" in row["label"]] = row, run
+    return [found[key] for key in sorted(found)]
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Percent of the ceiling, ours and each case's best rival, a panel a run.
-
-    Calls too small to come near a ceiling are in the table alone.
-    """
+    """Percent of the ceiling, ours and the best rival, of the calls of `_longest`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    runs = [run for run in runs if run["rows"] and run.get("ceilings")]
-    if not runs:
+    drawn = _longest([run for run in runs if run.get("ceilings")])
+    if not drawn:
         raise ValueError("report: no file has rows and ceilings to draw")
-    panels = []
-    for run in runs:
-        rows = [(row, figures(row, run["ceilings"])) for row in run["rows"]]
-        panels.append([(row, f) for row, f in rows if (f["percent"] or 0.0) >= FAINT])
-    heights = [0.28 * len(rows) + 1.2 for rows in panels]
-    figure, axes = pyplot.subplots(
-        len(runs), 1, figsize=(11, sum(heights)), squeeze=False, height_ratios=heights
-    )
-    for axis, run, rows in zip(axes[:, 0], runs, panels, strict=True):
-        for y, (row, f) in enumerate(rows):
-            if f["best_us"] is not None:
-                best = percent(row, f["best_us"], run["ceilings"]) or 0.0
-                axis.barh(y + 0.19, best, 0.36, color="#b5b5b5")
-                axis.text(best + 0.5, y + 0.19, f["best"], va="center", fontsize=6, color="#606060")
-            if f["percent"] is not None:
-                axis.barh(y - 0.19, f["percent"], 0.36, color="#1f77b4")
-        axis.set_yticks(range(len(rows)), [f"{r['op']}: {r['label']}" for r, _ in rows], fontsize=7)
-        axis.invert_yaxis()
-        axis.margins(y=0.01)
-        axis.set_xlim(0, max([100.0, *(f["percent"] for _, f in rows)]) + 20)
-        axis.axvline(100, color="black", linewidth=0.8)
-        axis.set_xlabel("percent of the ceiling of the run: copy, read or bf16 matmul rate")
-        title = f"{run['gpu'].get('name', '')}, {run['date']}: ours (blue), best rival (grey)"
-        axis.set_title(title, fontsize=10)
-    figure.tight_layout()
+    figure, axis = pyplot.subplots(figsize=(12, 0.36 * len(drawn) + 1.4))
+    for y, (row, run) in enumerate(drawn):
+        f = figures(row, run["ceilings"])
+        best = "" if f["best_us"] is None else f"{f['best']} "
+        for at, us, name, color in (
+            (y - 0.19, f["us"], "", "#1f77b4"),
+            (y + 0.19, f["best_us"], best, "#b5b5b5"),
+        ):
+            if us is not None:
+                share = percent(row, us, run["ceilings"]) or 0.0
+                axis.barh(at, share, 0.36, color=color)
+                axis.text(share + 0.5, at, f"{name}{us:.1f} us", va="center", fontsize=7)
+    axis.set_yticks(range(len(drawn)), [f"{r['op']}: {r['label']}" for r, _ in drawn], fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.12, y=0.01)
+    axis.axvline(100, color="#c8c8c8", linewidth=0.8, zorder=0)
+    axis.set_xlabel("percent of the run's own ceiling: copy, read or bf16 matmul rate")
+    gpus = sorted({run["gpu"].get("name", "") for _, run in drawn})
+    title = "each op's longest call: ours (blue), best rival (grey)"
+    axis.set_title(f"{', '.join(gpus)}, {title}", fontsize=10)
     figure.savefig(path, dpi=110, bbox_inches="tight")  # long labels pass the figure's edge
     pyplot.close(figure)
 

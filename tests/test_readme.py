@@ -79,6 +79,7 @@ MEASURED = {
     "RMSNorm, 8192 x 8192": "rms_norm: 8192 x 8192 bfloat16",
     "with the residual": "rms_norm: 8192 x 8192 bfloat16, residual",
     "its backward pass": "rms_norm: 8192 x 8192 bfloat16, backward",
+    "LayerNorm, 8192 x 8192": "layer_norm: 8192 x 8192 bfloat16",
     "scale and softmax, 8 x 32 x 2048 x 2048": "scale_softmax: 8 x 32 x 2048 x 2048 bfloat16",
     "scale and softmax, 1024 x 131072": "scale_softmax: 1024 x 131072 bfloat16",
     "SwiGLU, 8192 x 14336": "swiglu: 8192 x 14336 bfloat16",

@@ -1,6 +1,7 @@
 """The report: figures of a row, tables in the README, the plot."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,26 @@ def test_the_tables():
     for line in text.splitlines():
         if line.startswith("| rms_norm") or line.startswith("| case"):
             assert line.count("|") == 12, line
+
+
+def test_what_is_drawn():
+    """Of each op and direction the longest call; of a call that two runs have, the newer."""
+
+    def run(date: str, *calls: tuple[str, str, float | None]) -> dict[str, Any]:
+        rows = []
+        for op, label, us in calls:
+            times = {"ours": {"failed": "x"} if us is None else timing(us)}
+            rows.append({"op": op, "label": label, "times": times})
+        return {"date": date, "rows": rows}
+
+    old = run("2026-01-01", ("a", "small", 1.0), ("a", "large", 9.0), ("a", "large, backward", 5.0))
+    new = run("2026-01-02", ("a", "large", 8.0), ("a", "largest", None), ("b", "small", 2.0))
+    drawn = [(row["op"], row["label"], at["date"]) for row, at in report._longest([new, old])]
+    assert drawn == [
+        ("a", "large", "2026-01-02"),
+        ("a", "large, backward", "2026-01-01"),
+        ("b", "small", "2026-01-02"),
+    ]
 
 
 def test_the_command_writes_readme_and_plot(tmp_path, capsys):
