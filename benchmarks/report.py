@@ -1,7 +1,7 @@
 """Results as tables and a plot: `python -m benchmarks.report benchmarks/results/*.json`.
 
 Writes the tables into benchmarks/README.md, between its two marks, and results.png, a plot of each
-op's longest call, beside the files. Ratios are taken within one file, that is one run on one GPU.
+op's largest call, beside the files. Ratios are taken within one file, that is one run on one GPU.
 What one file has had no time for and a later one has is in the later one's table alone.
 """
 
@@ -312,26 +312,35 @@ def _why(result: dict[str, Any] | None) -> str:
     return "not run"
 
 
-def _longest(runs: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(row, run) of each op's longest call, forward and backward; of each call the newest run."""
-    calls: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
+def _largest(runs: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(row, run) of each GPU's and op's call of the most work, forward and backward; of each call
+    the newest run. Work is operations where there are some, else bytes.
+    """
+    calls: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["date"]):
-        timed = (row for row in run["rows"] if figures(row, None)["us"] is not None)
-        calls |= {(row["op"], row["label"]): (row, run) for row in timed}
-    found: dict[tuple[str, bool], tuple[dict[str, Any], dict[str, Any]]] = {}
-    for row, run in sorted(calls.values(), key=lambda call: figures(call[0], None)["us"]):
-        found[row["op"], "backward" in row["label"]] = row, run
+        timed = (row for row in run["rows"] if time_us(row["times"].get("ours", {})) is not None)
+        name = run["gpu"].get("name", "")
+        calls |= {(name, row["op"], row["label"]): (row, run) for row in timed}
+    found: dict[tuple[str, str, bool], tuple[dict[str, Any], dict[str, Any]]] = {}
+    for (name, op, label), call in calls.items():
+        key = name, op, "backward" in label
+        if key not in found or _work(call[0]) > _work(found[key][0]):
+            found[key] = call
     return [found[key] for key in sorted(found)]
 
 
+def _work(row: dict[str, Any]) -> tuple[int, int]:
+    return row["operations"] or 0, row["bytes"]
+
+
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Percent of the ceiling, ours and the best rival, of the calls of `_longest`."""
+    """Percent of the ceiling, ours and the best rival, of the calls of `_largest`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn = _longest([run for run in runs if run.get("ceilings")])
+    drawn = _largest([run for run in runs if "copy" in (run.get("ceilings") or {})])
     if not drawn:
         raise ValueError("report: no file has rows and ceilings to draw")
     figure, axis = pyplot.subplots(figsize=(12, 0.36 * len(drawn) + 1.4))
@@ -346,14 +355,19 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
                 share = percent(row, us, run["ceilings"]) or 0.0
                 axis.barh(at, share, 0.36, color=color)
                 axis.text(share + 0.5, at, f"{name}{us:.1f} us", va="center", fontsize=7)
-    axis.set_yticks(range(len(drawn)), [f"{r['op']}: {r['label']}" for r, _ in drawn], fontsize=8)
+    gpus = [run["gpu"].get("name", "") for _, run in drawn]
+    several = len(set(gpus)) > 1
+    labels = [
+        f"{f'{gpu}, ' if several else ''}{row['op']}: {row['label']}"
+        for gpu, (row, _) in zip(gpus, drawn, strict=True)
+    ]
+    axis.set_yticks(range(len(drawn)), labels, fontsize=8)
     axis.invert_yaxis()
     axis.margins(x=0.12, y=0.01)
     axis.axvline(100, color="#c8c8c8", linewidth=0.8, zorder=0)
     axis.set_xlabel("percent of the run's own ceiling: copy, read or bf16 matmul rate")
-    gpus = sorted({run["gpu"].get("name", "") for _, run in drawn})
-    title = "each op's longest call: ours (blue), best rival (grey)"
-    axis.set_title(f"{', '.join(gpus)}, {title}", fontsize=10)
+    title = "each op's largest call: ours (blue), best rival (grey)"
+    axis.set_title(title if several else f"{gpus[0]}, {title}", fontsize=10)
     figure.savefig(path, dpi=110, bbox_inches="tight")  # long labels pass the figure's edge
     pyplot.close(figure)
 

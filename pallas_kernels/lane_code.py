@@ -133,7 +133,7 @@ def load(address: Any, offset: int, words: int = 1, *, once: bool = False) -> An
 
 
 def load_late(address: Any, offset: int) -> list[Any]:
-    """Four words of global memory, never before its place here.
+    """Four words of global memory, not before a barrier or a store that stands before it here.
 
     What `load` reads, the compiler may ask for much earlier, and hold in registers until then.
     """

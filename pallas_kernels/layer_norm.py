@@ -1,11 +1,11 @@
 """LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.
 
-x [*B, D], weight and bias [D]. Each row is read once and written once: wide rows of 16 bits by a
-block each (`norm_lanes`), others by `over_rows`. The variance is the mean of (x - mean)^2, taken in
-a second pass over the row on chip: E[x^2] - mean^2 has no digit left where the mean is large. The
-backward pass reads x and dy and takes the statistics anew, which costs no byte; of wide rows all
-sums at once. A block sums its shares of d_weight and d_bias in registers, and XLA adds the shares
-in a fixed order.
+x [*B, D], weight and bias [D]. Each row is read once and written once: of 16 bits and more than 256
+numbers by lanes (`norm_lanes`), others by `over_rows`. The variance is the mean of (x - mean)^2,
+taken of the row as it lies in registers or on chip: E[x^2] - mean^2 has no digit left where the
+mean is large. The backward pass reads x and dy and takes the statistics anew, which costs no byte;
+of wide rows all sums at once. A block sums its shares of d_weight and d_bias in registers, and XLA
+adds the shares in a fixed order.
 Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
 """
 
@@ -57,9 +57,10 @@ def layer_norm(
     if reason is not None:
         raise NotImplementedError(f"layer_norm: cannot run this call: {reason}")
     key = bucket(x, weight, bias, eps=eps)
+    takes = functools.partial(norm_lanes.takes, x.shape[-1], x.dtype)
     static = _Static(
         float(eps),
-        config or rows.tuned_config("layer_norm", key, x, device),
+        config or rows.tuned_config("layer_norm", key, x, device, takes),
         device.num_sms,
         interpret,
     )
@@ -293,7 +294,6 @@ def _forward(static: _Static, x, weights):
         weights=weights,
         outputs=[x.dtype],
         row_sums=2,
-        meetings=2,
         config=config,
         num_sms=static.num_sms,
         interpret=static.interpret,

@@ -5,7 +5,7 @@ A block has a row, or each of its warps a narrow one. A thread has 8 numbers sid
 with float32 in twice as many. What is summed over the row (its numbers, and the squares around
 their mean; or the squares) is of all its threads, for which a block meets. Weight and bias are read
 with the row; or after that, 8 numbers at a time, where they would take registers that other rows
-could have.
+could have. The interpreter, which knows no lanes, checks only what surrounds a block.
 Imported only by layer_norm.py and rms_norm.py.
 """
 
@@ -24,6 +24,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
+from pallas_kernels.lane_arithmetic import (
+    KINDS,
+    floats,
+    fused,
+    number,
+    over_block,
+    over_warp,
+    product,
+    reciprocal_root,
+    sum_of_squares,
+    words_of_floats,
+)
 from pallas_kernels.lane_code import (
     accesses_of_thread,
     address_of,
@@ -37,26 +49,18 @@ from pallas_kernels.lane_code import (
     times_long,
     word,
 )
-from pallas_kernels.lane_norm import (
-    KINDS,
-    floats,
-    fused,
-    number,
-    over_block,
-    over_warp,
-    product,
-    reciprocal_root,
-    sum_of_squares,
-    words_of_floats,
-)
 from pallas_kernels.rows import Config
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 EACH = ACCESS_BYTES // 2  # numbers of an access
-MOST = 64  # numbers that a thread may have
-FEW = 32  # of more, two warpgroups share a row
-EARLY_WORDS = 16  # of weight and bias, that a thread may hold from the start: 66.5 us, not 66.9
-FEW_ROWS = 512  # fewer than blocks have room: 64 x 4096 takes 3.4 us if the weight is read late
+MOST_NUMBERS = 64  # of a thread
+ALONE_NUMBERS = 32  # of a thread; where it would have more, two warpgroups share the row
+# Of weight and bias, that a thread may hold from the start: on an H200 RMSNorm of 8192 x 8192 in
+# bfloat16 takes 66.9 us so, and 67.4 with the weight late
+EARLY_WORDS = 16
+# LayerNorm of 64 x 4096 takes 2.1 us with the weight early and 3.4 with it late; between 64 rows
+# and 8192 nothing was measured
+FEW_ROWS = 512
 
 
 class Kind(NamedTuple):
@@ -73,9 +77,11 @@ def _warps(width: int, warpgroups: int) -> int:
 
 
 def takes(width: int, dtype: Any, config: Config) -> bool:
-    """Whether rows of that width are normed here: with more than one access of each thread."""
+    """Whether rows of that width are normed here: with more than one access of each thread, and
+    with no stream and one row at a time in the config, whose blocks_per_sm then says nothing.
+    """
     accesses, warps = width // EACH, _warps(width, config.warpgroups)
-    fits = width % EACH == 0 and warps * LANES < accesses <= warps * LANES * MOST // EACH
+    fits = width % EACH == 0 and warps * LANES < accesses <= warps * LANES * MOST_NUMBERS // EACH
     alone = (config.repeat, config.stages) == (1, 0) and (warps > 1 or config.warpgroups == 1)
     return alone and dtype in DTYPES and fits
 
@@ -85,7 +91,7 @@ def default_config(width: int, dtype: Any) -> Config | None:
 
     LayerNorm of 8192 rows, H200: 4096 wide 34.2 us by one and 36.4 by two, 8192 wide 69.5 and 67.2.
     """
-    config = Config(1, 0, 1, 1 if width <= FEW * THREADS else 2)
+    config = Config(1, 0, 1, 1 if width <= ALONE_NUMBERS * THREADS else 2)
     return config if takes(width, dtype, config) else None
 
 
@@ -120,12 +126,14 @@ def normed_rows(
             out_ref.at[row][...] = plain(x_ref.at[row][...], *(ref[...] for ref in held))
             return
         every = {"x": x_ref, "out": out_ref, **scratch, **dict(zip(names, held, strict=True))}
+        types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
 
-        @plgpu.inline_mgpu(arg_types=(jax.tree.map(lambda _: plgpu.RefType(), every),))
-        def norm(_: Any, every: Any) -> Any:
-            Block(jax.tree.map(address_of, every), dtypes, kind, x.shape, warps).run()
+        @plgpu.inline_mgpu(arg_types=types)
+        def norm(_: Any, every: Any, block: Any) -> Any:
+            at = jax.tree.map(address_of, every)
+            Block(at, block.registers.item(), dtypes, kind, x.shape, warps).run()
 
-        norm(every)  # pyright: ignore[reportCallIssue]
+        norm(every, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
 
     how: dict[str, Any] = {"grid": (count if interpret or warps > 1 else pl.cdiv(count, WARPS),)}
     if not interpret:
@@ -138,8 +146,6 @@ def normed_rows(
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid_names=("block",),
         interpret=interpret,
-        approx_math=True,
-        unsafe_no_auto_barriers=True,  # what is on chip is told here
         **how,
     )(x, *weights)
 
@@ -148,12 +154,14 @@ class Block:
     """What a thread of a block does.
 
     at: addresses of x and out [M, D], of weight, of the bias if there is one and, where several
-    warps share a row, on chip of board: float32 [2, warps]. warps: that share a row.
+    warps share a row, on chip of board: float32 [2, warps]. block: which one, of these arrays'.
+    warps: that share a row.
     """
 
     def __init__(
         self,
         at: Mapping[str, Any],
+        block: Any,
         dtypes: Mapping[str, str],
         kind: Kind,
         shape: tuple[int, ...],
@@ -162,7 +170,7 @@ class Block:
         self.at, self.dtypes, self.kind, self.warps = at, dtypes, kind, warps
         count, self.width = shape
         self.names = [name for name in ("weight", "bias") if name in dtypes]
-        row, thread, self.there = mgpu_utils.block_idx(), mgpu_utils.thread_idx(), None
+        row, thread, self.there = block, mgpu_utils.thread_idx(), None
         if warps == 1:
             row = arith.addi(times(row, WARPS), arith.divui(thread, word(LANES)))
             thread = arith.remui(thread, word(LANES))

@@ -151,7 +151,6 @@ def over_rows(
     outputs: Sequence[Any],
     sums: int = 0,
     row_sums: int,
-    meetings: int = 1,
     config: Config | None,
     num_sms: int,
     interpret: bool,
@@ -162,7 +161,7 @@ def over_rows(
     weights [D] load(part). `outputs` are the dtypes of the results [M, D]; output j is written over
     input j on chip, of the same dtype, so a step loads a part before it stores it. Each of the
     `sums` is a list, a part its entry: float32 [rows, columns], which the step adds to; a step
-    asks for at most `row_sums` sums of a row, and meets for them `meetings` times.
+    asks for at most `row_sums` sums of a row.
     Returns the outputs and the sums [D], whose shares XLA adds up in a fixed order.
     """
     assert all(x.dtype == dtype for x, dtype in zip(inputs, outputs, strict=False)), name
@@ -178,15 +177,15 @@ def over_rows(
             held_bytes=held_bytes,
             num_sms=num_sms,
             sums=sums,
-            meetings=meetings,
         )
     tile = rows.row_tile(
         width,
         min(sizes),
         repeat=config.repeat,
         warpgroups=config.warpgroups,
-        # A block that comes and goes sums faster as JAX does it: LayerNorm of 8192 x 8192 bfloat16
-        # takes 71.8 us so, 73.7 in lines; a stream gains by lines (its backward pass: 164 to 109).
+        # A block that comes and goes sums faster as JAX does it: LayerNorm of 8192 x 8192 bfloat16,
+        # when it came here, took 71.8 us so, 73.7 in lines; a stream gains by lines (its backward
+        # pass: 164 to 109).
         in_lines=config.stages > 0 or config.warpgroups > 1,
         interpret=interpret,
     )

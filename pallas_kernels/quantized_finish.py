@@ -17,6 +17,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import LANES
+from pallas_kernels.lane_arithmetic import reciprocal_root
 from pallas_kernels.lane_code import (
     MOST_EARLY,
     asm,
@@ -32,7 +33,6 @@ from pallas_kernels.lane_code import (
     times_long,
     word,
 )
-from pallas_kernels.lane_norm import reciprocal_root
 from pallas_kernels.quantized_matmul_config import (
     ACROSS,
     MMA_COLUMNS,

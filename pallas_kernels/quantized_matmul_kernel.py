@@ -120,12 +120,14 @@ def warp_products(
             optional |= dict(zip(("k", "v", "slots"), held, strict=True))
         refs |= {name: ref for name, ref in optional.items() if ref is not None}
 
-        @plgpu.inline_mgpu(arg_types=(jax.tree.map(lambda _: plgpu.RefType(), refs),))
-        def multiply(*given: Any) -> Any:
-            pointers = jax.tree.map(address_of, given[1])
-            Block(static, x, packed, dtypes, pointers).run()
+        types = jax.tree.map(lambda _: plgpu.RefType(), refs), plgpu.Layout.WG_SPLAT
 
-        multiply(refs)
+        @plgpu.inline_mgpu(arg_types=types)
+        def multiply(_: Any, refs: Any, block: Any) -> Any:
+            pointers = jax.tree.map(address_of, refs)
+            Block(static, x, packed, dtypes, pointers, block.registers.item()).run()
+
+        multiply(refs, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
 
     cos, sin = angles or (None, None)
     named = {"bias": bias, "cos": cos, "sin": sin}

@@ -81,8 +81,9 @@ class Block:
         packed: Packed,
         dtypes: Mapping[str, Any],
         pointers: Mapping[str, Any],
+        block: Any,
     ):
-        """dtypes: of bias, cos and sin, those that there are."""
+        """dtypes: of bias, cos and sin, those that there are. block: which one it is."""
         self.static, self.packed, self.pointers = static, packed, pointers
         c = self.config = static.config
         self.m, self.k = x.shape
@@ -95,7 +96,7 @@ class Block:
         self.turn, self.share = sizes.turn(self.scheme), sizes.share(c, packed)
         self.rounds = sizes.rounds(c, packed)
         thread = mgpu_utils.thread_idx()
-        block, splits = mgpu_utils.block_idx(), word(c.splits)
+        splits = word(c.splits)
         self.block, split = (f(block, splits) for f in (arith.divui, arith.remui))
         self.first_turn = times(split, self.share)
         self.lane = arith.remui(thread, word(LANES))

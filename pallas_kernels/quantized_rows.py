@@ -18,8 +18,8 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import ACCESS_BYTES, LANES
+from pallas_kernels.lane_arithmetic import over_warp, sum_of_squares
 from pallas_kernels.lane_code import asm, further, less, load, times, word
-from pallas_kernels.lane_norm import over_warp, sum_of_squares
 from pallas_kernels.quantized_matmul_config import ACROSS, PART_BYTES
 
 AT_ONCE = 8  # accesses of a thread to x on their way

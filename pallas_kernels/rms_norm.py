@@ -1,9 +1,10 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last axis, and with a residual of x + r.
 
 x [*B, D], weight [D]. Each row is read once and written once, its mean is a sum by shuffles in
-float32: wide rows of 16 bits by a block each (`norm_lanes`), others by `over_rows`. The backward
-pass reads x and dy again and takes the mean anew, which costs no byte; a block sums its share of
-d_weight in registers, and the shares are added by XLA in a fixed order.
+float32: rows of 16 bits and more than 256 numbers by lanes (`norm_lanes`), others, and those with a
+residual, by `over_rows`. The backward pass reads x and dy again and takes the mean anew, which
+costs no byte; a block sums its share of d_weight in registers, and the shares are added by XLA in a
+fixed order.
 Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,7 +55,7 @@ def rms_norm(
     if reason is not None:
         raise NotImplementedError(f"rms_norm: cannot run this call: {reason}")
     key = bucket(x, weight, **kwargs)
-    config = config or rows.tuned_config("rms_norm", key, x, device)
+    config = config or rows.tuned_config("rms_norm", key, x, device, _by_lanes(x, residual))
     static = _Static(float(eps), zero_centered, config, device.num_sms, interpret)
     flat = x.reshape(-1, x.shape[-1])
     if residual is None:
@@ -101,6 +103,11 @@ def default_config(
     """Wide rows of 16 bits by lanes; else what `rows` takes for this many bytes a number."""
     del eps, zero_centered
     return _forward_config(x, weight, residual, (device or device_lib.current()).num_sms)
+
+
+def _by_lanes(x, residual) -> Callable[[Config], bool]:
+    """Whether `norm_lanes` runs a config."""
+    return lambda config: residual is None and norm_lanes.takes(x.shape[-1], x.dtype, config)
 
 
 def _forward_config(x, weight, residual, num_sms: int) -> Config:
@@ -188,14 +195,18 @@ def _forward(static: _Static, x, weight, residual=None):
     """y, and x + residual if there is a residual."""
     width = x.shape[-1]
     config = static.config or _forward_config(x, weight, residual, static.num_sms)
-    if residual is None and norm_lanes.takes(width, x.dtype, config):
+    if _by_lanes(x, residual)(config):
         how: dict[str, Any] = {"eps": static.eps, "zero_centered": static.zero_centered}
+
+        def plain(row, weight) -> Any:
+            return rms_norm_reference(row, weight, **how)
+
         y = norm_lanes.normed_rows(
             x,
             [weight],
             kind=norm_lanes.Kind("rms_norm", **how),
             warpgroups=config.warpgroups,
-            plain=functools.partial(rms_norm_reference, **how),
+            plain=plain,
             interpret=static.interpret,
         )
         return [y]

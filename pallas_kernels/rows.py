@@ -127,10 +127,11 @@ class RowTile:
 class Config:
     """How a kernel over rows is tiled: changes its speed, never its result.
 
-    repeat: rows a tile, in multiples of the rows that the warpgroup holds side by side.
-    stages: tiles in flight a block; 0 is no stream at all, but a block for each tile, from memory
-    to registers and back. blocks_per_sm: blocks a multiprocessor that a stream has. warpgroups:
-    among how many the numbers of a wide row are divided.
+    repeat: rows a tile, in multiples of the rows that the warpgroup holds side by side. stages:
+    tiles in flight a block; 0 is no stream at all, but a block for each tile, from memory to
+    registers and back (of some norms by lanes: `norm_lanes.takes`). blocks_per_sm: blocks a
+    multiprocessor that a stream has. warpgroups: among how many the numbers of a wide row are
+    divided.
     """
 
     repeat: int = 1
@@ -328,13 +329,22 @@ def fits(config: Config, width: int, itemsize: int, count: int) -> bool:
     return config.stages > 0 or (tile.padded == width and count % tile.rows == 0)
 
 
-def tuned_config(op: str, key: str, x: jax.Array, device: Device) -> Config | None:
-    """The measured config for rows like those of x; the row's key holds no exact count of rows."""
+def tuned_config(
+    op: str,
+    key: str,
+    x: jax.Array,
+    device: Device,
+    takes: Callable[[Config], bool] = lambda config: False,
+) -> Config | None:
+    """The measured config for rows like those of x; the row's key holds no exact count of rows.
+
+    takes: whether a kernel that asks for no tiles runs the config.
+    """
     config = tuned.lookup(op, key, device, Config)
     width = x.shape[-1]
-    if config is None or not fits(config, width, x.dtype.itemsize, x.size // width):
-        return None
-    return config
+    if config is None or takes(config) or fits(config, width, x.dtype.itemsize, x.size // width):
+        return config
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

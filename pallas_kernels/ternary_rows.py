@@ -14,6 +14,14 @@ from typing import Any
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.device import LANES
+from pallas_kernels.lane_arithmetic import (
+    KINDS,
+    halves_as_float32,
+    hex_of,
+    over_block,
+    reciprocal_root,
+    sum_of_squares,
+)
 from pallas_kernels.lane_code import (
     accesses_of_thread,
     asm,
@@ -22,14 +30,6 @@ from pallas_kernels.lane_code import (
     only_where,
     times,
     word,
-)
-from pallas_kernels.lane_norm import (
-    KINDS,
-    halves_as_float32,
-    hex_of,
-    over_block,
-    reciprocal_root,
-    sum_of_squares,
 )
 
 EACH = 16  # numbers that a thread has at a time

@@ -55,7 +55,7 @@ class Machine:
 
     def __init__(self, arrays: Mapping[str, np.ndarray], shared: Mapping[str, int], threads: int):
         """arrays: of global memory, by name. shared: bytes on chip, by name."""
-        self.threads, self.mask, self.block = threads, np.ones(threads, bool), 0
+        self.threads, self.mask = threads, np.ones(threads, bool)
         self.memory: dict[str, Any] = {"global": {}, "shared": {}}
         self.at: dict[str, Value] = {}
         start = 2**33  # an address of 32 bits is a mistake
@@ -80,12 +80,11 @@ class Machine:
     def content(self, name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         return self.memory["global"][name][1].view(dtype).reshape(shape)
 
-    def run(self, block: int, code: Callable[[], None]) -> None:
-        """The code of one block; nothing of another's is left on chip."""
-        self.block = block
+    def run(self, block: int, code: Callable[[Value], None]) -> None:
+        """The code of one block, given its number; nothing of another's is left on chip."""
         for _, content in self.memory["shared"].values():
             content[:] = 0xFF
-        code()
+        code(self.constant(block, "i32"))
 
     # memory
 
@@ -306,7 +305,6 @@ def dialects(machine: Machine) -> dict[str, Any]:
     )
     utils = types.SimpleNamespace(
         thread_idx=lambda: Value(np.arange(machine.threads), "i32"),
-        block_idx=lambda: machine.constant(machine.block, "i32"),
         c=machine.constant,
         when=when,
         fori=fori,

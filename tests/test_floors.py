@@ -32,7 +32,7 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.norm_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
-        "pallas_kernels.lane_norm pallas_kernels.rows"
+        "pallas_kernels.lane_arithmetic pallas_kernels.rows"
     ),
     "pallas_kernels.layer_norm": (
         "pallas_kernels.device pallas_kernels.norm_lanes pallas_kernels.over_rows "
@@ -78,11 +78,11 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_unpack"
     ),
     "pallas_kernels.quantized_rows": (
-        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_norm "
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic "
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
     ),
     "pallas_kernels.quantized_finish": (
-        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_norm "
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic "
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
     ),
     "pallas_kernels.quantized_matmul_lanes": (
@@ -119,9 +119,9 @@ MAY_IMPORT = {
         "pallas_kernels.rms_norm pallas_kernels.ternary_matmul pallas_kernels.tuned"
     ),
     "pallas_kernels.lane_code": "",
-    "pallas_kernels.lane_norm": "pallas_kernels.device pallas_kernels.lane_code",
+    "pallas_kernels.lane_arithmetic": "pallas_kernels.device pallas_kernels.lane_code",
     "pallas_kernels.ternary_rows": (
-        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_norm"
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic"
     ),
     "pallas_kernels.ternary_finish": "pallas_kernels.device pallas_kernels.lane_code",
     "pallas_kernels.ternary_matmul_kernel": (
@@ -389,12 +389,15 @@ MODULES = {
 @functools.cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
     """The syntax tree of a file, flat."""
-    # Collecting garbage may print a traceback, which parses too: Python 3.11 cannot do both at once
+    # Collecting garbage may print a traceback, which parses too, and a Python before 3.11.8 cannot
+    # do both at once (python/cpython#106905)
+    collects = gc.isenabled()
     gc.disable()
     try:
         return tuple(ast.walk(ast.parse(path.read_text(), str(path))))
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def imports_of(path: Path) -> set[str]:
@@ -483,6 +486,17 @@ def test_only_compat_tells_versions_of_jax_apart():
         and re.match(r"jax(lib)?\.(version|__version)", ast.unparse(node))
     }
     assert asking <= {"pallas_kernels._compat"}
+
+
+def test_no_kernel_asks_the_grid_for_its_block():
+    """Under vmap a grid has one dimension more, which the number of a block in it counts too."""
+    asking = {
+        module
+        for module, path in MODULES.items()
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute) and node.attr in ("block_idx", "block_id")
+    }
+    assert not asking
 
 
 def run_python(code: str, **environment: str) -> str:

@@ -140,22 +140,30 @@ def test_the_tables():
 
 
 def test_what_is_drawn():
-    """Of each op and direction the longest call; of a call that two runs have, the newer."""
+    """Of each op and direction the call of most work; of a call that two runs have, the newer."""
 
-    def run(date: str, *calls: tuple[str, str, float | None]) -> dict[str, Any]:
+    def run(date: str, gpu: str, *calls: tuple[str, str, int, bool]) -> dict[str, Any]:
         rows = []
-        for op, label, us in calls:
-            times = {"ours": {"failed": "x"} if us is None else timing(us)}
-            rows.append({"op": op, "label": label, "times": times})
-        return {"date": date, "rows": rows}
+        for op, label, size, timed in calls:
+            times = {"ours": timing(1.0) if timed else {"failed": "x"}}
+            work = {"bytes": size, "operations": 10 * size if op == "matmul" else 0}
+            rows.append({"op": op, "label": label, "times": times, **work})
+        return {"date": date, "gpu": {"name": gpu}, "rows": rows}
 
-    old = run("2026-01-01", ("a", "small", 1.0), ("a", "large", 9.0), ("a", "large, backward", 5.0))
-    new = run("2026-01-02", ("a", "large", 8.0), ("a", "largest", None), ("b", "small", 2.0))
-    drawn = [(row["op"], row["label"], at["date"]) for row, at in report._longest([new, old])]
+    old = run(
+        "2026-01-01",
+        "one",
+        *[("a", "small", 1, True), ("a", "large", 9, True), ("a", "large, backward", 5, True)],
+    )
+    new = run("2026-01-02", "one", ("a", "large", 9, True), ("a", "largest", 10, False))
+    other = run("2026-01-03", "two", ("matmul", "small", 1, True), ("matmul", "large", 2, True))
+    drawn = [
+        (row["op"], row["label"], at["date"]) for row, at in report._largest([new, other, old])
+    ]
     assert drawn == [
         ("a", "large", "2026-01-02"),
         ("a", "large, backward", "2026-01-01"),
-        ("b", "small", "2026-01-02"),
+        ("matmul", "large", "2026-01-03"),
     ]
 
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from kernels import interpreted
 from lane_machine import Machine, dialects
 from numerics import assert_as_accurate
 
 from jaxllm import aot
-from pallas_kernels import lane_code, lane_norm, norm_lanes
+from pallas_kernels import lane_arithmetic, lane_code, norm_lanes
 from pallas_kernels.layer_norm import layer_norm, layer_norm_reference
 from pallas_kernels.norm_lanes import Config, Kind
 from pallas_kernels.rms_norm import candidates, default_config, rms_norm, rms_norm_reference
@@ -25,11 +26,12 @@ EPS = 1e-5
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 
-def case(shape: tuple[int, int], dtype: Any, weight_dtype: Any, bias: bool, mean: float) -> Any:
+def case(shape: tuple[int, int], mean: float, dtype: Any, *dtypes: Any) -> dict[str, Any]:
+    """dtypes: of the weight, and of the bias if there is one."""
     rng = np.random.default_rng(0)
     arrays = {"x": jnp.asarray(mean + rng.standard_normal(shape), dtype)}
-    for name in ("weight", "bias")[: 1 + bias]:
-        arrays[name] = jnp.asarray(rng.standard_normal(shape[1]), weight_dtype)
+    for name, of_row in zip(("weight", "bias"), dtypes, strict=False):
+        arrays[name] = jnp.asarray(rng.standard_normal(shape[1]), of_row)
     return arrays
 
 
@@ -39,13 +41,16 @@ def by_lanes(monkeypatch, arrays: dict[str, Any], kind: Kind, warps: int) -> jax
     shape = held["x"].shape
     held["out"] = np.full(shape, np.nan, held["x"].dtype)
     machine = Machine(held, {"board": 8 * warps}, 32 * max(warps, 4))
-    for module in (lane_code, lane_norm, norm_lanes):
+    for module in (lane_code, lane_arithmetic, norm_lanes):
         for name, stand_in in dialects(machine).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
     dtypes = {name: array.dtype.name for name, array in arrays.items()}
+
+    def code(block):
+        norm_lanes.Block(machine.at, block, dtypes, kind, shape, warps).run()
+
     for block in range(shape[0] if warps > 1 else -(-shape[0] // 4)):
-        code = lambda: norm_lanes.Block(machine.at, dtypes, kind, shape, warps).run()  # noqa: E731
         machine.run(block, code)
     return jnp.asarray(machine.content("out", held["x"].dtype, shape))
 
@@ -70,34 +75,49 @@ LAYER, RMS, CENTRED = (
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "dtype", "weight_dtype", "bias", "mean", "warps"),
+    ("kind", "shape", "mean", "warps", "dtypes"),
     [
-        (LAYER, (2, 1032), BF16, BF16, True, 0.0, 4),  # the last access is one thread's
-        (LAYER, (2, 3072), F16, F32, True, 3.0, 4),
-        (LAYER, (1, 4864), BF16, F32, False, 0.0, 4),
-        (LAYER, (2, 5000), BF16, F16, True, 0.0, 8),
-        (LAYER, (2, 8192), BF16, BF16, True, 30.0, 8),
-        (RMS, (2, 1032), F16, F16, False, 0.0, 4),
-        (RMS, (2, 4864), BF16, F32, False, 1.0, 8),
-        (CENTRED, (2, 2304), BF16, BF16, False, 0.0, 4),
-        (CENTRED, (2, 8192), BF16, F32, False, 0.0, 8),
+        (LAYER, (2, 1032), 0.0, 4, (BF16, BF16, BF16)),  # the last access is one thread's
+        (LAYER, (2, 3072), 3.0, 4, (F16, F32, F32)),
+        (LAYER, (1, 4864), 0.0, 4, (BF16, F32)),
+        (LAYER, (2, 5000), 0.0, 8, (BF16, F16, F32)),
+        (LAYER, (2, 8192), 30.0, 8, (BF16, BF16, F16)),
+        (RMS, (2, 1032), 0.0, 4, (F16, F16)),
+        (RMS, (2, 4864), 1.0, 8, (BF16, F32)),
+        (RMS, (2, 2048), 0.0, 4, (BF16, F16)),
+        (CENTRED, (2, 2304), 0.0, 4, (BF16, BF16)),
+        (CENTRED, (2, 8192), 0.0, 8, (BF16, F32)),
         # a warp a row: the last block has fewer rows than warps, the last access fewer lanes
-        (LAYER, (5, 896), BF16, BF16, True, 2.0, 1),
-        (LAYER, (4, 1024), F16, F32, False, 0.0, 1),
-        (RMS, (7, 264), BF16, BF16, False, 0.0, 1),
-        (CENTRED, (6, 640), BF16, F32, False, 0.0, 1),
+        (LAYER, (5, 896), 2.0, 1, (BF16, BF16, F32)),
+        (LAYER, (4, 1024), 0.0, 1, (F16, F32)),
+        (RMS, (7, 264), 0.0, 1, (BF16, BF16)),
+        (CENTRED, (6, 640), 0.0, 1, (BF16, F32)),
     ],
 )
-def test_every_row(monkeypatch, kind, shape, dtype, weight_dtype, bias, mean, warps):
-    arrays = case(shape, dtype, weight_dtype, bias, mean)
+def test_every_row(monkeypatch, kind, shape, mean, warps, dtypes):
+    arrays = case(shape, mean, *dtypes)
     found = by_lanes(monkeypatch, arrays, kind, warps)
-    assert found.dtype == dtype
+    assert found.dtype == dtypes[0]
     assert_right(found, arrays, kind)
     for wrong in (jnp.roll(found, 1, axis=1), 1.1 * found, found.at[-1, -1].add(0.1)):
         with pytest.raises(AssertionError):
-            assert_right(wrong.astype(dtype), arrays, kind)
+            assert_right(wrong.astype(dtypes[0]), arrays, kind)
     monkeypatch.setattr(norm_lanes, "FEW_ROWS", 0)  # many: weights are read late
     np.testing.assert_array_equal(by_lanes(monkeypatch, arrays, kind, warps), found)
+
+
+@pytest.mark.parametrize("kind", [LAYER, CENTRED])
+def test_what_surrounds_a_block(kind):
+    """In the interpreter, which has the reference for lanes; alone and under vmap."""
+    arrays = case((6, 1032), 0.0, BF16, F32)
+    if kind is LAYER:
+        f = partial(layer_norm, bias=None, eps=EPS, interpret=True)
+    else:
+        f = partial(rms_norm, eps=EPS, zero_centered=True, interpret=True)
+    x, weight = arrays.values()
+    assert_right(interpreted(f, x, weight), arrays, kind)
+    many = interpreted(jax.vmap(f, in_axes=(0, None)), x.reshape(2, 3, -1), weight)
+    assert_right(many.reshape(x.shape), arrays, kind)
 
 
 def test_which_rows_it_takes():
@@ -121,19 +141,36 @@ def test_which_rows_it_takes():
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("count", [64, 8192])
 @pytest.mark.parametrize("norm", [rms_norm, layer_norm])
-@pytest.mark.parametrize(
-    ("width", "weight_dtype"), [(8192, BF16), (4096, BF16), (3072, F32), (896, BF16)]
-)
-def test_compiled(norm, width, weight_dtype):
-    """Registers for 1024 threads a multiprocessor, or 768 with the weight early; wide accesses."""
-    row = jax.ShapeDtypeStruct((width,), weight_dtype)
-    x, rows = jax.ShapeDtypeStruct((1024, width), BF16), [row, row] if norm is layer_norm else [row]
+@pytest.mark.parametrize(("width", "dtype"), [(8192, BF16), (4096, BF16), (3072, F32), (896, BF16)])
+def test_compiled(norm, width, dtype, count):
+    """Wide accesses, nothing spilled, and of many rows registers for 1024 threads at a time."""
+    row, x = (jax.ShapeDtypeStruct((width,), dtype), jax.ShapeDtypeStruct((count, width), BF16))
+    rows = [row, row] if norm is layer_norm else [row]
     kernel = aot.compile_for(partial(norm, eps=EPS), x, *rows).kernel(norm.__name__)
+    assert kernel.spill_store_bytes == 0
+    assert kernel.registers <= (64 if count > norm_lanes.FEW_ROWS else 128)
     config = norm_lanes.default_config(width, BF16)
     assert config is not None
-    assert kernel.registers <= (80 if norm is rms_norm else 64)
     accesses = -(-width // 8 // (32 if width <= 1024 else 128 * config.warpgroups))
-    weights = len(rows) * jnp.dtype(weight_dtype).itemsize // 2
+    weights = len(rows) * jnp.dtype(dtype).itemsize // 2
     assert kernel.count("LDG", "128") == accesses * (1 + weights)
     assert kernel.count("STG", "EF", "128") == accesses
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [264, 896, 1032, 4096, 16384])
+@pytest.mark.parametrize("kind", [LAYER, RMS, CENTRED], ids=str)
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (F16, F16), (BF16, F32)])
+def test_on_the_gpu(kind, width, dtypes):
+    """Alone, and under vmap, where a block is not its number in the grid."""
+    arrays = case((70, width), 0.5, *dtypes, *dtypes[-1:] * (kind is LAYER))
+    if kind is LAYER:
+        f = partial(layer_norm, eps=EPS)
+    else:
+        f = partial(rms_norm, eps=EPS, zero_centered=kind.zero_centered)
+    x, *rest = arrays.values()
+    assert_right(f(x, *rest), arrays, kind)
+    many = jax.vmap(f, in_axes=(0, *[None] * len(rest)))(x.reshape(7, 10, width), *rest)
+    np.testing.assert_array_equal(many.reshape(x.shape), f(x, *rest))

@@ -13,8 +13,8 @@ from lane_machine import Machine, dialects
 from quantized_calls import BF16, DTYPES, F16, F32, FORMATS, assert_right, call
 
 from pallas_kernels import (
+    lane_arithmetic,
     lane_code,
-    lane_norm,
     quantized_finish,
     quantized_matmul_lanes,
     quantized_rows,
@@ -25,7 +25,7 @@ from pallas_kernels.quantized_matmul_config import Config, Static
 
 MODULES = (
     lane_code,
-    lane_norm,
+    lane_arithmetic,
     quantized_finish,
     quantized_matmul_lanes,
     quantized_rows,
@@ -69,8 +69,8 @@ def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> An
     tiles = packed.shape[0] // c.tile_n
     for block in range(sizes.num_blocks(c, tiles, 2) * c.splits):
 
-        def code():
-            quantized_matmul_lanes.Block(static, x, packed, dtypes, machine.at).run()
+        def code(at):
+            quantized_matmul_lanes.Block(static, x, packed, dtypes, machine.at, at).run()
 
         machine.run(block, code)
     y = machine.content("out", out, (c.splits, m, n)).sum(0)

@@ -1,6 +1,6 @@
-"""Arithmetic of norms on words of two 16-bit numbers, told in PTX.
+"""Arithmetic on words of two 16-bit numbers, and over the threads of a warp or block, told in PTX.
 
-As in lane_code.py, values are those of one thread. kind is PTX's: bf16x2 or f16x2.
+As in lane_code.py, values are those of one thread. kind is PTX's name of a dtype: `KINDS` has both.
 """
 
 from __future__ import annotations
