@@ -159,7 +159,9 @@ def why_not() -> str | None:
     plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     has_any = importlib.util.find_spec("jax_plugins") is not None
     if not has_any or not any(importlib.util.find_spec(name) for name in plugins):
-        return "JAX's CUDA plugin is not installed: pip install 'jaxllm[cuda13]' (no GPU is needed)"
+        return (
+            "JAX's CUDA plugin is not installed: pip install 'jax[cuda13]<0.12' (no GPU is needed)"
+        )
     for tool in ("ptxas", "nvdisasm"):
         if _tool(tool) is None:
             wheel = {"ptxas": "nvidia-cuda-nvcc", "nvdisasm": "nvidia-cuda-nvdisasm"}[tool]

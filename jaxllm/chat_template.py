@@ -124,6 +124,11 @@ def _render(source, messages, variables, marks: Sequence[str]) -> str:
     if not messages:
         raise ValueError("chat template: the list of messages is empty; at least one is needed")
     chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    for i, message in enumerate(chat):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"chat template: message {i} has no role: {message!r:.80}")
+        if not message.keys() & {"content", "tool_calls"}:
+            raise ValueError(f"chat template: message {i} has no content: {message!r:.80}")
     try:
         plain = json.dumps({**variables, "messages": chat})
     except (TypeError, ValueError, RecursionError) as error:

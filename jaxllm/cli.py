@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +30,7 @@ from jaxllm.quantize import on_host
 
 DEFAULT_PROMPT = "ROMEO:\n"
 SETTINGS = [field.name for field in dataclasses.fields(jaxllm.Sampling)]
+DRAWS = ("top_k", "top_p", "min_p", "seed")  # which say how to draw
 CUT_SHORT = {
     "length": "the answer ended at --max-new-tokens",
     "context": "the answer ended at the model's last position; /reset begins anew",
@@ -69,8 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        first_line = str(error).splitlines()[0]
-        print(f"jaxllm: the device ran out of memory: {first_line}", file=sys.stderr)
+        wanted = re.search(r"allocat\w* ([\d.]+\s?[KMGT]?i?B|\d+ bytes)", str(error))
+        asked = f" (it was asked for {wanted[1]})" if wanted else ""
+        print(
+            f"jaxllm: the device ran out of memory{asked}; fewer rows, shorter ones, more "
+            "micro-batches or weights of fewer bits take less",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -177,7 +185,7 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> No
         ("repetition-penalty", float, "above 1: tokens that occurred become less likely"),
         ("presence-penalty", float, "taken off the score of tokens already generated"),
         ("frequency-penalty", float, "the same, for each time"),
-        ("seed", int, "of the random draws"),
+        ("seed", int, "of the random draws (default 0: the same text each time)"),
     ):
         group.add_argument(f"--{name}", type=kind, metavar=name[-1].upper(), help=text)
     group.add_argument(
@@ -199,6 +207,16 @@ def _settings(args: argparse.Namespace, rows: int) -> dict[str, Any]:
     if "" in args.stop:
         raise ValueError("--stop must be a text of at least one character, got ''")
     return settings
+
+
+def _check_draws(settings: dict[str, Any]) -> None:
+    """Refuses what would say nothing."""
+    idle = [name for name in DRAWS if name in settings]
+    if idle and not settings.get("temperature"):
+        raise ValueError(
+            f"--{idle[0].replace('_', '-')} needs --temperature above 0: without it the likeliest "
+            "token is taken"
+        )
 
 
 def _path(args: argparse.Namespace) -> Any:
@@ -255,7 +273,9 @@ def _generate(args: argparse.Namespace) -> int:
     for i, text in enumerate(texts):
         if not text:
             raise ValueError(f"prompt {i} is empty; give at least one character")
+        _check_text(f"prompt {i}", text)
     settings = _settings(args, len(texts))
+    _check_draws(settings)
     cli_quantize.check(args)
     model, tokenizer = _load(args)
     if tokenizer is None:
@@ -322,6 +342,9 @@ def _chat(args: argparse.Namespace) -> int:
     if defaults.do_sample:
         options |= {name: getattr(defaults, name) for name in SETTINGS if hasattr(defaults, name)}
     options |= given
+    if not defaults.do_sample:
+        _check_draws(given)
+    seeds = itertools.count(options.get("seed", 0))  # else all answers would be drawn alike
     start = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(start)
     terminal = sys.stdin.isatty()
@@ -345,8 +368,9 @@ def _chat(args: argparse.Namespace) -> int:
             continue
         messages.append({"role": "user", "content": line})
         try:
+            _check_text("the message", line)
             _check_room(model, tokenizer, messages)
-            pieces = jaxllm.stream(model, tokenizer, messages, **options)
+            pieces = jaxllm.stream(model, tokenizer, messages, **options | {"seed": next(seeds)})
         except (ValueError, MemoryError) as error:
             print(f"jaxllm: {error}; /reset begins anew", file=sys.stderr)
             if not terminal:
@@ -358,6 +382,16 @@ def _chat(args: argparse.Namespace) -> int:
             messages.pop()
         else:
             messages.append({"role": "assistant", "content": text})
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # Python stands for such a byte by half a surrogate pair
+        byte = ord(text[error.start]) & 0xFF
+        raise ValueError(
+            f"{name} is not UTF-8: byte 0x{byte:02x} at character {error.start}"
+        ) from None
 
 
 def _check_room(

@@ -76,7 +76,7 @@ def _add_plan(commands: Any) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a Hugging Face folder, hub id, or config.json")
     add("--batch", type=int, default=8, metavar="B", help="rows a step (default 8)")
-    add("--seq", type=int, default=1024, metavar="T", help="tokens a row (default 1024)")
+    add("--seq", type=int, metavar="T", help="tokens a row (default 1024, or as many as fit)")
     add("--micro-batches", type=int, default=1, metavar="N", help="parts of a batch (default 1)")
     add("--card", default="h200", metavar="NAME|SIZE", help="such as 24GB (default h200)")
     _add_method(parser, default_rank=16)
@@ -95,7 +95,7 @@ def _plan(args: argparse.Namespace) -> int:
         plan(
             config,
             batch=args.batch,
-            seq=args.seq,
+            seq=min(1024, config.max_position_embeddings) if args.seq is None else args.seq,
             lora=None if method == "full" else 16 if args.lora is None else args.lora,
             qlora=method == "qlora",
             quantize=cli_quantize.arguments(args),

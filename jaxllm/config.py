@@ -269,6 +269,12 @@ class Runtime:
                 )
         if self.remat not in REMAT:
             raise ValueError(f"runtime: remat {self.remat!r} is not one of {', '.join(REMAT)}")
+        names = self.implementation
+        parts = [*names, *names.values()] if isinstance(names, Mapping) else [names]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError(
+                f"runtime: implementation {names!r:.80} is neither a name nor names by op"
+            )
         if isinstance(self.implementation, Mapping):
             object.__setattr__(self, "implementation", _FrozenMapping(self.implementation))
 

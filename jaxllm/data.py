@@ -154,7 +154,9 @@ def hold_out(items: Sequence[Any], *, fraction: float, seed: int = 0) -> tuple[l
     Raises: ValueError if fraction is not between 0 and 1, or nothing is left to train on.
     """
     if not 0 < fraction < 1:
-        raise ValueError(f"data: the fraction to hold out must be between 0 and 1, got {fraction}")
+        raise ValueError(
+            f"data: the fraction to hold out must be above 0 and below 1, got {fraction}"
+        )
     count = max(1, round(fraction * len(items)))
     if count >= len(items):
         raise ValueError(f"data: {len(items)} records are too few to hold out {fraction:g} of them")

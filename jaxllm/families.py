@@ -463,7 +463,7 @@ def from_hf(hf: Mapping[str, Any], *, owner: str = "config.json") -> ModelConfig
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"{owner}: model_type {model_type!r} is not supported; supported are "
-            f"{', '.join(FAMILIES)}"
+            f"{', '.join(FAMILIES)}, gemma3"
         )
     family = FAMILIES[model_type]
     heads, width = keys.size("num_attention_heads"), keys.size("hidden_size")

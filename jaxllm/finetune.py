@@ -100,6 +100,8 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"finetune: {name} must be at least 1, got {value}")
+        if self.seed < 0:
+            raise ValueError(f"finetune: seed must be at least 0, got {self.seed}")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(f"finetune: learning_rate must be positive, got {self.learning_rate}")
         if self.epochs is not None and self.steps is not None:
@@ -400,7 +402,7 @@ def _check_packages(log: str | None) -> None:
     missing = [name for name in ("grain", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"finetune: {' and '.join(missing)} not installed: pip install 'jaxllm[train]'"
+            f"finetune: {' and '.join(missing)} not installed: pip install {' '.join(missing)}"
         )
     if log is not None and importlib.util.find_spec(LOGS[log]) is None:
         raise ValueError(f"finetune: {log} is not installed: pip install {LOGS[log]}")

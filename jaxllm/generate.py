@@ -164,7 +164,7 @@ def warmup(
     tokenizer: Tokenizer | None,
     *,
     batch_size: int = 1,
-    prompt_lengths: Sequence[int] = (512,),
+    prompt_lengths: Sequence[int] | None = None,
     max_new_tokens: int = 64,
     top_logprobs: int = 0,
     steps_per_dispatch: int = 64,
@@ -174,10 +174,16 @@ def warmup(
 ) -> None:
     """Compile ahead what `generate` and `stream` need for batches whose longest prompt is as given.
 
-    `prompt_lengths` are in tokens. Programs depend on sizes and on the kind of sampling, not on its
+    `prompt_lengths` are in tokens; None is one prompt of 512, or of what the model's positions and
+    `max_new_tokens` leave. Programs depend on sizes and on the kind of sampling, not on its
     values; give the tokenizer and the options of the call to come. Each program runs once, on
     nothing.
     """
+    if batch_size < 1:
+        raise ValueError(f"warmup: batch_size must be at least 1, got {batch_size}")
+    if prompt_lengths is None:
+        left = model.config.max_position_embeddings - max_new_tokens
+        prompt_lengths = (max(1, min(512, left)),)
     for length in prompt_lengths:
         Run(
             model,

@@ -176,6 +176,11 @@ def add_adapters(
     alpha = 2 * rank if alpha is None else alpha
     linears = _linears(model)
     names = _match(targets, linears, tied=model.lm_head is None)
+    widest = max(max(_base_weight(linears[name]).shape) for name in names)
+    if rank > widest:
+        raise ValueError(
+            f"lora: rank {rank} is more than {widest}, the widest of what gets adapters"
+        )
     same = {"rank": rank, "alpha": alpha, "kind": kind, "rngs": rngs}
     for name, module in [(name, Adapted(linears[name], **same)) for name in names]:
         _replace(model, name, module)

@@ -159,7 +159,15 @@ def plan(
                 f"plan: optimizer {optimizer!r} is not one of {', '.join(_OPTIMIZERS)}"
             )
         optimizer = _OPTIMIZERS[optimizer]()
-    if min(batch, seq, micro_batches) < 1 or batch % micro_batches:
+    for name, value in (("batch", batch), ("seq", seq), ("micro_batches", micro_batches)):
+        if value < 1:
+            raise ValueError(f"plan: {name} must be at least 1, got {value}")
+    if seq > config.max_position_embeddings:
+        raise ValueError(
+            f"plan: {seq} tokens a row are more than the model's "
+            f"{config.max_position_embeddings} positions"
+        )
+    if batch % micro_batches:
         raise ValueError(
             f"plan: {batch} rows of {seq} tokens cannot be split into {micro_batches} equal "
             "micro-batches"

@@ -130,7 +130,7 @@ class Trainer:
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError(
                 "trainer: matplotlib, which draws loss.png, is not installed: pip install "
-                "'jaxllm[train]'"
+                "matplotlib"
             )
         self.model, self.batches, self.out = model, batches, Path(out)
         self.steps, self.keep, self.profile = steps, keep, profile

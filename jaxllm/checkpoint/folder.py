@@ -24,6 +24,10 @@ HUB_FILES: list[str] = [
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "additional_chat_templates/*.jinja"),
 ]
+_OTHER_FOLDERS = {  # by a file that tells them
+    "run.json": "; this is a run of jaxllm finetune, of which jaxllm export makes one",
+    "adapter_config.json": "; this is a PEFT adapter, which lora.load_peft takes",
+}
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -55,7 +59,7 @@ def _download(hub_id: str) -> Path:
     except ImportError:
         raise FileNotFoundError(
             f"there is no folder {hub_id}, and to take it from the Hugging Face hub "
-            "huggingface_hub is needed: pip install 'jaxllm[hub]'"
+            "huggingface_hub is needed: pip install huggingface_hub"
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
@@ -90,7 +94,12 @@ def read_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{folder}: there is no config.json; give a checkpoint's folder")
+        kind = next(
+            (text for name, text in _OTHER_FOLDERS.items() if (folder / name).is_file()), ""
+        )
+        raise FileNotFoundError(
+            f"{folder}: there is no config.json; give a checkpoint's folder{kind}"
+        )
     hf = read_json(file)
     _read_quantization(folder, hf)  # before the rest, for it says more of what is not supported
     said = hf

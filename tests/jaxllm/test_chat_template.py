@@ -181,6 +181,10 @@ def test_templates_that_fail(template, reason):
         (["hello"], "must be a list of dicts"),
         ({"role": "user"}, "must be a list of dicts"),
         ([{"role": "user", "content": object()}], "plain JSON values"),
+        ([{"role": "user", "content": "a"}, {"content": "b"}], "message 1 has no role: "),
+        ([{"rle": "user", "content": "a"}], "message 0 has no role: "),
+        ([{"role": "user"}], "message 0 has no content: "),
+        ([{"role": "user", "content": None}], "message 0 has no content: "),
         ([{"role": "user", "content": b"hi"}], "plain JSON values"),
     ],
 )

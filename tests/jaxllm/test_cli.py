@@ -311,6 +311,16 @@ def test_brackets_in_a_path_are_printed(capsys, monkeypatch):
         (["generate", "no/such/folder", "--prompt", ""], "prompt 0 is empty"),
         (["chat", "no/such/folder", "--temperature", "-1"], "temperature must be"),
         (["chat", "no/such/folder", "--stop", ""], "--stop must be"),
+        (["generate", "no/such/folder", "--top-p", "0.5"], "--top-p needs --temperature above 0"),
+        (
+            ["generate", "no/such/folder", "--prompt", "a\udcff"],
+            "prompt 0 is not UTF-8: byte 0xff at",
+        ),
+        (
+            ["plan", "{stories}", "--seq", "600"],
+            "600 tokens a row are more than the model",
+        ),
+        (["plan", "{stories}", "--batch", "0"], "batch must be at least 1, got 0"),
         (["generate", "{stories}", "--prompt", "{long}"], "the model has 512 positions"),
         (
             ["generate", "{stories}", "--implementation", "fast"],
@@ -323,7 +333,7 @@ def test_brackets_in_a_path_are_printed(capsys, monkeypatch):
 def test_bad_input_gets_one_sentence_and_code_2(stories, tmp_path, capsys, arguments, sentence):
     names = {"{empty}": str(tmp_path), "{stories}": str(stories), "{long}": "word " * 600}
     arguments = [names.get(argument, argument) for argument in arguments]
-    cache = [] if arguments[0] == "inspect" else [NO_CACHE]
+    cache = [] if arguments[0] in ("inspect", "plan") else [NO_CACHE]
     assert main(arguments + cache) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -237,7 +237,7 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--lora", "0"), "rank must be at least 1, got 0"),
         (("--seq", "999"), "a length of 999 is more than the model's 128 positions"),
         (("--resume",), "there is no run to go on with"),
-        (("--held-out", "2"), "the fraction to hold out must be between 0 and 1"),
+        (("--held-out", "2"), "the fraction to hold out must be above 0 and below 1"),
         (("--learning-rate", "-1"), "learning_rate must be positive"),
         (("--targets", "nothing"), "'nothing' matches no Linear"),
         (("--prompt-key", "{a"), "the format '{a' cannot be read"),
@@ -245,6 +245,7 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--batch", "3", "--micro-batches", "2"), "3 rows cannot be split into 2 equal"),
         (("--eval-every", "0"), "eval_every must be at least 1, got 0"),
         (("--save-every", "0"), "save_every must be at least 1, got 0"),
+        (("--seed", "-1"), "seed must be at least 0, got -1"),
     ],
 )
 def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):

@@ -160,7 +160,7 @@ def test_an_unsupported_family_is_told_what_is_supported(shared, name):
         from_hf(read(shared, name), owner="its/config.json")
     text = str(error.value)
     assert text.startswith(f"its/config.json: model_type {UNSUPPORTED[name]!r} is not supported")
-    assert text.endswith("supported are " + ", ".join(FAMILIES))
+    assert text.endswith("supported are " + ", ".join([*FAMILIES, "gemma3"]))
 
 
 def test_what_real_configs_say(shared):
@@ -690,6 +690,8 @@ def test_a_rope_that_cannot_be(kwargs, sentence):
         ({"dtype": "float64"}, "runtime: dtype 'float64' is not one of float32, bfloat16, float16"),
         ({"param_dtype": "int8"}, "runtime: param_dtype 'int8' is not one of float32, bfloat16"),
         ({"remat": "some"}, "runtime: remat 'some' is not one of none, full, dots, "),
+        ({"implementation": 5}, "runtime: implementation 5 is neither a name nor names by op"),
+        ({"implementation": {"rope": None}}, "implementation {'rope': None} is neither a name nor"),
     ],
 )
 def test_a_runtime_that_cannot_be(kwargs, sentence):

@@ -295,7 +295,7 @@ def test_holding_out():
     assert (train, held) == data.hold_out(range(50), fraction=0.1, seed=1)
     assert held != data.hold_out(range(50), fraction=0.1, seed=2)[1]
     assert len(data.hold_out(range(3), fraction=0.01)[1]) == 1
-    with pytest.raises(ValueError, match="must be between 0 and 1, got 1.5"):
+    with pytest.raises(ValueError, match="must be above 0 and below 1, got 1.5"):
         data.hold_out(range(3), fraction=1.5)
     with pytest.raises(ValueError, match="data: 1 records are too few to hold out 0.5 of them"):
         data.hold_out(range(1), fraction=0.5)

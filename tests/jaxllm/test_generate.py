@@ -152,6 +152,13 @@ def test_how_far_codes_are_from_the_cache_of_numbers(stories):
     assert 0.002 < far["fp8"] < 0.01
 
 
+def test_a_warm_up_fits_the_model(tiny):
+    """Without lengths, whatever its positions; and says what was wrong under its own names."""
+    jaxllm.warmup(tiny, None, max_new_tokens=4)
+    with pytest.raises(ValueError, match="^warmup: batch_size must be at least 1, got 0"):
+        jaxllm.warmup(tiny, None, batch_size=0)
+
+
 def test_streams_and_warmed_up_calls_over_codes(stories):
     model, tokenizer, _ = stories
     options = {"max_new_tokens": 24, "kv_dtype": "int8"}

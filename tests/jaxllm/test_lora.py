@@ -207,6 +207,7 @@ def test_targets(targets, names):
         ({"targets": ["lm_head"]}, NotImplementedError, "the head is tied to the embedding"),
         ({"targets": "embed_tokens"}, NotImplementedError, "is a table and no Linear"),
         ({"rank": 0}, ValueError, "lora: rank must be at least 1, got 0"),
+        ({"rank": 10**5}, ValueError, "lora: rank 100000 is more than "),
         ({"kind": "vera"}, ValueError, "lora: kind 'vera' is not one of lora, rslora, dora"),
     ],
 )
