@@ -121,6 +121,7 @@ def test_chat_follows_the_template_and_remembers(talker, capsys, monkeypatch):
         ["system", "user"],
     ]
     assert seen[1][0][2]["content"] in out
+    assert [options["seed"] for _, options in seen] == [0, 1, 2]  # each answer is drawn anew
     assert {key: seen[0][1][key] for key in ("temperature", "top_k")} == {
         "temperature": 0.7,  # what is given goes before what the checkpoint says
         "top_k": 3,
