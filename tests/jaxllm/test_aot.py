@@ -52,7 +52,7 @@ def test_what_is_missing_is_said_in_one_sentence(monkeypatch):
         importlib.util, "find_spec", lambda name: None if "jax_plugins" in name else found(name)
     )
     said = (
-        r"JAX's CUDA plugin is not installed: pip install 'jaxllm\[cuda13\]' \(no GPU is needed\)"
+        r"JAX's CUDA plugin is not installed: pip install 'jax\[cuda13\]<0.12' \(no GPU is needed\)"
     )
     assert (aot.why_not() or "").startswith("JAX's CUDA plugin is not installed: pip install")
     with pytest.raises(RuntimeError, match=f"^aot: cannot compile for a GPU: {said}$"):
