@@ -442,7 +442,12 @@ def attention(
     """
 
     def product(x, y):
-        return np.einsum("ij,jk->ik", x, y) if one_by_one else x @ y
+        if not one_by_one:
+            return x @ y
+        total = np.zeros((x.shape[0], y.shape[1]), x.dtype)
+        for column, row in zip(x.T, y, strict=True):  # einsum adds by blocks where y is turned
+            total += column[:, None] * row
+        return total
 
     (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
     scale = h**-0.5 if scale is None else scale

@@ -153,24 +153,21 @@ SMALL = [name for name, case in THEIRS.items() if case.scores <= 2**20]
 LONG = [name for name in SMALL if max(THEIRS[name].T, THEIRS[name].S) >= 512]
 
 
-# On a CPU, jax 0.12's gradient of v is off by 5.9e-6 where NumPy's is by 1.5e-6 and jax 0.11's by
-# 1.7e-6; with what XLA optimises and without. Why is not known.
-LESS_EXACT = pytest.mark.xfail(
-    jax.__version_info__ >= (0, 12), reason="a product of jax 0.12 is less exact here"
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in SMALL]
 )
-MARKS = dict.fromkeys(LONG, pytest.mark.slow) | {"tokamax, 15 queries, 16 keys": LESS_EXACT}
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=MARKS.get(x, ())) for x in SMALL])
 def test_cases_of_other_projects(name):
     """What other projects test with agrees, too.
 
     Of 512 terms and more, which XLA's products on an AMD EPYC add up one by one, the largest error
-    is 4 times that of NumPy's own: there the plain path's do so, too.
+    is 4 times that of NumPy's own: there the plain path's do so, too. And where all numbers are
+    positive, so that scores grow to 160: jax 0.12's are off by 6.1e-5, NumPy's one by one by
+    6.8e-5, jax 0.11's by 2.4e-5.
     """
     case = THEIRS[name]
     arrays = [jnp.asarray(x, case.dtype) for x in case.inputs()]
-    results = compare(arrays, case.kwargs, case.gradient, "xla", one_by_one=name in LONG)
+    one_by_one = name in LONG or case.positive
+    results = compare(arrays, case.kwargs, case.gradient, "xla", one_by_one=one_by_one)
     for ours, plain, truth in zip(*results, strict=True):
         assert_as_accurate(ours, plain, truth)
         wrong = ours + 0.05 * (np.abs(truth).max() or 1.0)
