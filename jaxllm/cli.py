@@ -72,13 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        wanted = re.search(r"allocat\w* ([\d.]+\s?[KMGT]?i?B|\d+ bytes)", str(error))
-        asked = f" (it was asked for {wanted[1]})" if wanted else ""
-        print(
-            f"jaxllm: the device ran out of memory{asked}; fewer rows, shorter ones, more "
-            "micro-batches or weights of fewer bits take less",
-            file=sys.stderr,
-        )
+        print(f"jaxllm: {_out_of_memory(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -90,6 +84,20 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def _out_of_memory(message: str) -> str:
+    """What XLA's message comes to, which gives bytes or a unit such as GiB."""
+    wanted = re.search(r"allocat\w* ([\d.]+)\s?([KMGT]iB|bytes)", message)
+    asked = ""
+    if wanted:
+        number, unit = wanted.groups()
+        size = f"{float(number) / 1e9:.3g} GB" if unit == "bytes" else f"{number} {unit}"
+        asked = f" (it was asked for {size})"
+    return (
+        f"the device ran out of memory{asked}; fewer rows, shorter ones, more micro-batches or "
+        "weights of fewer bits take less"
+    )
 
 
 def _keep_programs() -> None:

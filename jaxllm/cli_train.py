@@ -76,7 +76,12 @@ def _add_plan(commands: Any) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a Hugging Face folder, hub id, or config.json")
     add("--batch", type=int, default=8, metavar="B", help="rows a step (default 8)")
-    add("--seq", type=int, metavar="T", help="tokens a row (default 1024, or as many as fit)")
+    add(
+        "--seq",
+        type=int,
+        metavar="T",
+        help="tokens a row (default 1024, or the positions of a model with fewer)",
+    )
     add("--micro-batches", type=int, default=1, metavar="N", help="parts of a batch (default 1)")
     add("--card", default="h200", metavar="NAME|SIZE", help="such as 24GB (default h200)")
     _add_method(parser, default_rank=16)

@@ -122,10 +122,9 @@ def bucket(x, weight, bias, *, eps) -> str:
 def candidates(x, weight, bias, *, eps, device: Device | None = None) -> list[Config]:
     """By lanes, where they take such rows, and what `rows` would try."""
     del eps, device
-    by_lanes = norm_lanes.candidates(x.shape[-1], x.dtype)
     weights = (weight,) if bias is None else (weight, bias)
     others = rows.candidates(*_size(x), **_bytes(x, weights))
-    return by_lanes + [config for config in others if config not in by_lanes]
+    return norm_lanes.candidates(x.shape[-1], x.dtype, others)
 
 
 def tuning_calls() -> list[tuned.Call]:

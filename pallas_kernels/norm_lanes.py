@@ -95,10 +95,11 @@ def default_config(width: int, dtype: Any) -> Config | None:
     return config if takes(width, dtype, config) else None
 
 
-def candidates(width: int, dtype: Any) -> list[Config]:
-    """What `tune` tries."""
+def candidates(width: int, dtype: Any, others: list[Config]) -> list[Config]:
+    """What `tune` tries: by lanes, where they take such rows, and `others`."""
     found = [Config(1, 0, 1, warpgroups) for warpgroups in (1, 2)]
-    return [config for config in found if takes(width, dtype, config)]
+    by_lanes = [config for config in found if takes(width, dtype, config)]
+    return by_lanes + [config for config in others if config not in by_lanes]
 
 
 def normed_rows(

@@ -129,9 +129,8 @@ def candidates(
 ) -> list[Config]:
     """By lanes, where they take such rows, and what `rows` would try."""
     del eps, zero_centered, device
-    by_lanes = [] if residual is not None else norm_lanes.candidates(x.shape[-1], x.dtype)
     others = rows.candidates(*_size(x), **_bytes(x, weight, residual))
-    return by_lanes + [config for config in others if config not in by_lanes]
+    return norm_lanes.candidates(x.shape[-1], x.dtype, others) if residual is None else others
 
 
 def tuning_calls() -> list[tuned.Call]:

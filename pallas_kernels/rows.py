@@ -334,7 +334,7 @@ def tuned_config(
     key: str,
     x: jax.Array,
     device: Device,
-    takes: Callable[[Config], bool] = lambda config: False,
+    takes: Callable[[Config], bool],
 ) -> Config | None:
     """The measured config for rows like those of x; the row's key holds no exact count of rows.
 

@@ -355,10 +355,10 @@ def test_the_compilation_cache_is_kept_unless_it_is_turned_off(stories, tmp_path
 
 
 def refuse(error):
-    def enable_compile_cache():
+    def refused(*_):
         raise error
 
-    return enable_compile_cache
+    return refused
 
 
 @pytest.mark.parametrize(
@@ -401,6 +401,32 @@ def test_the_systems_errors_are_sentences(capsys, monkeypatch):
     monkeypatch.setattr(cli_inspect, "find_folder", raises)
     assert main(["inspect"]) == 2
     assert capsys.readouterr().err == "jaxllm: a/config.json: Is a directory\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "asked"),
+    [
+        (
+            "Out of memory while trying to allocate 17179869184 bytes.",
+            " (it was asked for 17.2 GB)",
+        ),
+        ("Out of memory while trying to allocate 16.00GiB.", " (it was asked for 16.00 GiB)"),
+        ("CUDA_ERROR_OUT_OF_MEMORY", ""),
+    ],
+)
+def test_a_full_device_is_a_sentence(capsys, monkeypatch, message, asked):
+    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
+    monkeypatch.setattr(cli_inspect, "find_folder", refuse(error))
+    assert main(["inspect"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"jaxllm: the device ran out of memory{asked}; fewer rows")
+
+
+def test_another_error_of_the_device_is_not_taken_for_a_full_one(monkeypatch):
+    error = jax.errors.JaxRuntimeError("INTERNAL: an illegal memory access was encountered")
+    monkeypatch.setattr(cli_inspect, "find_folder", refuse(error))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="illegal"):
+        main(["inspect"])
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["generate", NO_CACHE]])
