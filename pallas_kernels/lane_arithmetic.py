@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels.device import LANES
-from pallas_kernels.lane_code import asm, further, less, times, word
+from pallas_kernels.lane_code import asm, further, less, mma, times, word
 
 KINDS = {"bfloat16": "bf16x2", "float16": "f16x2"}
 
@@ -54,6 +56,12 @@ def product(dtype: str, x: Any, y: Any) -> Any:
     return asm(f"mul.rn.{KINDS[dtype]} $0, $1, $2;", "r", x, y)
 
 
+def added_products(sums: list[Any] | None, a: list[Any], b: list[Any], dtype: Any) -> list[Any]:
+    """sums + a [16, 16] @ b [16, 8] of a warp, four float32 a thread; None: 0 + a @ b."""
+    kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
+    return mma(f"m16n8k16.row.col.f32.{kind}.{kind}.f32", a, b, sums or [number(0)] * 4)
+
+
 def sum_of_squares(words: list[Any], kind: str, total: Any = None) -> Any:
     """Of the words' numbers, float32, added to `total` (None: 0)."""
     total = number(0) if total is None else total
@@ -63,14 +71,21 @@ def sum_of_squares(words: list[Any], kind: str, total: Any = None) -> Any:
     return total
 
 
-def over_warp(value: Any, operation: str) -> Any:
-    """What the lanes of a warp have, joined: "add.f32", "add.s32", "max.NaN.f32"."""
+def over_warp(value: Any, operation: str, lanes: int = LANES) -> Any:
+    """What the lanes of a warp have, or so many side by side, joined: "add.f32", "add.s32",
+    "max.NaN.f32".
+    """
     kind = "f" if operation.endswith("f32") else "r"
-    for mask in (16, 8, 4, 2, 1):
-        text = f"{{ .reg .b32 x; .reg .{operation.split('.')[-1]} y; mov.b32 x, $1; "
-        text += f"shfl.sync.bfly.b32 x, x, {mask}, 31, 0xffffffff; mov.b32 y, x; "
-        value = asm(text + f"{operation} $0, $1, y; }}", kind, value, effects=True)
+    for mask in (mask for mask in (16, 8, 4, 2, 1) if mask < lanes):
+        value = asm(f"{operation} $0, $1, $2;", kind, value, shuffled(value, mask))
     return value
+
+
+def shuffled(value: Any, mask: int) -> Any:
+    """What the lane has whose number differs in the bits of `mask`: a word or a float32."""
+    text = f"{{ .reg .b32 x; mov.b32 x, $1; shfl.sync.bfly.b32 x, x, {mask}, 31, 0xffffffff; "
+    kind = "f" if value.type == ir.F32Type.get() else "r"
+    return asm(text + "mov.b32 $0, x; }", kind, value, effects=True)
 
 
 def over_block(values: list[Any], operation: str, board: Any, warps: int) -> list[Any]:

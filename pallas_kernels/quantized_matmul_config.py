@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels import quantized_unpack as unpack
-from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, WARPS
+from pallas_kernels.device import ACCESS_BYTES, LANES, REGISTERS, SHARED_BYTES, WARPS
 from pallas_kernels.packed import Packed
 
 MMA_ROWS, MMA_COLUMNS = 16, 8  # of the weight and of x, in one instruction
@@ -25,6 +25,7 @@ class Config:
     A block has tile_n rows of the weight at a time (gate and up together) and `warps` that divide
     K, and asks for codes `ahead` turns before it needs them; `blocks` share a multiprocessor. Of
     `splits`, a block has one part of K and of x alone; their sums are added in a second launch.
+    held: a warp reads its part of x from the chip once, into registers.
     """
 
     tile_n: int = 32
@@ -32,6 +33,7 @@ class Config:
     ahead: int = 4
     blocks: int = 2
     splits: int = 1
+    held: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,12 @@ def x_bytes(config: Config, packed: Packed) -> int:
     return rounds(config, packed) * config.warps * turn(packed.scheme) * 2 + PART_BYTES
 
 
+def held_words(config: Config, m: int, packed: Packed) -> int:
+    """Of x, in the registers of a thread."""
+    numbers = rounds(config, packed) * turn(packed.scheme) * columns(m) // LANES
+    return numbers // 2 if config.held else 0
+
+
 def sums_bytes(config: Config, m: int, packed: Packed) -> int:
     """On chip, of sums of x over the parts of a row; int4 wants them."""
     count = rounds(config, packed) * config.warps * PARTS * columns(m)
@@ -166,6 +174,8 @@ def problem(config: Config, m: int, packed: Packed, *, apart: int) -> str | None
     warps = 0 < c.warps <= 16 and c.warps % WARPS == 0
     splits = 1 <= c.splits <= MOST_SPLITS and all_have_some(c, packed)
     size_bytes = c.blocks * shared_bytes(c, m, packed) if whole and warps and splits else 0
+    words = held_words(c, m, packed) if warps and splits else 0
+    registers = min(256, REGISTERS // (max(1, c.blocks * c.warps) * LANES))
     problems = {
         f"tile_n must be a multiple of {multiple} that divides {span * halves}": not whole,
         f"warps must be a multiple of {WARPS}, 16 at most": not warps,
@@ -175,6 +185,7 @@ def problem(config: Config, m: int, packed: Packed, *, apart: int) -> str | None
             not splits
         ),
         f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
+        f"{words} words of x are more than half of a thread's {registers}": (2 * words > registers),
     }
     return next((sentence for sentence, found in problems.items() if found), None)
 

@@ -6,7 +6,7 @@ Values are those of MLIR, as in lane_code.py. Imported only by quantized_matmul_
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import ACCESS_BYTES, LANES
+from pallas_kernels.lane_arithmetic import added_products
 from pallas_kernels.lane_code import (
     asm,
     further,
@@ -24,7 +25,6 @@ from pallas_kernels.lane_code import (
     load_shared,
     load_shared_part,
     long,
-    mma,
     times,
     times_long,
     word,
@@ -56,13 +56,6 @@ def _copy(target: Any, source: Any, to: int, start: int, size: Any) -> None:
     asm(text, "", target, source, size, effects=True)
 
 
-def _mma(sums: list[Any] | None, a: list[Any], b: list[Any], dtype: Any) -> list[Any]:
-    """sums + a [16, 16] @ b [16, 8], four float32 a thread; zeros if sums is None."""
-    kind = "bf16" if dtype == jnp.bfloat16 else "f16"
-    start = sums or [arith.constant(ir.F32Type.get(), 0.0)] * 4
-    return mma(f"m16n8k16.row.col.f32.{kind}.{kind}.f32", a, b, start)
-
-
 def _fused(sums: list[Any], by: list[Any], more: list[Any]) -> list[Any]:
     """sums * by + more: of four, two belong to each of a tile's two rows, which `by` is of."""
     text = "fma.rn.f32 $0, $1, $2, $3;"
@@ -85,6 +78,7 @@ class Block:
     ):
         """dtypes: of bias, cos and sin, those that there are. block: which one it is."""
         self.static, self.packed, self.pointers = static, packed, pointers
+        self.held: Any = None  # of x, in registers, as `_x` has it
         c = self.config = static.config
         self.m, self.k = x.shape
         self.dtype = jnp.dtype(x.dtype)
@@ -151,6 +145,8 @@ class Block:
             offset=times(self.first_turn, self.turn),
             count=self.share * self.turn,
             zero_centered=static.zero_centered,
+            dtype=self.dtype,
+            summed=self.from_sums,
         )
         self.finish = Finish(
             at=pointers,
@@ -286,6 +282,8 @@ class Block:
 
     def _x(self, round_: Any, which: int) -> list[Any]:
         """Of each 8 rows of x a part as pairs, by the word of codes that they multiply."""
+        if self.held is not None:
+            return self.held[round_][which]
         count, x = unpack.per_word(self.scheme) // 2, []
         for pointer in self.x_at:
             pointer = further(pointer, times(round_, self.config.warps * self.turn * 2))
@@ -298,39 +296,19 @@ class Block:
 
     def _sums_at(self, round_: Any) -> Any:
         """Where the sums of x over a turn's parts begin, those of a lane's two columns."""
+        round_ = word(round_) if isinstance(round_, int) else round_
         at = arith.addi(times(round_, self.config.warps), self.warp)
         at = times(at, PARTS * len(self.x_at) * MMA_COLUMNS * 4)
         return further(self.pointers["sums"], arith.addi(at, times(self.across, 8)))
 
     def _sums_of_x(self, round_: Any, which: int) -> list[Any]:
-        """Of each 8 rows of x less the sum over a part, as `_mma` gives it for 16 rows of ones."""
+        """Of each 8 rows of x less the sum over a part, as it stands in a product's sums."""
         found, at = [], self._sums_at(round_)
         for j in range(len(self.x_at)):
             offset = (which * len(self.x_at) + j) * MMA_COLUMNS * 4
             text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
             found.append(asm(text, "ff", at, effects=True) * 2)
         return found
-
-    def keep_sums(self) -> None:
-        """Writes what `_sums_of_x` reads, each warp for itself."""
-        ones = [unpack.minus_one(self.dtype)] * 4
-
-        @mgpu_utils.fori(word(self.rounds), [])
-        def _(round_, _carry):
-            at = self._sums_at(round_)
-            for which in range(PARTS):
-                for j, column in enumerate(self._x(round_, which)):
-                    total: Any = None
-                    for pairs in column:
-                        for step in range(0, len(pairs), 2):
-                            total = _mma(total, ones, pairs[step : step + 2], self.dtype)
-                    offset = (which * len(self.x_at) + j) * MMA_COLUMNS * 4
-                    text = f"st.shared.v2.f32 [$0 + {offset}], {{$1, $2}};"
-                    with mgpu_utils.when(less(self.row, 1)):
-                        asm(text, "", at, *total[:2], effects=True)
-            return []
-
-        asm("bar.warp.sync 0xffffffff;", "", effects=True)
 
     def multiply(self, slot_at: Any, round_: Any, which: int, sums: list[Any]) -> list[Any]:
         """The sums, four a 16 rows of the weight and 8 of x, and what a part adds."""
@@ -374,7 +352,8 @@ class Block:
             for step in range(0, unpack.per_word(self.scheme) // 2, 2):
                 left = [rows[0][step], rows[1][step], rows[0][step + 1], rows[1][step + 1]]
                 sums = [
-                    _mma(p, left, x[j][at][step : step + 2], self.dtype) for j, p in enumerate(sums)
+                    added_products(p, left, x[j][at][step : step + 2], self.dtype)
+                    for j, p in enumerate(sums)
                 ]
         return sums
 
@@ -388,8 +367,18 @@ class Block:
             part = [_fused(p, more, q) for p, q in zip(sums_of_x, part, strict=True)]
         return [_fused(p, wide, q) for p, q in zip(part, before, strict=True)]
 
+    def _each_round(self, do: Callable[[Any, list[Any]], list[Any]], carry: list[Any]) -> list[Any]:
+        """What comes of do(round, carry), one after the other. Where x is in registers, the round
+        is a number known when compiling.
+        """
+        if self.held is None:
+            return list(mgpu_utils.fori(word(self.rounds), carry)(do).results)
+        for round_ in range(self.rounds):
+            carry = do(round_, carry)
+        return carry
+
     def run(self) -> None:
-        c, rounds = self.config, self.rounds
+        c = self.config
         block, zero = self.block, arith.constant(ir.F32Type.get(), 0.0)
         # the turn that is asked for next: of which rows, and which
         next_ = [(block, word(0))]
@@ -400,10 +389,11 @@ class Block:
                 next_.append(self._next(*next_[-1]))
 
         self.rows.keep(ask)
-        tile, round_ = next_[-1]
         gpu.barrier()
-        if self.from_sums:
-            self.keep_sums()
+        if c.held:
+            rounds = [word(round_) for round_ in range(self.rounds)]
+            self.held = [[self._x(at, which) for which in range(PARTS)] for at in rounds]
+        tile, round_ = next_[-1]
         count = 4 * c.tile_n // MMA_ROWS * len(self.x_at)
         # of the tiles, those that are this block's
         more = arith.subi(word(self.num_tiles + self.num_blocks - 1), block)
@@ -413,7 +403,6 @@ class Block:
             first = self._first(arith.addi(block, times(i, self.num_blocks)))
             early = self.finish.early(first)
 
-            @mgpu_utils.fori(word(rounds), [*carry, *[zero] * count])
             def each_round(at, carry):
                 slot, tile, round_, *sums = carry
                 slot_at = self.arrived(slot)
@@ -426,7 +415,8 @@ class Block:
                 slot = arith.select(less(slot, c.ahead), slot, word(0))
                 return [slot, tile, round_, *sums]
 
-            carry, sums = list(each_round.results[:3]), list(each_round.results[3:])
+            done = self._each_round(each_round, [*carry, *[zero] * count])
+            carry, sums = done[:3], done[3:]
             size_bytes = c.warps * self.m * c.tile_n * 4
             parts = arith.andi(i, word(1))
             parts = further(self.pointers["parts"], times(parts, size_bytes))

@@ -18,8 +18,13 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import ACCESS_BYTES, LANES
-from pallas_kernels.lane_arithmetic import over_warp, sum_of_squares
-from pallas_kernels.lane_code import asm, further, less, load, times, word
+from pallas_kernels.lane_arithmetic import (
+    added_products,
+    over_warp,
+    shuffled,
+    sum_of_squares,
+)
+from pallas_kernels.lane_code import asm, further, less, load, only_where, times, word
 from pallas_kernels.quantized_matmul_config import ACROSS, PART_BYTES
 
 AT_ONCE = 8  # accesses of a thread to x on their way
@@ -31,7 +36,8 @@ class Rows:
 
     at: addresses of x, on chip of kept, and of the norm's weight [k], of x's dtype, if there is a
     norm. row_bytes: of a row on chip, PART_BYTES of them behind it. offset: of a row's numbers the
-    block's first, which has `count` at most. zero_centered: x is multiplied by 1 + weight.
+    block's first, which has `count` at most. zero_centered: x is multiplied by 1 + weight. summed:
+    less the sum of each part's numbers is put on chip at sums, [part, whole columns of a product].
     """
 
     at: Mapping[str, Any]
@@ -42,7 +48,9 @@ class Rows:
     row_bytes: int
     offset: Any
     count: int
+    dtype: Any
     zero_centered: bool = False
+    summed: bool = False
 
     def keep(self, first: Callable[[], None]) -> None:
         """Brings the rows on chip, then zeros; a barrier must follow.
@@ -79,11 +87,9 @@ class Rows:
                 if normed:
                     squares[one] = sum_of_squares(words, "bf16x2", squares[one])
                     words = self._weighed(words, weights[start])
-                if start + threads <= units:
-                    self._write(one, place, words)
-                else:
-                    with mgpu_utils.when(less(place, units)):
-                        self._write(one, place, words)
+                total = self._sum_of_part(words) if self.summed else None
+                inside = None if start + threads <= units else less(place, units)
+                only_where(inside, self._write, one, place, words, total)
         if normed:
             self._write_squares(squares)
 
@@ -98,7 +104,20 @@ class Rows:
             text = "fma.rn.bf16x2 $0, $1, $2, $1;"
         return [asm(text, "r", x, w) for x, w in zip(words, weights, strict=True)]
 
-    def _write(self, one: int, place: Any, words: list[Any]) -> None:
+    def _sum_of_part(self, words: list[Any]) -> Any:
+        """Less the sum of a part's numbers, of which 16 lanes side by side have an access each.
+
+        The columns of a product are sums over four lanes: 0 to 3 and 4 to 7 make up the two parts.
+        """
+        ones = [unpack.minus_one(self.dtype)] * 4
+        sums = added_products(None, ones, words[:2], self.dtype)
+        sums = added_products(sums, ones, words[2:], self.dtype)
+        pair = arith.addf(*sums[:2])  # columns 2 l and 2 l + 1, of lane l among four
+        half = arith.addf(pair, shuffled(pair, 1))
+        first = less(arith.remui(mgpu_utils.thread_idx(), word(LANES)), LANES // 2)
+        return arith.select(first, half, shuffled(half, 2))
+
+    def _write(self, one: int, place: Any, words: list[Any], total: Any) -> None:
         half = unpack.per_word(self.scheme) // 2
         pairs = []
         for i in range(0, 4, half):
@@ -111,6 +130,11 @@ class Rows:
         to = further(self.at["kept"], times(to, ACCESS_BYTES))
         text = f"st.shared.v4.u32 [$0 + {one * self.row_bytes}], {{$1, $2, $3, $4}};"
         asm(text, "", to, *pairs, effects=True)
+        if total is not None:
+            to = times(whole, sizes.columns(self.m) * 4)
+            with mgpu_utils.when(less(inner, 1)):
+                text = f"st.shared.f32 [$0 + {4 * one}], $1;"
+                asm(text, "", further(self.at["sums"], to), total, effects=True)
 
     def _write_squares(self, squares: list[Any]) -> None:
         """A warp's sum for each row, behind the row."""

@@ -79,6 +79,8 @@ def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> An
     return y, *(machine.content(name, out, further[name].shape) for name in "kv")
 
 
+HELD = partial(Config, held=True)  # x in registers
+
 CALLS: Any = {
     "int4": (Config(16, 4, 2, 1), partial(call, 1, 64, 896, "int4")),
     "norm": (Config(16, 4, 1, 2), partial(call, 1, 64, 896, "int4", BF16, "norm bias residual")),
@@ -136,6 +138,28 @@ CALLS: Any = {
     "many results": (
         Config(64, 4, 1, 1),
         partial(call, 9, 128, 256, "int8", BF16, "bias residual"),
+    ),
+    "held": (HELD(16, 4, 2, 1), partial(call, 16, 64, 1024, "int4", BF16, "residual")),
+    "held, a norm and two rounds of which one is short": (
+        HELD(32, 4, 2, 1),
+        partial(call, 9, 64, 1152, "int4", BF16, "norm bias", epilogue="swiglu"),
+    ),
+    "held, zero points": (
+        HELD(32, 4, 1, 1),
+        partial(call, 2, 64, 896, "int4, groups of 32", F16, "bias"),
+    ),
+    "held, a norm that adds 1": (
+        HELD(32, 4, 1, 1),
+        partial(call, 9, 32, 640, "mxfp8", BF16, "norm centred"),
+    ),
+    "held, int8": (HELD(32, 8, 2, 1), partial(call, 12, 64, 1920, "int8", F16)),
+    "held, splits, of which one is short": (
+        HELD(32, 4, 1, 2, 3),
+        partial(call, 16, 64, 2432, "int4, groups of 64, zero points", F16, out_dtype=F32),
+    ),
+    "held, heads": (
+        HELD(32, 4, 2, 1),
+        partial(call, 16, 256, 512, "int4", BF16, "norm heads 2 1 64"),
     ),
     "heads, scales of a byte": (
         Config(64, 4, 1, 1),
