@@ -87,8 +87,9 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.quantized_matmul_lanes": (
         "pallas_kernels.device pallas_kernels.lane_arithmetic pallas_kernels.lane_code "
-        "pallas_kernels.packed pallas_kernels.quantized_finish pallas_kernels.quantized_matmul_config "
-        "pallas_kernels.quantized_rows pallas_kernels.quantized_unpack"
+        "pallas_kernels.packed pallas_kernels.quantized_finish "
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_rows "
+        "pallas_kernels.quantized_unpack"
     ),
     "pallas_kernels.quantized_matmul_kernel": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "

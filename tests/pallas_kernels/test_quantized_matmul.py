@@ -471,6 +471,19 @@ def test_splits_on_a_gpu(form: str, splits: int):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", ["int4", "int4, groups of 64, zero points", "int8", "nvfp4"])
+def test_x_in_registers_on_a_gpu(form: str):
+    config = Config(32, 8, 1, 1, held=True)
+    for rows, i in ((1, 4096), (7, 896), (16, 4096)):
+        what = "norm bias residual"
+        arrays, keywords = call(rows, 6144, i, form, BF16, what, epilogue="swiglu")
+        y = quantized_matmul(**arrays, **keywords, config=config)
+        assert_right(arrays, keywords, y)
+        again = quantized_matmul(**arrays, **keywords, config=config)
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(again))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
