@@ -114,6 +114,14 @@ class Finish:
             return []
         return [self._operands(one, arith.addi(first, row), inside) for one, row, inside in mine]
 
+    def roots(self) -> list[Any]:
+        """Of the norm, for each result of a thread, if they are few: in every tile a thread's are
+        of the same rows of x.
+        """
+        mine = results(self.m, self.rows, self.warps * LANES)
+        few = self.eps is not None and len(mine) <= MOST_EARLY
+        return [self._root(one) for one, _, _ in mine] if few else []
+
     def _operands(self, one: Any, whole: Any, inside: Any) -> dict[str, Any]:
         """What a result is made of beside its sums, by name; of row_scale and bias one of each
         half. whole: the output's row of the weight.
@@ -135,14 +143,16 @@ class Finish:
             found["slot"] = load_word(further(self.at["slots"], times(one, 4)), inside)
         return found
 
-    def run(self, parts: Any, first: Any, early: list[dict[str, Any]]) -> None:
+    def run(self, parts: Any, first: Any, early: list[dict[str, Any]], roots: list[Any]) -> None:
         """Adds the warps' sums in order, and what follows; a result is a thread's.
 
-        early: what `early` gave for `first`.
+        early, roots: what the functions of these names gave, `early` for `first`.
         """
         for i, (one, row, inside) in enumerate(results(self.m, self.rows, self.warps * LANES)):
             whole = arith.addi(first, row)
             operands = early[i] if early else self._operands(one, whole, inside)
+            if self.eps is not None:
+                operands["root"] = roots[i] if roots else self._root(one)
             if inside is None:
                 self._one(parts, one, row, whole, operands)
                 continue
@@ -150,7 +160,6 @@ class Finish:
                 self._one(parts, one, row, whole, operands)
 
     def _one(self, parts: Any, one: Any, row: Any, whole: Any, operands: Mapping[str, Any]) -> None:
-        root = None if self.eps is None else self._root(one, self.eps)
         at = further(parts, times(arith.addi(times(one, self.tile_n), row), 4))
         ys = []
         for half in range(self.halves):
@@ -162,8 +171,8 @@ class Finish:
             rest = unpack.rest(self.scheme, self.dtype)
             if rest != 1:
                 y = arith.mulf(y, arith.constant(ir.F32Type.get(), rest))
-            if root is not None:
-                y = arith.mulf(y, root)
+            if "root" in operands:
+                y = arith.mulf(y, operands["root"])
             if "row_scale" in operands:
                 y = arith.mulf(y, operands["row_scale"][half])
             if "bias" in operands:
@@ -208,7 +217,7 @@ class Finish:
             for half, y in enumerate(ys):
                 store_float(further(to, word(half * heads.half * size)), y, dtype.name)
 
-    def _root(self, one: Any, eps: float) -> Any:
+    def _root(self, one: Any) -> Any:
         """Of the norm of a row of x."""
         address, total = further(self.at["kept"], times(one, self.row_bytes)), None
         for warp in range(0, self.warps, 4):
@@ -216,7 +225,8 @@ class Finish:
             text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
             for part in asm(text, "ffff", address, effects=True):
                 total = part if total is None else arith.addf(total, part)
-        return reciprocal_root(total, self.k, eps)
+        assert self.eps is not None, "there is a norm"
+        return reciprocal_root(total, self.k, self.eps)
 
     def _number(self, inside: Any, name: str, index: Any, dtype: Any) -> Any:
         address = further(self.at[name], times(index, jnp.dtype(dtype).itemsize))

@@ -393,6 +393,7 @@ class Block:
         if c.held:
             rounds = [word(round_) for round_ in range(self.rounds)]
             self.held = [[self._x(at, which) for which in range(PARTS)] for at in rounds]
+        roots = self.finish.roots()
         tile, round_ = next_[-1]
         count = 4 * c.tile_n // MMA_ROWS * len(self.x_at)
         # of the tiles, those that are this block's
@@ -422,7 +423,7 @@ class Block:
             parts = further(self.pointers["parts"], times(parts, size_bytes))
             self.finish.show(sums, parts)
             gpu.barrier()
-            self.finish.run(parts, first, early)
+            self.finish.run(parts, first, early, roots)
             return carry
 
     def _next(self, tile: Any, round_: Any) -> tuple[Any, Any]:
