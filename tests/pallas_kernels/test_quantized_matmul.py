@@ -248,6 +248,15 @@ def test_wrong_configs(config: Config, sentence: str):
         jax.eval_shape(run, X, W)
 
 
+def test_x_that_registers_do_not_hold():
+    """Of 8 rows of 8192 numbers four warps would have 256 words a thread, eight 128."""
+    weight = shaped(64, 8192)
+    sentence = "256 words of x are more than half of a thread's 256"
+    assert sizes.problem(Config(16, 4, 1, 1, held=True), 8, weight, apart=0) == sentence
+    assert sizes.problem(Config(16, 8, 1, 1, held=True), 8, weight, apart=0) is None
+    assert sizes.problem(Config(16, 4, 1, 1), 8, weight, apart=0) is None
+
+
 def test_warps_take_few_rows():
     run = partial(quantized_matmul, config=Config(ahead=1), interpret=True)
     with pytest.raises(ValueError, match="^quantized_matmul: .*warps take 16 rows of x at most"):
