@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,12 @@ class Run:
         prefill_chunk: int,
         kv_dtype: str | None,
     ):
+        if not isinstance(model, Transformer):
+            raise ValueError(f"generate: model must be a Transformer, not {type(model).__name__}")
+        if not isinstance(tokenizer, Tokenizer | None):
+            raise ValueError(
+                f"generate: tokenizer must be a Tokenizer or None, not {type(tokenizer).__name__}"
+            )
         config = self.config = model.config
         limit = config.max_position_embeddings
         self.steps = _integer("steps_per_dispatch", steps_per_dispatch, 1)
@@ -347,7 +353,8 @@ def _ids(name: str, value: Any) -> list[int]:
 
 
 def _stop_strings(stop: Any, tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    several = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    one = isinstance(stop, str) or not isinstance(stop, Iterable | None)
+    several: tuple[Any, ...] = (stop,) if one else tuple(stop or ())
     if several and tokenizer is None:
         raise ValueError("generate: stop strings need a tokenizer")
     if not all(isinstance(s, str) and s for s in several):

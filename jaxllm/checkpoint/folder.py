@@ -34,8 +34,12 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 def find_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
     """The folder of that name, or else the model `org/name` of the Hugging Face hub, downloaded.
 
-    Raises: FileNotFoundError if there is neither; ValueError if it is a file.
+    Raises: FileNotFoundError if there is neither; ValueError if it is a file, or no name.
     """
+    if not isinstance(path_or_hub_id, str | os.PathLike):
+        raise ValueError(
+            f"a checkpoint is a folder or a hub id (org/name), got {path_or_hub_id!r:.60}"
+        )
     name = os.fspath(path_or_hub_id)
     folder = Path(os.path.expanduser(name))
     if name and folder.is_dir():

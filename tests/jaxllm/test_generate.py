@@ -369,8 +369,13 @@ def test_bad_calls_with_a_tokenizer(stories):
     model, tokenizer, _ = stories
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         jaxllm.generate(model, tokenizer, "")
-    with pytest.raises(ValueError, match="stop strings"):
-        jaxllm.generate(model, tokenizer, "a", stop=[""])
+    for stop in ([""], 5, 0):
+        with pytest.raises(ValueError, match="stop strings must be texts .*, got"):
+            jaxllm.generate(model, tokenizer, "a", stop=stop)
+    with pytest.raises(ValueError, match="^generate: model must be a Transformer, not Tokenizer$"):
+        jaxllm.generate(tokenizer, model, "a")
+    with pytest.raises(ValueError, match="tokenizer must be a Tokenizer or None, not Transformer$"):
+        jaxllm.stream(model, model, "a")
     with pytest.raises(ValueError, match="no chat template"):
         jaxllm.generate(model, tokenizer, [{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="needs a tokenizer"):

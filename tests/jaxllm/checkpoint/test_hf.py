@@ -421,6 +421,13 @@ def test_no_such_folder(tmp_path, monkeypatch):
         load(tmp_path / "file")
 
 
+@pytest.mark.parametrize("path", [None, 5, b"folder"])
+def test_what_names_no_checkpoint(path):
+    with pytest.raises(ValueError, match="^a checkpoint is a folder or a hub id .*, got") as caught:
+        load(path)
+    sentence(caught)
+
+
 def test_an_empty_folder(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"there is no config.json; give a checkpoint's folder"
