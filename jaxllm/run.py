@@ -100,7 +100,10 @@ class Run:
         self.greedy, self.penalties = checked.is_greedy, checked.has_penalties
         vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
         self.vocab_size = vocab_size if vocab_size < config.vocab_size else None
-        wanted = model.generation.stop_ids if stop_ids is None else _ids("stop_ids", stop_ids)
+        # Not checked: Phi3Config of transformers says 32000 with any vocabulary
+        wanted = model.generation.stop_ids
+        if stop_ids is not None:
+            wanted = _ids("stop_ids", stop_ids, config.vocab_size)
         slots = -(-max(len(wanted), 1) // STOP_IDS_BUCKET) * STOP_IDS_BUCKET
         self.stop_ids = np.full(slots, -1, np.int32)
         self.stop_ids[: len(wanted)] = wanted
@@ -346,10 +349,10 @@ def _per_row(name: str, value: Any, rows: int) -> list[int]:
     return [_integer(name, x, 1) for x in value]
 
 
-def _ids(name: str, value: Any) -> list[int]:
+def _ids(name: str, value: Any, vocab_size: int) -> list[int]:
     if isinstance(value, str | Mapping) or not hasattr(value, "__iter__"):
         raise ValueError(f"generate: {name} must be a list of token ids or None, got {value!r}")
-    return [_integer(name, x, 0, 2**31 - 1) for x in value]
+    return [_integer(name, x, 0, vocab_size - 1) for x in value]
 
 
 def _stop_strings(stop: Any, tokenizer: Tokenizer | None) -> tuple[str, ...]:

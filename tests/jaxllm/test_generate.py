@@ -220,7 +220,7 @@ def test_stop_ids_end_a_row_and_stay_its_last_token(tiny):
     stops = [*others[:MOST_COMPARED], stop]
     many = jaxllm.generate(tiny, None, PROMPTS[0], max_new_tokens=20, stop_ids=stops)
     assert many.tokens == result.tokens
-    own = dataclasses.replace(GenerationDefaults(), stop_ids=(stop,))
+    own = dataclasses.replace(GenerationDefaults(), stop_ids=(32000, stop))
     model = build(tiny.config, FP32)
     model.generation = own
     assert jaxllm.generate(model, None, PROMPTS[0], max_new_tokens=20).tokens == result.tokens
@@ -349,7 +349,8 @@ def test_surplus_rows_of_the_vocabulary_are_never_sampled(stories):
         ([[1]], {"stop_ids": ["</s>"]}, "stop_ids must be an integer from 0"),
         ([[1]], {"stop_ids": 5}, "stop_ids must be a list of token ids or None, got 5"),
         ([[1]], {"stop_ids": [2.7]}, "stop_ids"),
-        ([[1]], {"stop_ids": [2**31]}, "stop_ids"),
+        ([[1]], {"stop_ids": [3, 61]}, "stop_ids must be an integer from 0 to 60, got 61"),
+        ([[1]], {"stop_ids": [-1]}, "stop_ids must be an integer from 0 to 60, got -1"),
         (5, {}, "prompts are a text, a chat"),
         (None, {}, "prompts are a text, a chat"),
         (b"ab", {}, "prompts are a text, a chat"),
