@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Integer
 
+from jaxllm import ops
 from jaxllm.cache import KVCache
 from jaxllm.config import GenerationDefaults, ModelConfig, Runtime
 from jaxllm.layers import Block, Embedding, Linear, RMSNorm, Rotary, Tables
@@ -46,9 +47,11 @@ class Transformer(nnx.Module):
 
     Norms start at identity. `config` says what it computes and `runtime` how; `generation` is what
     its checkpoint says of sampling.
+    Raises: ValueError for an implementation that the runtime names and an op does not have.
     """
 
     def __init__(self, config: ModelConfig, runtime: Runtime = Runtime(), *, rngs: nnx.Rngs):
+        ops.check_names(runtime.implementation)  # a Runtime knows no op
         both = {"runtime": runtime, "rngs": rngs}
         scale = config.hidden_size**0.5 if config.scale_embedding else None
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=scale, **both)

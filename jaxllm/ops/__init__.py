@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.ops._select import Table, choose, name_for
+from jaxllm.ops._select import Table, choose, known_name, name_for
 from jaxllm.ops.attention import ATTENTION, HOLDS_SCORES, attention
 from jaxllm.ops.cast_transpose import CAST_TRANSPOSE, cast_transpose
 from jaxllm.ops.fused_linear import FUSED_LINEAR, Cache, Norm, Rotary, fused_linear, takes_rows
@@ -36,6 +37,12 @@ OPS = {
     "sampling_threshold": (sampling_threshold, SAMPLING_THRESHOLD),
     "cast_transpose": (cast_transpose, CAST_TRANSPOSE),
 }
+
+
+def check_names(implementation: str | Mapping[str, str]) -> None:
+    """Raises: ValueError if an op has no implementation of that name, or a mapping names no op."""
+    for op, (_, table) in OPS.items():
+        known_name(op, table, implementation)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> dict[str, str | None]:
@@ -82,6 +89,7 @@ __all__ = [
     "attention",
     "bit_linear",
     "cast_transpose",
+    "check_names",
     "chosen",
     "cross_entropy",
     "embedding",

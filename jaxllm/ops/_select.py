@@ -106,21 +106,29 @@ def name_for(op: str, implementation: str | Mapping[str, str]) -> str:
     return implementation.get(op, "auto")
 
 
+def known_name(op: str, table: Table, implementation: str | Mapping[str, str]) -> str:
+    """As `name_for`; "auto", or a name that the table has.
+
+    Raises: ValueError if it has not, or a mapping names what is no op.
+    """
+    name = name_for(op, implementation)
+    if name not in ("auto", *table):
+        raise ValueError(
+            f"{op}: no implementation is named {name!r}; there are {', '.join(table)} "
+            "(a mapping such as {'attention': 'cudnn'} names one for some ops only)"
+        )
+    return name
+
+
 def choose(
     op: str, table: Table, implementation: str | Mapping[str, str], *args: Any, **kwargs: Any
 ) -> str:
     """Which entry `implementation` means for this call: its name.
 
-    Raises: ValueError if no entry has the name, or a mapping names what is no op;
-    NotImplementedError if the named entry cannot run the call.
+    Raises: ValueError as `known_name`; NotImplementedError if the named entry cannot run the call.
     """
-    name = name_for(op, implementation)
+    name = known_name(op, table, implementation)
     if name != "auto":
-        if name not in table:
-            raise ValueError(
-                f"{op}: no implementation is named {name!r}; there are {', '.join(table)} "
-                "(a mapping such as {'attention': 'cudnn'} names one for some ops only)"
-            )
         reason = table[name].why_not(*args, device=device_lib.current(), **kwargs)
         if reason is not None:
             raise NotImplementedError(f"{op}: {name!r} cannot run this call: {reason}")

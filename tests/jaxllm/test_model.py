@@ -470,10 +470,18 @@ def test_shapes_that_disagree(name):
         traced(Runtime(), tokens=np.zeros((1, 3), int), **{name: np.zeros((1, 2), int)})
 
 
-@pytest.mark.parametrize("implementation", ["fast", {"attention": "fast"}])
-def test_an_implementation_that_does_not_exist(implementation):
-    with pytest.raises(ValueError, match="no implementation is named 'fast'; there are"):
-        traced(Runtime(implementation=implementation), tokens=np.zeros((1, 3), np.int32))
+@pytest.mark.parametrize(
+    ("implementation", "words"),
+    [
+        ("fast", "no implementation is named 'fast'; there are"),
+        ("cudnn", "scale_softmax: no implementation is named 'cudnn'; there are"),
+        ({"linear_cross_entropy": "fast"}, "^linear_cross_entropy: no implementation is named"),
+        ({"atention": "xla"}, "the mapping names no op: atention; there are attention,"),
+    ],
+)
+def test_an_implementation_that_does_not_exist_makes_no_model(implementation, words):
+    with pytest.raises(ValueError, match=words):
+        Transformer(TINY, Runtime(implementation=implementation), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8])
