@@ -10,6 +10,7 @@ head.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -246,7 +247,11 @@ class KVCache:
 
         Only the device knows how full a row is, so nothing stops a caller who appends more: the
         tokens beyond `capacity` are lost, and the logits after them are wrong.
+        Raises: ValueError if batch or capacity is no positive integer.
         """
+        for name, value in (("batch", batch), ("capacity", capacity)):
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+                raise ValueError(f"cache: {name} must be a positive integer, got {value!r}")
         dtype = jnp.dtype(dtype)
         coded = dtype in _LARGEST
 

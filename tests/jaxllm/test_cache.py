@@ -225,6 +225,20 @@ def test_a_layer_with_a_shorter_window_keeps_a_ring():
     assert cache.lengths.tolist() == cache.rope_lengths.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((0, 8), "batch must be a positive integer, got 0"),
+        ((2, -1), "capacity must be a positive integer, got -1"),
+        ((2, 8.0), "capacity must be a positive integer, got 8.0"),
+        ((True, 8), "batch must be a positive integer, got True"),
+    ],
+)
+def test_sizes_that_are_none(sizes, words):
+    with pytest.raises(ValueError, match=f"^cache: {words}$"):
+        KVCache.create(TINY, *sizes, jnp.float32)
+
+
 def test_every_array_has_a_buffer_of_its_own():
     """They are donated together, and a buffer can be donated once."""
     cache = KVCache.create(TINY, 2, 8, jnp.float32)
