@@ -90,19 +90,20 @@ class Plan:
 
     def __str__(self) -> str:
         """A table of the kinds, and in sentences what it means for the card."""
-        lines = [f"{kind:12} {size / 2**30:8.2f} GiB" for kind, size in self.rows()]
+        lines = [f"{kind:12} {_size(size):>12}" for kind, size in self.rows()]
         lines[-1:] = ["-" * 25, lines[-1]]
         if self.packed:
-            lines[0] += f" ({self.packed / 2**30:.2f} of them packed)"
+            lines[0] += f" ({_size(self.packed)} of them packed)"
         if self.host:
-            lines.append(f"{'on the host':12} {self.host / 2**30:8.2f} GiB")
-        trained = f"{self.trained / self.parameters:.2%} of {self.parameters / 1e9:.2f} billion"
+            lines.append(f"{'on the host':12} {_size(self.host):>12}")
+        unit, word = (1e9, "billion") if self.parameters >= 1e8 else (1e6, "million")
+        trained = f"{self.trained / self.parameters:.2%} of {self.parameters / unit:.2f} {word}"
         lines += ["", f"Trained: {trained} parameters. Remat policy: {self.remat}."]
         room = f"{self.card} ({self.card_bytes / 2**30:.0f} GiB, 1 of them for CUDA itself)"
         verdict = "fits on" if self.fits else "does not fit on"
         lines.append(f"The step {verdict} {room}.")
         for name, size in self.tried:
-            lines.append(f"Policy {name} does not: {size / 2**30:.2f} GiB or more.")
+            lines.append(f"Policy {name} does not: {_size(size)} or more.")
         if self.fits and self.peak > 0.75 * self.card_bytes:
             lines.append(
                 "JAX takes three quarters of a card unless XLA_PYTHON_CLIENT_MEM_FRACTION=0.95."
@@ -112,6 +113,11 @@ class Plan:
         else:
             lines.append(f"Compiled for an {self.compiled_for.upper()}, not run.")
         return "\n".join(lines)
+
+
+def _size(size: int) -> str:
+    """In GiB, and in MiB where that is under a tenth of one."""
+    return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def plan(

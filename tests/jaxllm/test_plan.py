@@ -103,7 +103,7 @@ def test_a_base_that_is_packed_as_quantize_does(quantize, bits, tables):
     count = WIDE.num_hidden_layers * 7 * 64 * 64
     ours = plan(square, **ON_CPU, lora=4, quantize=quantize)
     assert ours.packed == count * bits / 8 + tables * 512 * 64 * (8 + 8 / 32) / 8
-    assert f"({ours.packed / 2**30:.2f} of them packed)" in str(ours).splitlines()[0]
+    assert f"({ours.packed / 2**20:.2f} MiB of them packed)" in str(ours).splitlines()[0]
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -192,6 +192,10 @@ def test_what_is_printed():
         "Compiled for an H200, not run.",
     ]
     assert not dataclasses.replace(ours, peak=22 * gib).fits
+    small = dataclasses.replace(ours, weights=gib // 10, moments=gib // 10 + 1, parameters=87654321)
+    lines = str(small).splitlines()
+    assert lines[:2] == ["weights        102.40 MiB", "moments          0.10 GiB"]
+    assert lines[8] == "Trained: 11.41% of 87.65 million parameters. Remat policy: none."
 
 
 @pytest.mark.parametrize(
