@@ -63,11 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Python flushes once more at its end, and would complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
     except (ValueError, OSError, NotImplementedError, MemoryError) as error:
         print(f"jaxllm: {_sentence(error)}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is the output that cannot be written, to a full disk for example
+            _drop_output()
         return 2
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -79,11 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _drop_output() -> None:
+    """What cannot be written: Python flushes once more at its end, and would complain again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _sentence(error: Exception) -> str:
     """What is wrong; the system's own errors without their number."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
 def _out_of_memory(message: str) -> str:

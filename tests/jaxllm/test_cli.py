@@ -440,6 +440,19 @@ def test_a_reader_that_leaves_is_no_error(stories, command):
     assert done.stderr == b""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("command", [["inspect"], ["generate", NO_CACHE, "--max-new-tokens", "2"]])
+def test_a_full_disk_is_a_sentence(stories, command):
+    command = [sys.executable, "-m", "jaxllm", *command, str(stories)]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=buffered, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr == b"jaxllm: No space left on device\n"
+
+
 def test_ctrl_c_ends_without_a_traceback(talker):
     command = [sys.executable, "-m", "jaxllm", "chat", str(talker), NO_CACHE]
     process = subprocess.Popen(
