@@ -100,7 +100,7 @@ def _out_of_memory(message: str) -> str:
     asked = ""
     if wanted:
         number, unit = wanted.groups()
-        size = f"{float(number) / 1e9:.3g} GB" if unit == "bytes" else f"{number} {unit}"
+        size = f"{float(number) / 1e9:.1f} GB" if unit == "bytes" else f"{number} {unit}"
         asked = f" (it was asked for {size})"
     return (
         f"the device ran out of memory{asked}; fewer rows, shorter ones, more micro-batches or "

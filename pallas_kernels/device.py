@@ -17,7 +17,7 @@ ACCESS_BYTES = 16  # the widest access of a thread, and the grain of the copy en
 WARPS, LANES = 4, 32  # of a warpgroup
 THREADS = WARPS * LANES  # likewise
 MAX_BOX = 256  # numbers a dimension that one copy takes
-REGISTERS = 65536  # of 32 bits, of which a thread has 255 at most
+REGISTERS, THREAD_REGISTERS = 65536, 255  # of 32 bits; a thread has so many at most
 SHARED_BYTES = 227 * 1024  # of shared memory that blocks may have
 
 # An abstract device tells its name but not its capability.

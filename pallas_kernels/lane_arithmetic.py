@@ -14,7 +14,7 @@ from jax._src.lib.mlir.dialects import arith, gpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels.device import LANES
-from pallas_kernels.lane_code import asm, further, less, mma, times, word
+from pallas_kernels.lane_code import HALVES, asm, further, less, mma, times, word
 
 KINDS = {"bfloat16": "bf16x2", "float16": "f16x2"}
 
@@ -58,7 +58,7 @@ def product(dtype: str, x: Any, y: Any) -> Any:
 
 def added_products(sums: list[Any] | None, a: list[Any], b: list[Any], dtype: Any) -> list[Any]:
     """sums + a [16, 16] @ b [16, 8] of a warp, four float32 a thread; None: 0 + a @ b."""
-    kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
+    kind = HALVES[jnp.dtype(dtype).name]
     return mma(f"m16n8k16.row.col.f32.{kind}.{kind}.f32", a, b, sums or [number(0)] * 4)
 
 
@@ -71,12 +71,10 @@ def sum_of_squares(words: list[Any], kind: str, total: Any = None) -> Any:
     return total
 
 
-def over_warp(value: Any, operation: str, lanes: int = LANES) -> Any:
-    """What the lanes of a warp have, or so many side by side, joined: "add.f32", "add.s32",
-    "max.NaN.f32".
-    """
+def over_warp(value: Any, operation: str) -> Any:
+    """What the lanes of a warp have, joined: "add.f32", "add.s32", "max.NaN.f32"."""
     kind = "f" if operation.endswith("f32") else "r"
-    for mask in (mask for mask in (16, 8, 4, 2, 1) if mask < lanes):
+    for mask in (16, 8, 4, 2, 1):
         value = asm(f"{operation} $0, $1, $2;", kind, value, shuffled(value, mask))
     return value
 

@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 MOST_EARLY = 2  # results of a thread whose operands it holds while their sums are made: registers
 _PREDICATE = ".reg .pred p; setp.ne.u32 p, $2, 0;"  # p: whether the second operand is no zero
-_HALVES = {"bfloat16": "bf16", "float16": "f16"}
+HALVES = {"bfloat16": "bf16", "float16": "f16"}
 _LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
 
 
@@ -180,14 +180,14 @@ def store_float(address: Any, value: Any, dtype: str) -> None:
     if dtype == "float32":
         asm("st.global.f32 [$0], $1;", "", address, value)
         return
-    text = f"{{ .reg .b16 x; cvt.rn.{_HALVES[dtype]}.f32 x, $1; st.global.b16 [$0], x; }}"
+    text = f"{{ .reg .b16 x; cvt.rn.{HALVES[dtype]}.f32 x, $1; st.global.b16 [$0], x; }}"
     asm(text, "", address, value)
 
 
 def rounded(value: Any, dtype: str) -> Any:
     """A float32 as the dtype, of 16 bits, has it."""
     back = "mov.b32 $0, {y, x};" if dtype == "bfloat16" else "cvt.f32.f16 $0, x;"
-    text = f"{{ .reg .b16 x, y; cvt.rn.{_HALVES[dtype]}.f32 x, $1; mov.b16 y, 0; {back} }}"
+    text = f"{{ .reg .b16 x, y; cvt.rn.{HALVES[dtype]}.f32 x, $1; mov.b16 y, 0; {back} }}"
     return asm(text, "f", value)
 
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels import quantized_unpack as unpack
-from pallas_kernels.lane_code import array_of, asm, register_of, words_of
+from pallas_kernels.lane_code import HALVES, array_of, asm, register_of, words_of
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
 from pallas_kernels.quantized_tiles_config import CHUNK, CODE_BYTES, HELD, ROWS, step
@@ -96,7 +96,7 @@ def _pairs(codes: Any, zero: Any, scale: Any, packed: Packed, dtype) -> list[Any
     pairs = unpack.values(scheme, codes, dtype, zero=zeros, scale=pair)
     if wide:
         factor = unpack.as_float32(scale, stored)
-        kind = "bf16" if dtype == jnp.bfloat16 else "f16"
+        kind = HALVES[jnp.dtype(dtype).name]
         text = f"""{{ .reg .b16 x, y; .reg .f32 a, b; mov.b32 {{x, y}}, $1;
             cvt.f32.{kind} a, x; cvt.f32.{kind} b, y; mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2;
             cvt.rn.{kind}x2.f32 $0, b, a; }}"""

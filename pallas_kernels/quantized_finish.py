@@ -109,18 +109,18 @@ class Finish:
 
         first: of the tile's outputs, those of the first half.
         """
-        mine = results(self.m, self.rows, self.warps * LANES)
-        if len(mine) > MOST_EARLY:
-            return []
-        return [self._operands(one, arith.addi(first, row), inside) for one, row, inside in mine]
+        return [self._operands(one, arith.addi(first, row), at) for one, row, at in self._few()]
 
     def roots(self) -> list[Any]:
         """Of the norm, for each result of a thread, if they are few: in every tile a thread's are
         of the same rows of x.
         """
+        return [] if self.eps is None else [self._root(one) for one, _, _ in self._few()]
+
+    def _few(self) -> list[tuple[Any, Any, Any]]:
+        """A thread's results as `results` has them, or none, if they are many."""
         mine = results(self.m, self.rows, self.warps * LANES)
-        few = self.eps is not None and len(mine) <= MOST_EARLY
-        return [self._root(one) for one, _, _ in mine] if few else []
+        return mine if len(mine) <= MOST_EARLY else []
 
     def _operands(self, one: Any, whole: Any, inside: Any) -> dict[str, Any]:
         """What a result is made of beside its sums, by name; of row_scale and bias one of each
@@ -152,7 +152,7 @@ class Finish:
             whole = arith.addi(first, row)
             operands = early[i] if early else self._operands(one, whole, inside)
             if self.eps is not None:
-                operands["root"] = roots[i] if roots else self._root(one)
+                operands = {**operands, "root": roots[i] if roots else self._root(one)}
             if inside is None:
                 self._one(parts, one, row, whole, operands)
                 continue

@@ -328,15 +328,15 @@ def default_config(
     apart = _apart(packed, epilogue=epilogue, rotary=rotary)
     wide = o * splits >= 4 * 32 * device.num_sms
     grain = sizes.grain(packed, halves=1 + (apart > 0))
-    # Tiles of 32 rows where there are several a block; else 16, that each has one (H200). A gate's
-    # of 16 rows, 8 of either half, were not measured
+    # Tiles of 32 rows where there are several a block; else 16, that each has one (H200)
     tile_n = 32 if wide or gated else max(16, grain)
     tile_n = tile_n if (2 * apart or o) % tile_n == 0 else grain
     rounds = -(-sizes.turns(packed) // (8 * splits))
-    found = [Config(tile_n, 8, 2, 1)] if wide and packed.scheme == "int4" else []
-    # H200, int4, 16 rows, 28672 x 4096: 23.1 us, and 25.2 where x is read for each tile
-    if m > sizes.MMA_COLUMNS and found:
-        found = [Config(grain, 8, 3, 1, held=True), *found]
+    found = []
+    if wide and packed.scheme == "int4":
+        # H200, 16 rows, 28672 x 4096: 23.1 us, and 27.9 by the next; other shapes: not measured
+        found = [Config(grain, 8, 3, 1, held=True)] if m > sizes.MMA_COLUMNS else []
+        found.append(Config(tile_n, 8, 2, 1))
     found += [Config(tile_n, 4, min(2, rounds), 4)] if packed.shape[1] <= 1024 else []
     found += [Config(tile_n, 8, ahead, blocks) for blocks in (2, 1) for ahead in (2, 1)]
     found += [Config(tile_n, 4, 2, 1), SMALLEST]
@@ -350,7 +350,7 @@ def default_config(
 def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]:
     """What is worth a measurement beside the default."""
     m, apart = math.prod(x.shape[:-1]), _apart(packed, **keywords)
-    # A launch more costs a decoding row what splits gain: 4096 x 14336 in 11.5 us, and not 12.0
+    # A launch more costs a decoding row more than splits gain
     few_splits = SPLITS[:1] if m == 1 else SPLITS[:3]
     found: list[Config | Tiles] = [
         Config(tile_n, warps, ahead, blocks, splits, held)

@@ -6,7 +6,14 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels import quantized_unpack as unpack
-from pallas_kernels.device import ACCESS_BYTES, LANES, REGISTERS, SHARED_BYTES, WARPS
+from pallas_kernels.device import (
+    ACCESS_BYTES,
+    LANES,
+    REGISTERS,
+    SHARED_BYTES,
+    THREAD_REGISTERS,
+    WARPS,
+)
 from pallas_kernels.packed import Packed
 
 MMA_ROWS, MMA_COLUMNS = 16, 8  # of the weight and of x, in one instruction
@@ -14,6 +21,7 @@ ACROSS = 4  # lanes that share a row in it
 PART_BYTES = ACROSS * ACCESS_BYTES  # of a row, which 4 lanes multiply at a time
 PARTS = 2
 TURN_BYTES = PARTS * PART_BYTES  # of a row, which a warp asks for at a time
+HELD_PART = 9 / 16  # of a thread's registers, that x and sums may take: with 144 of 255 some spill
 MOST_SPLITS = 8  # their float32 sums pass through memory
 PLACE_BYTES = 1024  # what lies on chip begins at a multiple of them; so many a block has no use of
 
@@ -175,7 +183,8 @@ def problem(config: Config, m: int, packed: Packed, *, apart: int) -> str | None
     splits = 1 <= c.splits <= MOST_SPLITS and all_have_some(c, packed)
     size_bytes = c.blocks * shared_bytes(c, m, packed) if whole and warps and splits else 0
     words = held_words(c, m, packed) if warps and splits else 0
-    registers = min(256, REGISTERS // (max(1, c.blocks * c.warps) * LANES))
+    sums = c.tile_n * columns(m) // LANES
+    registers = min(THREAD_REGISTERS, REGISTERS // (max(1, c.blocks * c.warps) * LANES))
     problems = {
         f"tile_n must be a multiple of {multiple} that divides {span * halves}": not whole,
         f"warps must be a multiple of {WARPS}, 16 at most": not warps,
@@ -185,7 +194,9 @@ def problem(config: Config, m: int, packed: Packed, *, apart: int) -> str | None
             not splits
         ),
         f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
-        f"{words} words of x are more than half of a thread's {registers}": (2 * words > registers),
+        f"{words} words of x and {sums} sums are too much for a thread's {registers} registers": (
+            words > 0 and words + sums > registers * HELD_PART
+        ),
     }
     return next((sentence for sentence, found in problems.items() if found), None)
 

@@ -6,7 +6,7 @@ Values are those of MLIR, as in lane_code.py. Imported only by quantized_matmul_
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -78,7 +78,6 @@ class Block:
     ):
         """dtypes: of bias, cos and sin, those that there are. block: which one it is."""
         self.static, self.packed, self.pointers = static, packed, pointers
-        self.held: Any = None  # of x, in registers, as `_x` has it
         c = self.config = static.config
         self.m, self.k = x.shape
         self.dtype = jnp.dtype(x.dtype)
@@ -282,8 +281,6 @@ class Block:
 
     def _x(self, round_: Any, which: int) -> list[Any]:
         """Of each 8 rows of x a part as pairs, by the word of codes that they multiply."""
-        if self.held is not None:
-            return self.held[round_][which]
         count, x = unpack.per_word(self.scheme) // 2, []
         for pointer in self.x_at:
             pointer = further(pointer, times(round_, self.config.warps * self.turn * 2))
@@ -296,7 +293,6 @@ class Block:
 
     def _sums_at(self, round_: Any) -> Any:
         """Where the sums of x over a turn's parts begin, those of a lane's two columns."""
-        round_ = word(round_) if isinstance(round_, int) else round_
         at = arith.addi(times(round_, self.config.warps), self.warp)
         at = times(at, PARTS * len(self.x_at) * MMA_COLUMNS * 4)
         return further(self.pointers["sums"], arith.addi(at, times(self.across, 8)))
@@ -310,10 +306,11 @@ class Block:
             found.append(asm(text, "ff", at, effects=True) * 2)
         return found
 
-    def multiply(self, slot_at: Any, round_: Any, which: int, sums: list[Any]) -> list[Any]:
-        """The sums, four a 16 rows of the weight and 8 of x, and what a part adds."""
+    def multiply(
+        self, slot_at: Any, round_: Any, which: int, x: list[Any], sums: list[Any]
+    ) -> list[Any]:
+        """The sums, four a 16 rows of the weight and 8 of x, and what a part adds; x: as `_x`."""
         codes, groups = self._codes(slot_at, which), self._groups(slot_at, which)
-        x = self._x(round_, which)
         sums_of_x = self._sums_of_x(round_, which) if self.from_sums else []
         done = []
         for i, tile in enumerate(codes):
@@ -367,16 +364,6 @@ class Block:
             part = [_fused(p, more, q) for p, q in zip(sums_of_x, part, strict=True)]
         return [_fused(p, wide, q) for p, q in zip(part, before, strict=True)]
 
-    def _each_round(self, do: Callable[[Any, list[Any]], list[Any]], carry: list[Any]) -> list[Any]:
-        """What comes of do(round, carry), one after the other. Where x is in registers, the round
-        is a number known when compiling.
-        """
-        if self.held is None:
-            return list(mgpu_utils.fori(word(self.rounds), carry)(do).results)
-        for round_ in range(self.rounds):
-            carry = do(round_, carry)
-        return carry
-
     def run(self) -> None:
         c = self.config
         block, zero = self.block, arith.constant(ir.F32Type.get(), 0.0)
@@ -390,9 +377,10 @@ class Block:
 
         self.rows.keep(ask)
         gpu.barrier()
+        held: list[Any] = []  # of x, by round and part
         if c.held:
             rounds = [word(round_) for round_ in range(self.rounds)]
-            self.held = [[self._x(at, which) for which in range(PARTS)] for at in rounds]
+            held = [[self._x(at, which) for which in range(PARTS)] for at in rounds]
         roots = self.finish.roots()
         tile, round_ = next_[-1]
         count = 4 * c.tile_n // MMA_ROWS * len(self.x_at)
@@ -404,11 +392,12 @@ class Block:
             first = self._first(arith.addi(block, times(i, self.num_blocks)))
             early = self.finish.early(first)
 
-            def each_round(at, carry):
+            def each_round(at, carry, x=None):
                 slot, tile, round_, *sums = carry
                 slot_at = self.arrived(slot)
                 for which in range(PARTS):
-                    sums = self.multiply(slot_at, at, which, sums)
+                    part = x[which] if x else self._x(at, which)
+                    sums = self.multiply(slot_at, at, which, part, sums)
                 asm("bar.warp.sync 0xffffffff;", "", effects=True)
                 self.copy(tile, round_, slot)
                 tile, round_ = self._next(tile, round_)
@@ -416,7 +405,12 @@ class Block:
                 slot = arith.select(less(slot, c.ahead), slot, word(0))
                 return [slot, tile, round_, *sums]
 
-            done = self._each_round(each_round, [*carry, *[zero] * count])
+            done = [*carry, *[zero] * count]
+            if c.held:
+                for at, x in enumerate(held):
+                    done = each_round(word(at), done, x)
+            else:
+                done = list(mgpu_utils.fori(word(self.rounds), done)(each_round).results)
             carry, sums = done[:3], done[3:]
             size_bytes = c.warps * self.m * c.tile_n * 4
             parts = arith.andi(i, word(1))

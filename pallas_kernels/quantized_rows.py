@@ -105,10 +105,12 @@ class Rows:
         return [asm(text, "r", x, w) for x, w in zip(words, weights, strict=True)]
 
     def _sum_of_part(self, words: list[Any]) -> Any:
-        """Less the sum of a part's numbers, of which 16 lanes side by side have an access each.
+        """Less the sum of a part's numbers, of which 16 lanes side by side have an access each; in
+        the first of them.
 
         The columns of a product are sums over four lanes: 0 to 3 and 4 to 7 make up the two parts.
         """
+        assert sizes.part(self.scheme) * 2 == ACCESS_BYTES * LANES // 2, "of a part, 16 accesses"
         ones = [unpack.minus_one(self.dtype)] * 4
         sums = added_products(None, ones, words[:2], self.dtype)
         sums = added_products(sums, ones, words[2:], self.dtype)

@@ -410,6 +410,10 @@ def test_the_systems_errors_are_sentences(capsys, monkeypatch):
             "Out of memory while trying to allocate 17179869184 bytes.",
             " (it was asked for 17.2 GB)",
         ),
+        (
+            "Out of memory while trying to allocate 1125899906842624 bytes.",
+            " (it was asked for 1125899.9 GB)",
+        ),
         ("Out of memory while trying to allocate 16.00GiB.", " (it was asked for 16.00 GiB)"),
         ("CUDA_ERROR_OUT_OF_MEMORY", ""),
     ],

@@ -6,6 +6,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ CALLS: Any = {
         Config(16, 4, 2, 1),
         partial(call, 16, 16, 1152, "nvfp4", BF16, "norm bias"),
     ),
-    "zero points of small groups": (
+    "small groups": (
         Config(16, 4, 2, 1),
         partial(call, 9, 32, 512, "int4, groups of 32", F16, "bias"),
     ),
@@ -141,13 +142,15 @@ CALLS: Any = {
     ),
     "held": (HELD(16, 4, 2, 1), partial(call, 16, 64, 1024, "int4", BF16, "residual")),
     "held, a norm and two rounds of which one is short": (
-        HELD(32, 4, 2, 1),
+        HELD(16, 4, 2, 1),
         partial(call, 9, 64, 1152, "int4", BF16, "norm bias", epilogue="swiglu"),
     ),
-    "held, zero points": (
+    "held, small groups": (
         HELD(32, 4, 1, 1),
         partial(call, 2, 64, 896, "int4, groups of 32", F16, "bias"),
     ),
+    "held, zero points": (HELD(32, 4, 1, 1), partial(call, 3, 64, 640, "int4, zero points")),
+    "held, splits": (HELD(16, 4, 2, 1, 2), partial(call, 9, 64, 2304, "int4", out_dtype=F32)),
     "held, a norm that adds 1": (
         HELD(32, 4, 1, 1),
         partial(call, 9, 32, 640, "mxfp8", BF16, "norm centred"),
@@ -192,6 +195,35 @@ def test_every_code_by_lanes(form: str, dtype: str, monkeypatch: Any):
     with monkeypatch.context() as patched:
         ours = by_lanes(patched, arrays, keywords, Config(16, 4, 2, 1))
     assert_right(arrays, keywords, ours)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("held")])
+def test_what_is_held_is_read_once(name: str, monkeypatch: Any):
+    """However many tiles a block has; and the bits are those without."""
+    config, make = CALLS[name]
+    arrays, keywords = make()
+    places, read = [], Machine.load
+
+    def watched(machine: Any, space: str, addresses: Any, size: int, count: int) -> Any:
+        if space == "shared":
+            places.append((machine.memory["shared"]["kept"], addresses[0]))
+        return read(machine, space, addresses, size, count)
+
+    def reads(config: Config) -> tuple[int, Any]:
+        places.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(Machine, "load", watched)
+            ours = by_lanes(patched, arrays, keywords, config)
+        inside = [start <= at < start + len(content) for (start, content), at in places]
+        return sum(inside), ours
+
+    (held, ours), (anew, same) = reads(config), reads(dataclasses.replace(config, held=False))
+    tiles = arrays["packed"].shape[0] // config.tile_n
+    of_block = tiles // sizes.num_blocks(config, tiles, 2)
+    if "norm" not in arrays:  # whose sums of squares lie there, too
+        assert held * of_block == anew
+    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def test_another_norm_is_seen(monkeypatch: Any):

@@ -4,6 +4,7 @@ The interpreter runs the kernel's frame; what a warp does in it is plain JAX the
 by lane in test_quantized_lanes.py.
 """
 
+import dataclasses
 import itertools
 from functools import partial
 from typing import Any
@@ -251,10 +252,35 @@ def test_wrong_configs(config: Config, sentence: str):
 def test_x_that_registers_do_not_hold():
     """Of 8 rows of 8192 numbers four warps would have 256 words a thread, eight 128."""
     weight = shaped(64, 8192)
-    sentence = "256 words of x are more than half of a thread's 256"
+    sentence = "256 words of x and 4 sums are too much for a thread's 255 registers"
     assert sizes.problem(Config(16, 4, 1, 1, held=True), 8, weight, apart=0) == sentence
     assert sizes.problem(Config(16, 8, 1, 1, held=True), 8, weight, apart=0) is None
     assert sizes.problem(Config(16, 4, 1, 1), 8, weight, apart=0) is None
+    # Two blocks of 16 warps leave fewer registers
+    sentence = "32 words of x and 8 sums are too much for a thread's 64 registers"
+    config = Config(32, 16, 1, 2, held=True)
+    assert sizes.problem(config, 1, shaped(64, 4096), apart=0) == sentence
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_x_that_registers_hold_as_compiled():
+    """What they just hold does not spill."""
+    for rows, i, config in (
+        (16, 4096, Config(16, 8, 4, 1, held=True)),
+        (16, 4096, Config(16, 4, 2, 1, splits=2, held=True)),
+        (1, 4096, Config(32, 8, 2, 2, held=True)),
+    ):
+        x, weight = shape(rows, i), shaped(256, i)
+        assert sizes.problem(config, rows, weight, apart=128) is None
+        run = partial(quantized_matmul, epilogue="swiglu", config=config)
+        compiled = aot.compile_for(run, x, weight).kernel("quantized_matmul_swiglu")
+        assert compiled.spill_store_bytes == 0
+
+
+def test_many_rows_and_a_wide_weight_hold_x():
+    found = default_config(shape(16, 4096), shaped(28672, 4096), epilogue="swiglu", device=H200)
+    assert found == Config(16, 8, 3, 1, held=True)
 
 
 def test_warps_take_few_rows():
@@ -483,12 +509,13 @@ def test_splits_on_a_gpu(form: str, splits: int):
 @pytest.mark.parametrize("form", ["int4", "int4, groups of 64, zero points", "int8", "nvfp4"])
 def test_x_in_registers_on_a_gpu(form: str):
     config = Config(32, 8, 1, 1, held=True)
-    for rows, i in ((1, 4096), (7, 896), (16, 4096)):
+    for rows, i in ((1, 4096), (7, 896), (16, 2048)):
         what = "norm bias residual"
         arrays, keywords = call(rows, 6144, i, form, BF16, what, epilogue="swiglu")
         y = quantized_matmul(**arrays, **keywords, config=config)
         assert_right(arrays, keywords, y)
-        again = quantized_matmul(**arrays, **keywords, config=config)
+        without = dataclasses.replace(config, held=False)
+        again = quantized_matmul(**arrays, **keywords, config=without)
         np.testing.assert_array_equal(np.asarray(y), np.asarray(again))
 
 
