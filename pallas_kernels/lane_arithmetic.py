@@ -13,7 +13,7 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from pallas_kernels.device import LANES
+from pallas_kernels.device import LANES, WARPS
 from pallas_kernels.lane_code import HALVES, asm, further, less, mma, times, word
 
 KINDS = {"bfloat16": "bf16x2", "float16": "f16x2"}
@@ -41,6 +41,11 @@ def words_of_floats(numbers: list[Any], dtype: str) -> list[Any]:
     return [asm(text, "r", *numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
 
 
+def bits(x: Any) -> Any:
+    """A float32 as a word."""
+    return asm("mov.b32 $0, $1;", "r", x)
+
+
 def number(value: float) -> Any:
     """A constant of float32."""
     return asm(f"mov.f32 $0, {hex_of(value)};", "f")
@@ -54,6 +59,11 @@ def fused(a: Any, b: Any, c: Any) -> Any:
 def product(dtype: str, x: Any, y: Any) -> Any:
     """Two numbers times two, rounded."""
     return asm(f"mul.rn.{KINDS[dtype]} $0, $1, $2;", "r", x, y)
+
+
+def added(dtype: str, x: Any, y: Any) -> Any:
+    """The sums of two numbers and two, rounded."""
+    return asm(f"add.rn.{KINDS[dtype]} $0, $1, $2;", "r", x, y)
 
 
 def added_products(sums: list[Any] | None, a: list[Any], b: list[Any], dtype: Any) -> list[Any]:
@@ -89,7 +99,8 @@ def shuffled(value: Any, mask: int) -> Any:
 def over_block(values: list[Any], operation: str, board: Any, warps: int) -> list[Any]:
     """What the threads of a block have, joined; the same in each of them.
 
-    board: an address on chip of words [values, warps] that nothing else uses. The block meets.
+    board: an address on chip of words [values, warps] that nothing else uses, at 16 bytes. warps:
+    a multiple of 4. The block meets.
     """
     kind = "f" if operation.endswith("f32") else "r"
     thread = mgpu_utils.thread_idx()
@@ -103,10 +114,11 @@ def over_block(values: list[Any], operation: str, board: Any, warps: int) -> lis
     found = []
     for i in range(len(done)):
         total = None
-        for each in range(warps):
-            offset = 4 * (i * warps + each)
-            part = asm(f"ld.shared.b32 $0, [$1 + {offset}];", kind, board, effects=True)
-            total = part if total is None else asm(f"{operation} $0, $1, $2;", kind, total, part)
+        for each in range(0, warps, WARPS):
+            text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {4 * (i * warps + each)}];"
+            for part in asm(text, 4 * kind, board, effects=True):
+                both = f"{operation} $0, $1, $2;"
+                total = part if total is None else asm(both, kind, total, part)
         found.append(total)
     return found
 

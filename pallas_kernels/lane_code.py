@@ -14,6 +14,8 @@ from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
+from pallas_kernels.device import ACCESS_BYTES
+
 MOST_EARLY = 2  # results of a thread whose operands it holds while their sums are made: registers
 _PREDICATE = ".reg .pred p; setp.ne.u32 p, $2, 0;"  # p: whether the second operand is no zero
 HALVES = {"bfloat16": "bf16", "float16": "f16"}
@@ -144,6 +146,19 @@ def load_late(address: Any, offset: int) -> list[Any]:
 def store_once(address: Any, words: Sequence[Any]) -> None:
     """Four words to global memory, the first to leave the L2."""
     asm("st.global.cs.v4.u32 [$0], {$1, $2, $3, $4};", "", address, *words)
+
+
+def all_or_nothing(wanted: Any) -> Any:
+    """Bytes of an access that `copy_ahead` brings."""
+    return arith.select(wanted, word(ACCESS_BYTES), word(0))
+
+
+def copy_ahead(target: Any, source: Any, to: int, start: int, size: Any) -> None:
+    """Asks for 16 bytes in shared memory, of which `size`, all or none, come from global memory;
+    the others are zeros.
+    """
+    text = f"cp.async.cg.shared.global [$0 + {to}], [$1 + {start}], 16, $2;"
+    asm(text, "", target, source, size, effects=True)
 
 
 def load_shared(address: Any, offset: int, words: int = 1) -> Any:

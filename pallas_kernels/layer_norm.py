@@ -1,11 +1,11 @@
 """LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.
 
 x [*B, D], weight and bias [D]. Each row is read once and written once: of 16 bits and more than 256
-numbers by lanes (`norm_lanes`), others by `over_rows`. The variance is the mean of (x - mean)^2,
-taken of the row as it lies in registers or on chip: E[x^2] - mean^2 has no digit left where the
-mean is large. The backward pass reads x and dy and takes the statistics anew, which costs no byte;
-of wide rows all sums at once. A block sums its shares of d_weight and d_bias in registers, and XLA
-adds the shares in a fixed order.
+numbers by lanes (`norm_lanes`; going back up to 8192, by `norm_lanes_backward`), others by
+`over_rows`. The variance is the mean of (x - mean)^2, taken of the row as it lies in registers or
+on chip: E[x^2] - mean^2 has no digit left where the mean is large. The backward pass reads x and dy
+and takes the statistics anew, which costs no byte; by `over_rows` all sums of wide rows at once. A
+block sums its shares of d_weight and d_bias in registers, and XLA adds them in a fixed order.
 Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
 """
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
-from pallas_kernels import norm_lanes, rows, tuned
+from pallas_kernels import norm_lanes, norm_lanes_backward, rows, tuned
 from pallas_kernels.device import Device
 from pallas_kernels.over_rows import over_rows
 from pallas_kernels.rows import Config
@@ -267,7 +267,7 @@ def _forward(static: _Static, x, weights):
         def plain(row, weight, bias=None):
             return layer_norm_reference(row, weight, bias, eps=static.eps)
 
-        return norm_lanes.normed_rows(
+        (y,) = norm_lanes.normed_rows(
             x,
             weights,
             kind=norm_lanes.Kind("layer_norm", static.eps),
@@ -275,6 +275,7 @@ def _forward(static: _Static, x, weights):
             plain=plain,
             interpret=static.interpret,
         )
+        return y
 
     def step(group, inputs, weights, outputs, sums):
         centred, scale = _centre(static, group, inputs[0], width, len(group) == 1)
@@ -307,6 +308,26 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
     d_x = (g - mean(g) - h mean(g h)) / deviation, d_weight = sum(dy h), d_bias = sum(dy).
     """
     width = x.shape[-1]
+    if plan := norm_lanes_backward.plan(width, x.dtype):
+
+        def plain(row, d, weight):
+            row, weight = row.astype(jnp.float32), weight.astype(jnp.float32)
+            norm = functools.partial(layer_norm_reference, eps=static.eps)
+            bias = (jnp.zeros_like(weight),) if has_bias else (None,)
+            _, vjp = jax.vjp(norm, row, weight, *bias)
+            return vjp(d.astype(jnp.float32))[: 2 + has_bias]
+
+        return norm_lanes_backward.gradients_of_rows(
+            x,
+            dy,
+            weight,
+            kind=norm_lanes.Kind("layer_norm", static.eps),
+            biased=has_bias,
+            plan=plan,
+            plain=plain,
+            num_sms=static.num_sms,
+            interpret=static.interpret,
+        )
     config = _backward_config(x, weight, static.num_sms)
     kernel_sums = 1 + (has_bias and _share(x, config) <= MAX_TWO_SHARES)
 

@@ -2,11 +2,12 @@
 
 A block has a row, or each of its warps a narrow one. A thread has 8 numbers side by side of every
 8 * threads, and keeps them two in a register, as they came: more rows are under way at a time than
-with float32 in twice as many. What is summed over the row (its numbers, and the squares around
-their mean; or the squares) is of all its threads, for which a block meets. Weight and bias are read
-with the row; or after that, 8 numbers at a time, where they would take registers that other rows
-could have. The interpreter, which knows no lanes, checks only what surrounds a block.
-Imported only by layer_norm.py and rms_norm.py.
+with float32 in twice as many. With a residual the row is its sum with x, which is written too. What
+is summed over the row (its numbers, and the squares around their mean; or the squares) is of all
+its threads, for which a block meets. Weight and bias are read with the row; or after that, 8
+numbers at a time, where they would take registers that other rows could have. The interpreter,
+which knows no lanes, checks only what surrounds a block.
+Imported only by layer_norm.py, rms_norm.py and norm_lanes_backward.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
 from pallas_kernels.lane_arithmetic import (
     KINDS,
+    added,
     floats,
     fused,
     number,
@@ -110,23 +112,31 @@ def normed_rows(
     warpgroups: int,
     plain: Callable[..., jax.Array],
     interpret: bool,
-) -> jax.Array:
-    """[M, D] of x [M, D] and `weights`: weight [D], and a bias [D] if there is one.
+    residual: jax.Array | None = None,
+) -> list[jax.Array]:
+    """[M, D] of x [M, D] and `weights`: weight [D], and a bias [D] if there is one; and
+    x + residual [M, D], which is what is normed, if there is a residual.
 
     plain: (row [D], *weights) -> [D], for the interpreter, which knows no lanes.
     """
-    names, (count, width) = ("weight", "bias")[: len(weights)], x.shape
-    warps = _warps(width, warpgroups)
-    dtypes = {"x": x.dtype.name}
-    dtypes |= {name: array.dtype.name for name, array in zip(names, weights, strict=True)}
+    count, warps = x.shape[0], _warps(x.shape[-1], warpgroups)
+    arrays = {"x": x} | dict(zip(("weight", "bias"), weights, strict=False))
+    dtypes = {name: array.dtype.name for name, array in arrays.items()}
+    outs = ["out"]
+    if residual is not None:
+        arrays["residual"], outs = residual, ["out", "total"]
 
-    def body(x_ref, *refs, **scratch):
-        *held, out_ref = refs
+    def body(*refs, **scratch):
+        every = dict(zip((*arrays, *outs), refs, strict=True))
         if interpret:
-            row = lax.axis_index("block")
-            out_ref.at[row][...] = plain(x_ref.at[row][...], *(ref[...] for ref in held))
+            here = lambda name: every[name].at[lax.axis_index("block")]  # noqa: E731
+            row = here("x")[...]
+            if residual is not None:
+                row = row + here("residual")[...]
+                here("total")[...] = row
+            here("out")[...] = plain(row, *(every[n][...] for n in dtypes if n != "x"))
             return
-        every = {"x": x_ref, "out": out_ref, **scratch, **dict(zip(names, held, strict=True))}
+        every |= scratch
         types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
 
         @plgpu.inline_mgpu(arg_types=types)
@@ -143,19 +153,20 @@ def normed_rows(
             how |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
     return _compat.kernel(
         body,
-        name=kind.name,
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        name=kind.name if residual is None else f"{kind.name}_residual",
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _ in outs],
         grid_names=("block",),
         interpret=interpret,
         **how,
-    )(x, *weights)
+    )(*arrays.values())
 
 
 class Block:
     """What a thread of a block does.
 
-    at: addresses of x and out [M, D], of weight, of the bias if there is one and, where several
-    warps share a row, on chip of board: float32 [2, warps]. block: which one, of these arrays'.
+    at: addresses of x and out, perhaps of residual and total [M, D], of weight, of the bias if
+    there is one and, where several warps share a row, on chip of board: float32 [2, warps].
+    block: which one, of these arrays'.
     warps: that share a row.
     """
 
@@ -182,12 +193,16 @@ class Block:
         words = 4 * len(self.mine) * sum(1 + (dtypes[x] == "float32") for x in self.names)
         self.early = count <= FEW_ROWS or (warps > 1 and words <= EARLY_WORDS)
         start = times_long(row, 2 * self.width)
-        self.row = {name: further(at[name], start) for name in ("x", "out")}
+        rows = ("x", "out", "residual", "total")
+        self.row = {name: further(at[name], start) for name in rows if name in at}
 
     def run(self) -> None:
         dtype, words = self.dtypes["x"], []  # of each access four, zeros where there is none
         for place, inside in self.mine:
             found = load(self._of_row("x", place), 0, 4, once=True)
+            if "residual" in self.row:
+                more = load(self._of_row("residual", place), 0, 4, once=True)
+                found = [added(dtype, *both) for both in zip(found, more, strict=True)]
             words.append(found if inside is None else [self._or_zero(inside, x) for x in found])
         early = [self._read(place) for place, _ in self.mine] if self.early else None
         if self.kind.name == "rms_norm":
@@ -198,11 +213,14 @@ class Block:
         for i, ((place, inside), four) in enumerate(zip(self.mine, words, strict=True)):
             y = [x for each in four for x in floats(each, dtype)]
             y = [arith.mulf(x if mean is None else arith.subf(x, mean), root) for x in y]
-            done = self._weighed(y, *(early[i] if early else self._read(place)))
+            done = {"out": self._weighed(y, *(early[i] if early else self._read(place)))}
+            if "total" in self.row:
+                done["total"] = four
             if inside is not None and self.there is not None:
                 inside = arith.andi(inside, self.there)
             inside = self.there if inside is None else inside
-            only_where(inside, store_once, self._of_row("out", place), done)
+            for name, eight in done.items():
+                only_where(inside, store_once, self._of_row(name, place), eight)
 
     def _of_row(self, name: str, place: Any) -> Any:
         return further(self.row[name], times(place, ACCESS_BYTES))

@@ -19,7 +19,9 @@ from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.device import ACCESS_BYTES, LANES
 from pallas_kernels.lane_arithmetic import added_products
 from pallas_kernels.lane_code import (
+    all_or_nothing,
     asm,
+    copy_ahead,
     further,
     less,
     load_shared,
@@ -43,17 +45,6 @@ from pallas_kernels.quantized_matmul_config import (
 from pallas_kernels.quantized_rows import Rows
 
 GROUPED = ("scale", "zero")  # what a `Packed` has a number of for each group
-
-
-def _size(wanted: Any) -> Any:
-    """Of an access: all of it or nothing."""
-    return arith.select(wanted, word(ACCESS_BYTES), word(0))
-
-
-def _copy(target: Any, source: Any, to: int, start: int, size: Any) -> None:
-    """Asks for 16 bytes in shared memory, of which `size`, all or none, come from global memory."""
-    text = f"cp.async.cg.shared.global [$0 + {to}], [$1 + {start}], 16, $2;"
-    asm(text, "", target, source, size, effects=True)
 
 
 def _fused(sums: list[Any], by: list[Any], more: list[Any]) -> list[Any]:
@@ -194,14 +185,14 @@ class Block:
         slot_at = further(self.ring_at, times(slot, self.config.warps * self.warp_bytes))
         target = further(slot_at, self.bring_to)
         place = arith.addi(times(at, TURN_BYTES), times(self.access, ACCESS_BYTES))
-        size = _size(arith.andi(there, less(place, self.row_bytes)))
+        size = all_or_nothing(arith.andi(there, less(place, self.row_bytes)))
         place = arith.minui(place, word(self.row_bytes - ACCESS_BYTES))
         offset = arith.addi(times_long(self._first(tile), self.row_bytes), times_long(place, 1))
         sources = [arith.addi(p, offset) for p in self.codes_at]
         step = LANES * ACCESS_BYTES // TURN_BYTES  # rows
         for row in range(0, self.config.tile_n, step):
             half, start = divmod(row, self.out_rows)
-            _copy(target, sources[half], row * TURN_BYTES, start * self.row_bytes, size)
+            copy_ahead(target, sources[half], row * TURN_BYTES, start * self.row_bytes, size)
         to = self.config.tile_n * TURN_BYTES
         for name in self.group_bytes:
             self._copy_groups(name, tile, at, further(slot_at, word(to)), there)
@@ -221,7 +212,7 @@ class Block:
             )
             group, column = (f(inner, word(wide)) for f in (arith.divui, arith.remui))
             group, last = arith.addi(first, group), self.k // self.group - 1
-            size = _size(arith.andi(there, less(group, last + 1)))
+            size = all_or_nothing(arith.andi(there, less(group, last + 1)))
             group = arith.minui(group, word(last))
             row = arith.addi(self._first(tile), times(half, self.apart))
             source = arith.addi(times(group, self.packed.shape[0]), row)
@@ -229,10 +220,10 @@ class Block:
             source = arith.addi(self.pointers[name], source)
             to = further(target, times(place, ACCESS_BYTES))
             if start + LANES <= count:
-                _copy(to, source, 0, 0, size)
+                copy_ahead(to, source, 0, 0, size)
             else:
                 with mgpu_utils.when(less(place, count)):
-                    _copy(to, source, 0, 0, size)
+                    copy_ahead(to, source, 0, 0, size)
 
     def arrived(self, slot: Any) -> Any:
         """Waits for a turn; where it lies."""

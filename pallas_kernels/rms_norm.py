@@ -1,10 +1,10 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last axis, and with a residual of x + r.
 
 x [*B, D], weight [D]. Each row is read once and written once, its mean is a sum by shuffles in
-float32: rows of 16 bits and more than 256 numbers by lanes (`norm_lanes`), others, and those with a
-residual, by `over_rows`. The backward pass reads x and dy again and takes the mean anew, which
-costs no byte; a block sums its share of d_weight in registers, and the shares are added by XLA in a
-fixed order.
+float32: rows of 16 bits and more than 256 numbers by lanes (`norm_lanes`; going back up to 8192, by
+`norm_lanes_backward`), others by `over_rows`. The backward pass reads x and dy again and takes the
+mean anew, which costs no byte; a block sums its share of d_weight in registers, and the shares are
+added by XLA in a fixed order.
 Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import device as device_lib
-from pallas_kernels import norm_lanes, rows, tuned
+from pallas_kernels import norm_lanes, norm_lanes_backward, rows, tuned
 from pallas_kernels.device import Device
 from pallas_kernels.over_rows import over_rows
 from pallas_kernels.rows import Config
@@ -55,7 +54,8 @@ def rms_norm(
     if reason is not None:
         raise NotImplementedError(f"rms_norm: cannot run this call: {reason}")
     key = bucket(x, weight, **kwargs)
-    config = config or rows.tuned_config("rms_norm", key, x, device, _by_lanes(x, residual))
+    takes = functools.partial(norm_lanes.takes, x.shape[-1], x.dtype)
+    config = config or rows.tuned_config("rms_norm", key, x, device, takes)
     static = _Static(float(eps), zero_centered, config, device.num_sms, interpret)
     flat = x.reshape(-1, x.shape[-1])
     if residual is None:
@@ -105,13 +105,8 @@ def default_config(
     return _forward_config(x, weight, residual, (device or device_lib.current()).num_sms)
 
 
-def _by_lanes(x, residual) -> Callable[[Config], bool]:
-    """Whether `norm_lanes` runs a config."""
-    return lambda config: residual is None and norm_lanes.takes(x.shape[-1], x.dtype, config)
-
-
 def _forward_config(x, weight, residual, num_sms: int) -> Config:
-    by_lanes = None if residual is not None else norm_lanes.default_config(x.shape[-1], x.dtype)
+    by_lanes = norm_lanes.default_config(x.shape[-1], x.dtype)
     sizes = _bytes(x, weight, residual)
     return by_lanes or rows.default_config(*_size(x), **sizes, num_sms=num_sms)
 
@@ -130,7 +125,7 @@ def candidates(
     """By lanes, where they take such rows, and what `rows` would try."""
     del eps, zero_centered, device
     others = rows.candidates(*_size(x), **_bytes(x, weight, residual))
-    return norm_lanes.candidates(x.shape[-1], x.dtype, others) if residual is None else others
+    return norm_lanes.candidates(x.shape[-1], x.dtype, others)
 
 
 def tuning_calls() -> list[tuned.Call]:
@@ -194,21 +189,21 @@ def _forward(static: _Static, x, weight, residual=None):
     """y, and x + residual if there is a residual."""
     width = x.shape[-1]
     config = static.config or _forward_config(x, weight, residual, static.num_sms)
-    if _by_lanes(x, residual)(config):
+    if norm_lanes.takes(width, x.dtype, config):
         how: dict[str, Any] = {"eps": static.eps, "zero_centered": static.zero_centered}
 
         def plain(row, weight) -> Any:
             return rms_norm_reference(row, weight, **how)
 
-        y = norm_lanes.normed_rows(
+        return norm_lanes.normed_rows(
             x,
             [weight],
             kind=norm_lanes.Kind("rms_norm", **how),
             warpgroups=config.warpgroups,
             plain=plain,
             interpret=static.interpret,
+            residual=residual,
         )
-        return [y]
 
     def step(group, inputs, weights, outputs, sums):
         kept = {}
@@ -258,6 +253,28 @@ def _backward(static: _Static, x, weight, dy, d_total=None):
     With h = x / rms and g = dy * weight: d_x = (g - h mean(g h)) / rms, d_weight = sum(dy h).
     """
     width = x.shape[-1]
+    if plan := norm_lanes_backward.plan(width, x.dtype):
+
+        def plain(row, d, weight):
+            norm = functools.partial(
+                rms_norm_reference, eps=static.eps, zero_centered=static.zero_centered
+            )
+            _, vjp = jax.vjp(norm, row.astype(jnp.float32), weight.astype(jnp.float32))
+            return vjp(d.astype(jnp.float32))
+
+        d_x, (d_weight,) = norm_lanes_backward.gradients_of_rows(
+            x,
+            dy,
+            weight,
+            d_total,
+            kind=norm_lanes.Kind("rms_norm", static.eps, static.zero_centered),
+            biased=False,
+            plan=plan,
+            plain=plain,
+            num_sms=static.num_sms,
+            interpret=static.interpret,
+        )
+        return d_x, d_weight.astype(weight.dtype)
 
     def step(group, inputs, weights, outputs, sums):
         def load(part):

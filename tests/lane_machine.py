@@ -193,7 +193,7 @@ class Machine:
         if kind in PAIRS:
             y = [pair(each, PAIRS[kind]) for each in x]
             functions: Any = {"mul": lambda a, b: a * b, "sub": lambda a, b: a - b}
-            functions["fma"] = lambda a, b, c: a * b + c
+            functions |= {"add": lambda a, b: a + b, "fma": lambda a, b, c: a * b + c}
             return of_pair(functions[name](*y), PAIRS[kind])
         if kind == "f32" and name != "mov":
             y = [f32(each).astype(np.float64) for each in x]

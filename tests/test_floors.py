@@ -27,16 +27,20 @@ MAY_IMPORT = {
     "pallas_kernels.rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
     "pallas_kernels.over_rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows",
     "pallas_kernels.rms_norm": (
-        "pallas_kernels.device pallas_kernels.norm_lanes pallas_kernels.over_rows "
-        "pallas_kernels.rows pallas_kernels.tuned"
+        "pallas_kernels.device pallas_kernels.norm_lanes pallas_kernels.norm_lanes_backward "
+        "pallas_kernels.over_rows pallas_kernels.rows pallas_kernels.tuned"
     ),
     "pallas_kernels.norm_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
         "pallas_kernels.lane_arithmetic pallas_kernels.rows"
     ),
+    "pallas_kernels.norm_lanes_backward": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
+        "pallas_kernels.lane_arithmetic pallas_kernels.norm_lanes"
+    ),
     "pallas_kernels.layer_norm": (
-        "pallas_kernels.device pallas_kernels.norm_lanes pallas_kernels.over_rows "
-        "pallas_kernels.rows pallas_kernels.tuned"
+        "pallas_kernels.device pallas_kernels.norm_lanes pallas_kernels.norm_lanes_backward "
+        "pallas_kernels.over_rows pallas_kernels.rows pallas_kernels.tuned"
     ),
     "pallas_kernels.swiglu": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
@@ -119,7 +123,7 @@ MAY_IMPORT = {
         "pallas_kernels.quantized_tiles_config pallas_kernels.quantized_unpack "
         "pallas_kernels.rms_norm pallas_kernels.ternary_matmul pallas_kernels.tuned"
     ),
-    "pallas_kernels.lane_code": "",
+    "pallas_kernels.lane_code": "pallas_kernels.device",
     "pallas_kernels.lane_arithmetic": "pallas_kernels.device pallas_kernels.lane_code",
     "pallas_kernels.ternary_rows": (
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic"

@@ -35,11 +35,12 @@ def case(shape: tuple[int, int], mean: float, dtype: Any, *dtypes: Any) -> dict[
     return arrays
 
 
-def by_lanes(monkeypatch, arrays: dict[str, Any], kind: Kind, warps: int) -> jax.Array:
-    """All rows, block by block; warps: that share one."""
+def by_lanes(monkeypatch, arrays: dict[str, Any], kind: Kind, warps: int) -> Any:
+    """All rows, block by block; warps: that share one. With a residual, both results."""
     held = {name: np.asarray(array) for name, array in arrays.items()}
     shape = held["x"].shape
-    held["out"] = np.full(shape, np.nan, held["x"].dtype)
+    outs = ["out", "total"] if "residual" in arrays else ["out"]
+    held |= {name: np.full(shape, np.nan, held["x"].dtype) for name in outs}
     machine = Machine(held, {"board": 8 * warps}, 32 * max(warps, 4))
     for module in (lane_code, lane_arithmetic, norm_lanes):
         for name, stand_in in dialects(machine).items():
@@ -52,7 +53,8 @@ def by_lanes(monkeypatch, arrays: dict[str, Any], kind: Kind, warps: int) -> jax
 
     for block in range(shape[0] if warps > 1 else -(-shape[0] // 4)):
         machine.run(block, code)
-    return jnp.asarray(machine.content("out", held["x"].dtype, shape))
+    found = [jnp.asarray(machine.content(name, held["x"].dtype, shape)) for name in outs]
+    return found if len(outs) > 1 else found[0]
 
 
 def assert_right(found: jax.Array, arrays: dict[str, Any], kind: Kind) -> None:
@@ -104,6 +106,24 @@ def test_every_row(monkeypatch, kind, shape, mean, warps, dtypes):
             assert_right(wrong.astype(dtypes[0]), arrays, kind)
     monkeypatch.setattr(norm_lanes, "FEW_ROWS", 0)  # many: weights are read late
     np.testing.assert_array_equal(by_lanes(monkeypatch, arrays, kind, warps), found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "warps", "dtypes"),
+    [
+        (RMS, (2, 1032), 4, (BF16, BF16)),
+        (CENTRED, (1, 8192), 8, (F16, F32)),
+        (RMS, (5, 896), 1, (F16, BF16)),
+    ],
+)
+def test_with_a_residual(monkeypatch, kind, shape, warps, dtypes):
+    arrays = case(shape, 0.0, *dtypes)
+    arrays["residual"] = jnp.roll(arrays["x"], 7, axis=1) * 3
+    y, total = by_lanes(monkeypatch, arrays, kind, warps)
+    np.testing.assert_array_equal(total, arrays["x"] + arrays["residual"])
+    assert_right(y, {"x": total, "weight": arrays["weight"]}, kind)
+    with pytest.raises(AssertionError):
+        assert_right(y, arrays, kind)
 
 
 @pytest.mark.parametrize("kind", [LAYER, CENTRED])
