@@ -160,7 +160,7 @@ def test_defaults():
     ],
 )
 def test_compiled(heads, config, most, dtype, back):
-    """Wide accesses, nothing spilled; several sequences at once too."""
+    """Wide accesses, nothing spilled."""
     shape = (1, 8192, heads.q, heads.width)
     q, k = (jax.ShapeDtypeStruct((*shape[:2], n, heads.width), dtype) for n in (heads.q, heads.k))
     angles = jax.ShapeDtypeStruct((1, 8192, heads.half), F32)
@@ -175,6 +175,16 @@ def test_compiled(heads, config, most, dtype, back):
     assert kernel.registers <= most
     assert kernel.count("LDG", "128") == words // 4 + 4 == kernel.count("LDG")
     assert kernel.count("STG", "EF", "128") == words // 4 == kernel.count("STG")
+
+
+@pytest.mark.aot
+def test_compiled_under_vmap():
+    arrays = [jax.ShapeDtypeStruct((7, 1, 99, n, 96), BF16) for n in (32, 32)]
+    angles = jax.ShapeDtypeStruct((7, 1, 99, 48), BF16)
+    run = jax.vmap(partial(rope, config=Config(tokens=4, lanes=96)))
+    kernel = aot.compile_for(run, *arrays, angles, angles).kernel("rope")
+    assert kernel.spill_store_bytes == 0
+    assert kernel.count("LDG", "128") == 8 + 2
 
 
 @pytest.mark.gpu
