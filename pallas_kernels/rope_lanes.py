@@ -42,9 +42,8 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 ITEMSIZE = 2
 EACH = ACCESS_BYTES // ITEMSIZE  # numbers of an access
 MOST_THREADS = 1024  # of a block
-# Of a thread, beside the words of heads that it holds: as compiled, 32 (of 8 words) to 58 (of 80)
-OTHER_REGISTERS = 58
-MANY_WORDS = 48  # that a thread holds by default; as compiled, 94 registers with 44
+OTHER_REGISTERS = 58  # of a thread, beside the words of heads that it holds; as compiled, 25 to 52
+MANY_WORDS = 48  # that a thread holds by default; as compiled, 96 registers at most with 44
 
 
 class Heads(NamedTuple):
