@@ -1,4 +1,4 @@
-"""The kernel of `rope`: some tokens of some heads a block, by one of two ways.
+"""The kernel of `rope`: some tokens of some heads a block, by one of three ways.
 
 Through the copy engine (TMA): it brings each head's numbers on chip, no matter whether they are q's
 or k's; a thread loads both numbers of a pair by 16 bytes and turns them where they lie, and the
@@ -6,6 +6,7 @@ whole head goes back, the part that is not turned untouched.
 Directly (`Config.tokens`): a block has all heads of a few tokens, so that what it reads lies in one
 piece; it loads all of it into registers, turns it and writes it from there. There is no copy engine
 to start and nothing on chip; but heads and tokens must come to whole tiles.
+By lanes (`Config.lanes`): the same for any number of heads and tokens, of 16 bits (`rope_lanes`).
 Imported only by rope.py.
 """
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, rope_lanes
 from pallas_kernels.device import ACCESS_BYTES, LANES, MAX_BOX, SHARED_BYTES, THREADS, WARPS
 
 DIRECT_REGISTERS = 100  # of a thread, for what a block loads directly; 96: 241 in all
@@ -32,12 +33,14 @@ HELD = 40  # cosines that a thread keeps for all heads: 180 registers; more woul
 class Config:
     """How the work is cut: heads a block, and its tokens in multiples of what a warpgroup holds.
 
-    tokens: of which a block has all heads, without the copy engine; 0 is with it.
+    tokens: of which a block has all heads, without the copy engine; 0 is with it. lanes: threads
+    that share each of these tokens; 0 is by tiles.
     """
 
     heads: int = 8
     repeat: int = 1
     tokens: int = 0
+    lanes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +54,10 @@ class Static:
 
 def problem(config: Config, q, k, cos, sin) -> str | None:
     """What keeps the hardware from a config."""
-    if config.heads < 1 or config.repeat < 1 or config.tokens < 0:
-        return "heads and repeat must be 1 at least, and tokens not negative"
+    if min(config.heads, config.repeat, config.tokens + 1, config.lanes + 1) < 1:
+        return "heads and repeat must be 1 at least, tokens and lanes not negative"
+    if config.lanes:
+        return rope_lanes.problem(config.tokens, config.lanes, _heads(q, k, cos), q.dtype)
     if config.tokens:
         return _not_direct(config.tokens, q, k, cos.shape[-1])
     tokens = config.repeat * tokens_of(cos.shape[-1], q.dtype.itemsize)
@@ -62,6 +67,21 @@ def problem(config: Config, q, k, cos, sin) -> str | None:
     if size_bytes > SHARED_BYTES:
         return f"takes {size_bytes} of {SHARED_BYTES} bytes on chip"
     return None
+
+
+def by_lanes(q, k, cos) -> Config | None:
+    """The config of the way by lanes, if it takes such heads."""
+    found = rope_lanes.default(_heads(q, k, cos), q.dtype)
+    return found and Config(tokens=found[0], lanes=found[1])
+
+
+def narrow(half: int, itemsize: int) -> bool:
+    """Whether the other ways have fewer lanes side by side than half a head has accesses."""
+    return _lanes_across(half, itemsize) * ACCESS_BYTES < half * itemsize
+
+
+def _heads(q, k, cos) -> rope_lanes.Heads:
+    return rope_lanes.Heads(q.shape[-2], k.shape[-2], q.shape[-1], cos.shape[-1])
 
 
 def direct_tokens(q, k, half: int) -> int:
@@ -103,6 +123,10 @@ def tokens_of(half: int, itemsize: int) -> int:
 
 def turn(static: Static, q, k, cos, sin):
     """q [M, N, H] and k [M, K, H] by cos and sin [M, R2]."""
+    config, back, interpret = static.config, static.back, static.interpret
+    if config.lanes:
+        how = {"tokens": config.tokens, "lanes": config.lanes, "back": back}
+        return rope_lanes.turned(q, k, cos, sin, **how, interpret=interpret)
     run = functools.partial(
         _compat.kernel,
         name="rope_backward" if static.back else "rope",

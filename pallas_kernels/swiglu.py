@@ -132,7 +132,7 @@ def default_config(gate, up=None, *, backward: bool = False, device: Device | No
     count, width = _sizes(gate, up)
     size = gate.dtype.itemsize
     for repeat in (2, 1):
-        tile = _tile(width, size, repeat)
+        tile = _tile(width, size, repeat, streamed=False)
         if tile.fills(count) and (repeat == 1 or tile.tiles(count) >= 4 * device.num_sms):
             return Config(repeat, 0, 1)
     repeat = 2 if backward else 4
@@ -162,9 +162,9 @@ def candidates(gate, up=None, *, device: Device | None = None) -> list[Config]:
     size = gate.dtype.itemsize
     found = []
     for repeat in (1, 2, 4):
-        tile = _tile(width, size, repeat)
-        if tile.fills(count):
+        if _tile(width, size, repeat, streamed=False).fills(count):
             found.append(Config(repeat, 0, 1))
+        tile = _tile(width, size, repeat)
         for stages in (2, 3) if tile.tiles(count) > 8 * device.num_sms else (1,):
             blocks = _most_blocks(2 * size * tile.numbers, stages)
             found.append(Config(repeat, stages, blocks))
@@ -236,7 +236,8 @@ def _glu(name, activation, gate, up, config, interpret):
 def _fits(config: Config, gate, up) -> bool:
     """Whether the call can be had with the config: without a stream, all tiles are whole."""
     count, width = _sizes(gate, up)
-    return config.stages > 0 or _tile(width, gate.dtype.itemsize, config.repeat).fills(count)
+    tile = _tile(width, gate.dtype.itemsize, config.repeat, streamed=config.stages > 0)
+    return config.stages > 0 or tile.fills(count)
 
 
 def _sizes(gate, up) -> tuple[int, int]:
@@ -248,7 +249,7 @@ def _sizes(gate, up) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Tiles over arrays [M, halves, F]: `on_chip` of whole narrow rows, or of a piece of one."""
+    """Tiles over arrays [M, halves, F]: `on_chip` of whole narrow rows, or of a piece of some."""
 
     on_chip: rows.RowTile
     across: int  # tiles in a row
@@ -303,15 +304,24 @@ class _Whole:
         self.ref[...] = value
 
 
-def _tile(width: int, itemsize: int, repeat: int, *, interpret: bool = False) -> _Tile:
+def _tile(
+    width: int, itemsize: int, repeat: int, *, streamed: bool = True, interpret: bool = False
+) -> _Tile:
     """A thread has `repeat` times 16 bytes of a tile; of longer rows up to half less, if tiles of
-    that size fill them better; of a row narrower than that, what there is.
+    that size fill them better; of a row narrower than that, what there is. Not streamed, of rows
+    that only tiles of a warp fill, each warp has a piece of rows of its own.
     """
     vector = device_lib.ACCESS_BYTES // itemsize
     step = device_lib.THREADS * vector
     if width <= step:
         repeat = min(repeat, MAX_BOX // rows.row_tile(width, itemsize).rows)
         return _Tile(rows.row_tile(width, itemsize, repeat=repeat, interpret=interpret), 1)
+    warp = device_lib.LANES * vector
+    if not streamed and width % step and width % warp == 0:
+        down, lanes = (device_lib.WARPS, 1), (1, device_lib.LANES)
+        of_tile = device_lib.WARPS * repeat, warp, 1
+        on_chip = rows.RowTile(width, *of_tile, vector, down, lanes, interpret=interpret)
+        return _Tile(on_chip, width // warp)
     inner = math.gcd(width, MAX_BOX)
     most = min(repeat, MAX_BOX * inner // step)
     tiles = lambda times: -(-width // (times * step))  # noqa: E731
@@ -339,7 +349,13 @@ def _over_tiles(
     """
     x = inputs[0][0]
     count, _, width = x.shape
-    tile = _tile(width, x.dtype.itemsize, config.repeat, interpret=static.interpret)
+    tile = _tile(
+        width,
+        x.dtype.itemsize,
+        config.repeat,
+        streamed=config.stages > 0,
+        interpret=static.interpret,
+    )
     on_chip = tile.on_chip
     part = rows.Part(on_chip, 0, on_chip.rows, 0, on_chip.chunks)
     run = functools.partial(

@@ -88,30 +88,32 @@ class Machine:
 
     # memory
 
-    def _where(self, space: str, addresses: np.ndarray, size: int, mask: np.ndarray) -> Any:
-        some = addresses[mask].astype(np.int64)
+    def _where(self, space: str, addresses: np.ndarray, size: int) -> Iterator[Any]:
+        """Each array that is meant, which threads mean it, and their bytes in it."""
+        left = self.mask.copy()
+        some = addresses[left].astype(np.int64)
         assert (some % size == 0).all(), f"an access of {size} bytes is not aligned"
         for start, content in self.memory[space].values():
-            if len(some) and start <= some[0] < start + len(content):
-                inside = (some >= start) & (some + size <= start + len(content))
-                assert inside.all(), f"an access leaves its array: {some[~inside][:4] - start}"
-                return content, (some - start)[:, None] + np.arange(size)
-        assert not len(some), f"nothing lies at {some[0]}"
-        return None, None
+            places = addresses.astype(np.int64) - start
+            here = left & (places >= 0) & (places < len(content))
+            outside = places[here & (places + size > len(content))]
+            assert not len(outside), f"an access leaves its array: {outside[:4]}"
+            left &= ~here
+            if here.any():
+                yield content, here, places[here][:, None] + np.arange(size)
+        assert not left.any(), f"nothing lies at {addresses[left][:4]}"
 
     def load(self, space: str, addresses: np.ndarray, size: int, count: int) -> list[np.ndarray]:
         found = np.full((self.threads, size * count), 0xFF, np.uint8)
-        content, places = self._where(space, addresses, size * count, self.mask)
-        if content is not None:
-            found[self.mask] = content[places]
+        for content, here, places in self._where(space, addresses, size * count):
+            found[here] = content[places]
         words = np.ascontiguousarray(found).view(f"u{size}").reshape(self.threads, count)
         return [words[:, i].astype(np.uint64) for i in range(count)]
 
     def store(self, space: str, addresses: np.ndarray, size: int, values: list[Any]) -> None:
-        content, places = self._where(space, addresses, size * len(values), self.mask)
-        if content is not None:
-            words = np.stack([v.astype(f"u{size}") for v in values], axis=1)[self.mask]
-            content[places] = np.ascontiguousarray(words).view(np.uint8)
+        words = np.stack([v.astype(f"u{size}") for v in values], axis=1)
+        for content, here, places in self._where(space, addresses, size * len(values)):
+            content[places] = np.ascontiguousarray(words[here]).view(np.uint8)
 
     # instructions
 
@@ -200,6 +202,7 @@ class Machine:
             functions: Any = {"mul": lambda a, b: a * b, "add": lambda a, b: a + b}
             functions |= {"fma": lambda a, b, c: a * b + c, "ex2": np.exp2}
             functions |= {"div": lambda a, b: a / b, "rsqrt": lambda a: a**-0.5}
+            functions |= {"neg": lambda a: -a}
             return of_f32(functions[name](*y))
         functions: Any = {"mov": lambda a: a, "and": np.bitwise_and, "or": np.bitwise_or}
         functions |= {"xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift}

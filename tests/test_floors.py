@@ -213,7 +213,13 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.cross_entropy_kernel pallas_kernels.device "
         "pallas_kernels.packed pallas_kernels.quantize"
     ),
-    "pallas_kernels.rope_kernel": "pallas_kernels._compat pallas_kernels.device",
+    "pallas_kernels.rope_lanes": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
+        "pallas_kernels.lane_arithmetic"
+    ),
+    "pallas_kernels.rope_kernel": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.rope_lanes"
+    ),
     "pallas_kernels.rope": "pallas_kernels.device pallas_kernels.rope_kernel pallas_kernels.tuned",
     "pallas_kernels.around_product": "pallas_kernels.rope",
     "pallas_kernels.head_places": "",

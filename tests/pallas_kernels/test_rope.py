@@ -237,7 +237,7 @@ TOKENS_64 = dict(enumerate(case(1, 64, 28, 4, 96, 96)))
         ({}, {"rotary_dim": 16}, "rotary_dim is 16, but cos and sin have 16 columns, half of 32"),
         ({2: jnp.ones((1, 3, 17)), 3: jnp.ones((1, 3, 17))}, {}, "34 numbers are to be turned"),
         ({}, {"config": Config(0)}, "heads and repeat must be 1 at least"),
-        ({}, {"config": Config(tokens=-1)}, "and tokens not negative"),
+        ({}, {"config": Config(tokens=-1)}, "tokens and lanes not negative"),
         (
             {},
             {"config": Config(tokens=48)},
@@ -257,7 +257,7 @@ TOKENS_64 = dict(enumerate(case(1, 64, 28, 4, 96, 96)))
         (
             {},
             {"config": Config(64)},
-            r"Config\(heads=64, repeat=1, tokens=0\): takes \d+ of 232448 bytes",
+            r"Config\(heads=64, repeat=1, tokens=0, lanes=0\): takes \d+ of 232448 bytes",
         ),
     ],
 )
@@ -274,6 +274,10 @@ def test_configs_follow_the_sizes():
     assert default_config(*llama, device=H200) == Config(tokens=2)
     uneven = specs(T=8191, N=32, K=8, H=128, R=128)
     assert default_config(*uneven, device=H200) == Config(10)
+    phi = dict(N=32, K=32, H=96, R=96)
+    assert default_config(*specs(**phi, T=8191), device=H200) == Config(tokens=4, lanes=96)
+    assert default_config(*specs(**phi, T=64), device=H200) == Config(1)
+    assert default_config(*specs(**phi, dtype="float32"), device=H200) == Config(3)
     assert bucket(*specs(T=5000)) == "bfloat16-m8192-n14-k2-h64-r64-float32"
     assert bucket(*specs(T=5000)) != bucket(*specs(T=5000, R=32))
     for call in tuning_calls():

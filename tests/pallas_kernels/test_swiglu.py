@@ -88,6 +88,8 @@ def run(activation, arrays, d_out, **keywords):
         ("silu", (8,), jnp.bfloat16, False),
         ("gelu", (1, 1032), jnp.bfloat16, False),
         ("silu", (3, 4864), jnp.bfloat16, True),  # two tiles a row
+        ("silu", (8, 4864), jnp.bfloat16, True),  # tiles of a warp fill the rows
+        ("gelu", (4, 640), jnp.float32, True),
         ("silu", (2, 4864), jnp.float16, False),
         ("gelu_pytorch_tanh", (2, 1024), jnp.bfloat16, True),  # tiles that fill the arrays
         ("silu", (3, 512), jnp.float32, False),
@@ -210,9 +212,10 @@ def test_no_size_is_too_large(M, F, fused):
     assert why_not(*arrays, device=H200) is None
     for backward in (False, True):
         config = default_config(*arrays, backward=backward, device=H200)
-        tile = _tile(F if fused else M * F, 2, config.repeat).on_chip
+        width, streamed = F if fused else M * F, config.stages > 0
+        tile = _tile(width, 2, config.repeat, streamed=streamed).on_chip
         assert max(tile.rows, tile.chunks, tile.inner) <= device_lib.MAX_BOX
-        assert config.stages or (F if fused else M * F) % tile.padded == 0
+        assert streamed or width % tile.padded == 0
         taken = config.blocks_per_sm * config.stages * 2 * tile.rows * tile.padded * (2 + backward)
         assert taken < device_lib.SHARED_BYTES
 
@@ -257,7 +260,9 @@ def test_configs_follow_the_sizes():
     assert default_config(*specs(), device=H200) == Config(2, 0, 1)
     assert default_config(*specs(M=64), device=H200) == Config(1, 0, 1)
     assert default_config(*specs(M=1), device=H200) == Config(1, 1, 8)  # 4.75 tiles
-    assert default_config(*specs(fused=True), device=H200).stages == 3  # likewise a row
+    assert default_config(*specs(fused=True), device=H200) == Config(2, 0, 1)
+    assert default_config(*specs(M=8188, fused=True), device=H200) == Config(1, 0, 1)
+    assert default_config(*specs(M=8191, fused=True), device=H200).stages == 3
     assert default_config(*specs(F=8192, fused=True), device=H200) == Config(2, 0, 1)
     for call in tuning_calls():
         found = candidates(*call.arguments, device=H200)
@@ -275,6 +280,7 @@ def test_configs_follow_the_sizes():
         ((64, 8192), jnp.bfloat16, True),
         ((1021, 14336), jnp.bfloat16, False),
         ((1021, 4864), jnp.float16, True),
+        ((2048, 4864), jnp.bfloat16, True),
         ((509, 1000), jnp.float32, True),
         ((256, 14336), jnp.float32, False),
     ],
