@@ -27,7 +27,6 @@ from pallas_kernels.rope_kernel import (
     Static,
     by_lanes,
     direct_tokens,
-    narrow,
     problem,
     shared_bytes,
     tokens_of,
@@ -112,20 +111,19 @@ def why_not(q, k, cos, sin, *, rotary_dim=None, device: Device | None = None) ->
 
 
 def default_config(q, k, cos, sin, *, rotary_dim=None, device: Device) -> Config:
-    """By lanes where the other ways would read less than half a head at a time, of many tokens.
+    """By lanes, where they take such heads (`rope_lanes`).
     Else whole tokens, directly, where a block of them is small and there are blocks enough
     (8192 x 32 + 8 heads of 128, bfloat16, H200: 42.8 us against 48.1; 40 KB a block would be 47.4).
     Else about 40 KB of heads a block, so that four or five blocks fit on a multiprocessor and some
     load while others turn; fewer heads where that leaves multiprocessors without a block.
     """
+    if lanes := by_lanes(q, k, cos):
+        return lanes
     direct = Config(tokens=direct_tokens(q, k, cos.shape[-1]))
     token_bytes = (q.shape[2] + k.shape[2]) * q.shape[3] * q.dtype.itemsize
     tokens, total = math.prod(q.shape[:2]), q.shape[2] + k.shape[2]
     small = direct.tokens * token_bytes <= DIRECT_BYTES
     fill = tokens // direct.tokens >= 2 * device.num_sms
-    lanes = by_lanes(q, k, cos) if narrow(cos.shape[-1], q.dtype.itemsize) else None
-    if lanes and tokens // lanes.tokens >= 2 * device.num_sms:
-        return lanes
     if small and fill and not problem(direct, q, k, cos, sin):
         return direct
     del rotary_dim, sin
@@ -153,8 +151,8 @@ def candidates(q, k, cos, sin, *, rotary_dim=None, device: Device) -> list[Confi
     found = [*map(Config, heads), *(Config(n, 2) for n in heads[1:3])]
     found += [Config(tokens=n * direct_tokens(q, k, cos.shape[-1])) for n in (1, 2)]
     if lanes := by_lanes(q, k, cos):
-        found += [Config(tokens=n * lanes.tokens, lanes=lanes.lanes // n) for n in (1, 2)]
-        found.append(Config(tokens=lanes.tokens // 2, lanes=2 * lanes.lanes))
+        found += [Config(tokens=n * lanes.tokens, lanes=lanes.lanes // n) for n in (2, 4)]
+        found.append(dataclasses.replace(lanes, lanes=2 * lanes.lanes))
     return [c for c in found if c != default and problem(c, q, k, cos, sin) is None]
 
 

@@ -75,11 +75,6 @@ def by_lanes(q, k, cos) -> Config | None:
     return found and Config(tokens=found[0], lanes=found[1])
 
 
-def narrow(half: int, itemsize: int) -> bool:
-    """Whether the other ways have fewer lanes side by side than half a head has accesses."""
-    return _lanes_across(half, itemsize) * ACCESS_BYTES < half * itemsize
-
-
 def _heads(q, k, cos) -> rope_lanes.Heads:
     return rope_lanes.Heads(q.shape[-2], k.shape[-2], q.shape[-1], cos.shape[-1])
 

@@ -132,7 +132,7 @@ def test_which_rows_it_takes():
     assert plan(1028, BF16) is None
     assert plan(8200, BF16) is None  # more numbers than a thread has registers for their sums
     assert [taken(width).warps for width in (264, 1024)] == [1, 1]
-    assert [taken(width, F16).warps for width in (1032, 2048, 4096, 8192)] == [4, 4, 8, 16]
+    assert [taken(width, F16).warps for width in (1032, 3072, 3080, 8192)] == [4, 4, 8, 8]
 
 
 GRID = [(LAYER, False), (RMS, False), (CENTRED, False), (RMS, True)]
@@ -153,7 +153,8 @@ def gradients(kind: Kind, added: bool, x, weight, dy, d_total=None) -> Any:
 @pytest.mark.aot
 @pytest.mark.parametrize(("kind", "added"), GRID, ids=str)
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(8192, BF16), (4096, BF16), (3072, F32), (2048, F16), (896, BF16)]
+    ("width", "dtype"),
+    [(8192, BF16), (8192, F32), (4096, BF16), (3072, F32), (2048, F16), (896, BF16), (1024, F32)],
 )
 def test_compiled(kind, added, width, dtype):
     """Wide accesses, nothing spilled, and registers for as many blocks as are asked for."""

@@ -268,16 +268,14 @@ def test_user_errors(change, keywords, sentence):
 
 
 def test_configs_follow_the_sizes():
-    assert default_config(*specs(), device=H200) == Config(8)  # 16 heads in two groups
-    assert default_config(*specs(T=1), device=H200) == Config(1)  # as many blocks as heads
-    llama = specs(N=32, K=8, H=128, R=128)
-    assert default_config(*llama, device=H200) == Config(tokens=2)
-    uneven = specs(T=8191, N=32, K=8, H=128, R=128)
-    assert default_config(*uneven, device=H200) == Config(10)
-    phi = dict(N=32, K=32, H=96, R=96)
-    assert default_config(*specs(**phi, T=8191), device=H200) == Config(tokens=4, lanes=96)
-    assert default_config(*specs(**phi, T=64), device=H200) == Config(1)
-    assert default_config(*specs(**phi, dtype="float32"), device=H200) == Config(3)
+    f32: Any = {"dtype": "float32"}
+    assert default_config(*specs(**f32), device=H200) == Config(8)  # 16 heads in two groups
+    assert default_config(*specs(**f32, T=1), device=H200) == Config(1)  # blocks for each head
+    llama: Any = {"N": 32, "K": 8, "H": 128, "R": 128}
+    assert default_config(*specs(**llama, **f32), device=H200) == Config(tokens=1)
+    for tokens in (1, 8192):  # of 16 bits by lanes
+        assert default_config(*specs(**llama, T=tokens), device=H200) == Config(tokens=1, lanes=128)
+    assert default_config(*specs(H=60, R=60), device=H200).lanes == 0
     assert bucket(*specs(T=5000)) == "bfloat16-m8192-n14-k2-h64-r64-float32"
     assert bucket(*specs(T=5000)) != bucket(*specs(T=5000, R=32))
     for call in tuning_calls():

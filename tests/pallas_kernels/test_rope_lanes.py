@@ -137,9 +137,10 @@ def test_defaults():
     def default(*heads):
         return rope_lanes.default(Heads(*heads), BF16)
 
-    assert default(32, 32, 96, 48) == (4, 96)
-    assert default(32, 8, 128, 64) == default(32, 8, 128, 32) == (2, 64)
-    assert default(14, 2, 64, 32) == (8, 16)
+    assert default(32, 32, 96, 48) == (1, 384)
+    assert default(32, 8, 128, 64) == default(32, 8, 128, 32) == (1, 128)
+    assert default(14, 2, 64, 32) == (2, 64)  # one token has too little for 128 threads
+    assert default(32, 8, 80, 40) == (4, 160)
     assert default(8, 4, 120, 60) is None
 
 
@@ -154,8 +155,10 @@ def test_defaults():
         (Heads(32, 32, 96, 48), (4, 96), 80),
         (Heads(32, 8, 128, 64), (2, 64), 96),
         (Heads(32, 8, 128, 32), (2, 64), 104),
-        (Heads(14, 2, 64, 32), (8, 16), 80),
-        (Heads(24, 8, 128, 48), (8, 48), 128),
+        (Heads(32, 8, 128, 64), (1, 128), 80),
+        (Heads(32, 8, 128, 32), (1, 128), 80),
+        (Heads(14, 2, 64, 32), (2, 64), 48),
+        (Heads(24, 8, 128, 48), (2, 192), 64),
         (Heads(8, 4, 112, 56), (8, 112), 72),
     ],
 )
@@ -197,7 +200,8 @@ def test_compiled_under_vmap():
         (Heads(32, 32, 96, 48), (1, 384)),
         (Heads(32, 8, 128, 64), (2, 64)),
         (Heads(32, 8, 128, 32), (2, 64)),
-        (Heads(14, 2, 64, 32), (8, 16)),
+        (Heads(32, 8, 128, 64), (1, 128)),
+        (Heads(14, 2, 64, 32), (2, 64)),
         (Heads(24, 8, 128, 48), (8, 48)),
     ],
 )
