@@ -3,7 +3,8 @@
 x is [*B, S], or any axis of any array, which is then moved to the end and back: a copy each way.
 Each row is read once and written once. A row of up to 32 KB, in no more pieces than one copy takes,
 has one block, which owns every blocks-th tile of rows; a longer one is shared out among the blocks
-of a cluster, which show each other their maxima and sums. The backward kernels work likewise on the
+of a cluster, which show each other their maxima and sums (softmax_kernel.py, or softmax_lanes.py
+where there is no mask). The backward kernels work likewise on the
 saved result: d_x = scale * y * (d_y - sum(d_y * y)); float32 rows of more than 112,000 numbers are
 read twice there, if they fill the threads. A mask is read as it is stored, one byte a number, never
 at the size of x. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (how the sums of parts are
@@ -374,18 +375,20 @@ def _backward(static: Static, y, number, d_y):
 
 def _forward(static: Static, x, number, mask):
     """The softmax of rows [M, S]."""
-    config, width = static.config, x.shape[-1]
-    factor = softmax_kernel.left_to_exponent(static.scale)
-    alone = mask is not None or static.queries or fits(width, x.dtype.itemsize)
-    by = config.cluster, config.warpgroups
-    if alone or factor is None or not softmax_lanes.takes(width, x.dtype, *by):
+    width, scale = x.shape[-1], static.scale
+    factor = softmax_kernel.left_to_exponent(scale)
+    how = {"cluster": static.config.cluster, "warpgroups": static.config.warpgroups}
+    seen = mask is None and not static.queries  # every number
+    taken = (
+        seen and not fits(width, x.dtype.itemsize) and softmax_lanes.takes(width, x.dtype, **how)
+    )
+    if scale is None or factor is None or not taken:
         return softmax_kernel.forward(static, x, number, mask)
     return softmax_lanes.softmax_of_rows(
         x,
         factor=factor,
-        cluster=config.cluster,
-        warpgroups=config.warpgroups,
-        plain=functools.partial(scale_softmax_reference, scale=static.scale),
+        **how,
+        plain=functools.partial(scale_softmax_reference, scale=scale),
         interpret=static.interpret,
     )
 
