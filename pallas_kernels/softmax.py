@@ -3,11 +3,11 @@
 x is [*B, S], or any axis of any array, which is then moved to the end and back: a copy each way.
 Each row is read once and written once. A row of up to 32 KB, in no more pieces than one copy takes,
 has one block, which owns every blocks-th tile of rows; a longer one is shared out among the blocks
-of a cluster, which show each other their maxima and sums. The backward kernels work likewise on the
-saved result: d_x = scale * y * (d_y - sum(d_y * y)); float32 rows of more than 112,000 numbers are
-read twice there, if they fill the threads. A mask is read as it is stored, one byte a number, never
-at the size of x. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (how the sums of parts are
-added).
+of a cluster, which show each other their maxima and sums (`softmax_kernel`; of 16 bits without a
+mask `softmax_lanes`). The backward kernels work likewise on the saved result:
+d_x = scale * y * (d_y - sum(d_y * y)); float32 rows of more than 112,000 numbers are read twice
+there, if they fill the threads. A mask is read as it is stored, one byte a number, never at the
+size of x. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (how the sums of parts are added).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import device as device_lib
-from pallas_kernels import softmax_kernel, tuned
+from pallas_kernels import softmax_kernel, softmax_lanes, tuned
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, THREADS, WARPS, Device
 from pallas_kernels.rows import MARGIN_BYTES
 from pallas_kernels.softmax_tiles import (
@@ -175,8 +175,12 @@ def default_config(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: De
         mask = jax.ShapeDtypeStruct(tuple(sizes), jnp.bool_)
     alike = _groups(shape, mask, shape[-2] if causal else 0)[-1][0]
     held = x.dtype.itemsize + (mask is not None)
-    count = math.prod(shape[:-1])
-    return _default(shape[-1], count, alike, x.dtype.itemsize, held, 1, device.num_sms)
+    count, width, itemsize = math.prod(shape[:-1]), shape[-1], x.dtype.itemsize
+    config = _default(width, count, alike, itemsize, held, 1, device.num_sms)
+    if mask is not None or causal or fits(width, itemsize):
+        return config
+    warpgroups = softmax_lanes.default_warpgroups(width, x.dtype, config.cluster)
+    return dataclasses.replace(config, warpgroups=warpgroups)
 
 
 def bucket(x, *, scale=1.0, mask=None, causal=False, axis=-1) -> str:
@@ -200,7 +204,14 @@ def candidates(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: Device
             most = _most_blocks(config, width, itemsize, held)
             found += [dataclasses.replace(config, blocks_per_sm=n + 1) for n in range(most)]
         direct = (Config(1, 1, 0, 1, cluster) for cluster in clusters)
-        return found + [c for c in direct if misfit(c, (), width, itemsize) is None]
+        found += [c for c in direct if misfit(c, (), width, itemsize) is None]
+        if mask is None and not causal:
+            found += [
+                dataclasses.replace(default, warpgroups=n)
+                for n in softmax_lanes.WARPGROUPS
+                if softmax_lanes.takes(width, x.dtype, default.cluster, n)
+            ]
+        return found
     found = []
     for warps in (1, 4):
         for repeat in sorted({1, 2, 4, default.repeat}):
@@ -360,8 +371,28 @@ def _backward(static: Static, y, number, d_y):
     return softmax_kernel.backward(static, y, number, d_y)
 
 
+def _forward(static: Static, x, number, mask):
+    """The softmax of rows [M, S]."""
+    width, scale = x.shape[-1], static.scale
+    factor = softmax_kernel.left_to_exponent(scale)
+    how = {"cluster": static.config.cluster, "warpgroups": static.config.warpgroups}
+    seen = mask is None and not static.queries  # every number
+    taken = (
+        seen and not fits(width, x.dtype.itemsize) and softmax_lanes.takes(width, x.dtype, **how)
+    )
+    if scale is None or factor is None or not taken:
+        return softmax_kernel.forward(static, x, number, mask)
+    return softmax_lanes.softmax_of_rows(
+        x,
+        factor=factor,
+        **how,
+        plain=functools.partial(scale_softmax_reference, scale=scale),
+        interpret=static.interpret,
+    )
+
+
 def _softmax_fwd(static, x, number, mask):
-    y = softmax_kernel.forward(static, x, number, mask)
+    y = _forward(static, x, number, mask)
     return y, (None if number is None else x, y, number)
 
 

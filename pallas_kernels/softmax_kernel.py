@@ -191,17 +191,23 @@ def _once(group: Sequence[Part], f: Callable[[Part], Any]) -> Callable[[Part], A
     return lambda part: value
 
 
+def left_to_exponent(scale: float | None) -> float | None:
+    """The exponent's factor of a known scale above 0, which moves no maximum; None: another scale.
+
+    One that float32 has as 0 or as infinite would make NaN of what is masked, or of the maximum.
+    """
+    factor = LOG2_E * (scale or 0.0)
+    return factor if SMALLEST <= factor <= LARGEST else None
+
+
 def forward(static: Static, x, number, mask):
     """The softmax of rows [M, S]; `number` is the scale [1] if the kernel does not know it."""
     width = x.shape[-1]
     itemsize = x.dtype.itemsize
     plan = plan_of(static, width, itemsize, itemsize + (mask is not None))
     groups = plan.tile.groups(_at_once(plan, 1) if plan.cluster else NUMBERS)
-    # A known scale above 0 moves no maximum: it is left to the exponent, whose factor is there. One
-    # that float32 has as 0 or as infinite would make NaN of what is masked, or of the maximum.
-    factor = LOG2_E * (static.scale or 0.0)
-    is_left = SMALLEST <= factor <= LARGEST
-    factor = factor if is_left else LOG2_E
+    left = left_to_exponent(static.scale)
+    is_left, factor = left is not None, left or LOG2_E
 
     def scores(part, index, arrays, mask, scale):
         if static.queries and not plan.stages:

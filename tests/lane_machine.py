@@ -10,6 +10,7 @@ was written to is NaN, and an access outside of an array is an error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 LANES = 32
+REMOTE = 2**24  # bytes from an address on chip to the same of the cluster's next block
 BITS = {"i1": 1, "i16": 16, "i32": 32, "i64": 64, "f32": 32}
 PAIRS = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
@@ -58,6 +60,7 @@ class Machine:
         self.threads, self.mask = threads, np.ones(threads, bool)
         self.memory: dict[str, Any] = {"global": {}, "shared": {}}
         self.at: dict[str, Value] = {}
+        self.sent: list[tuple[int, int, np.ndarray]] = []  # to which block, to where, and what
         start = 2**33  # an address of 32 bits is a mistake
         for name, array in arrays.items():
             content = np.frombuffer(array.tobytes(), np.uint8).copy()
@@ -85,6 +88,28 @@ class Machine:
         for _, content in self.memory["shared"].values():
             content[:] = 0xFF
         code(self.constant(block, "i32"))
+
+    def run_cluster(self, block: int, size: int, code: Callable[[Value, Value], None]) -> None:
+        """The code of each block of a cluster, given the cluster's number and its own, twice: what
+        it sends does not depend on what it receives, which it finds on chip the second time.
+        """
+        for _ in range(2):
+            received, self.sent = self.sent, []
+            for rank in range(size):
+                mine = [(address, words) for to, address, words in received if to == rank]
+                self.run(
+                    block, functools.partial(self._with, mine, self.constant(rank, "i32"), code)
+                )
+        self.sent = []
+
+    def _with(
+        self, received: list[Any], rank: Value, code: Callable[..., None], block: Value
+    ) -> None:
+        for address, words in received:
+            for start, content in self.memory["shared"].values():
+                if start <= address < start + len(content):
+                    content[address - start :][: 4 * len(words)] = words.view(np.uint8)
+        code(block, rank)
 
     # memory
 
@@ -119,6 +144,8 @@ class Machine:
 
     def asm(self, text: str, results: str, *operands: Value, effects: bool = False) -> Any:
         del effects
+        if "mbarrier" in text and "st.async" not in text:
+            return None  # what is waited for is there
         registers: dict[str, Any] = {f"${len(results) + i}": v.bits for i, v in enumerate(operands)}
         for instruction in text.split(";"):
             name, _, rest = instruction.lstrip("{} \n").partition(" ")
@@ -156,13 +183,21 @@ class Machine:
             for name, words in zip(names, found, strict=True):
                 kept = registers.get(name, words)  # where nothing is loaded
                 registers[name] = np.where(self.mask, words, kept)
+        elif op[:2] == ["st", "async"]:
+            to = address(arguments[0])
+            words = np.stack([get(name) for name in several(arguments[1])], axis=1)
+            for thread in np.flatnonzero(self.mask):
+                rank, place = divmod(int(to[thread]), REMOTE)
+                self.sent.append((rank, place, words[thread].astype(np.uint32)))
         elif op[0] == "st":
             values = [get(name) for name in several(arguments[1])]
             self.store(op[1], address(arguments[0]), size, values)
         elif op[:2] == ["cp", "async"]:
             if op[2] == "cg":
                 self._copy(address(arguments[0]), address(arguments[1]), get(arguments[3]))
-        elif op[0] == "bar":
+        elif op[0] == "mapa":
+            registers[arguments[0]] = get(arguments[1]) + get(arguments[2]) * np.uint64(REMOTE)
+        elif op[0] in ("bar", "barrier"):
             pass
         elif op[0] == "mma":
             given = [[get(name) for name in several(text)] for text in arguments[1:]]
@@ -196,13 +231,15 @@ class Machine:
             y = [pair(each, PAIRS[kind]) for each in x]
             functions: Any = {"mul": lambda a, b: a * b, "sub": lambda a, b: a - b}
             functions |= {"add": lambda a, b: a + b, "fma": lambda a, b, c: a * b + c}
+            functions["max"] = np.fmax
             return of_pair(functions[name](*y), PAIRS[kind])
         if kind == "f32" and name != "mov":
             y = [f32(each).astype(np.float64) for each in x]
             functions: Any = {"mul": lambda a, b: a * b, "add": lambda a, b: a + b}
             functions |= {"fma": lambda a, b, c: a * b + c, "ex2": np.exp2}
             functions |= {"div": lambda a, b: a / b, "rsqrt": lambda a: a**-0.5}
-            functions |= {"neg": lambda a: -a}
+            functions |= {"sub": lambda a, b: a - b, "lg2": np.log2, "neg": lambda a: -a}
+            functions["max"] = np.maximum if "NaN" in op else np.fmax
             return of_f32(functions[name](*y))
         functions: Any = {"mov": lambda a: a, "and": np.bitwise_and, "or": np.bitwise_or}
         functions |= {"xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift}

@@ -245,9 +245,13 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.cluster pallas_kernels.device "
         "pallas_kernels.rows pallas_kernels.softmax_tiles"
     ),
+    "pallas_kernels.softmax_lanes": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_arithmetic "
+        "pallas_kernels.lane_code"
+    ),
     "pallas_kernels.softmax": (
         "pallas_kernels.device pallas_kernels.rows pallas_kernels.softmax_kernel "
-        "pallas_kernels.softmax_tiles pallas_kernels.tuned"
+        "pallas_kernels.softmax_lanes pallas_kernels.softmax_tiles pallas_kernels.tuned"
     ),
     "pallas_kernels.measure": "",
     "pallas_kernels.tuned": "pallas_kernels.device",

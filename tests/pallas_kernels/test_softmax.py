@@ -383,5 +383,5 @@ def test_concrete_nan_scale_of_an_array():
 
 def test_config_is_tiling():
     assert {f.name for f in dataclasses.fields(Config)} == {
-        *("repeat", "warps", "stages", "blocks_per_sm", "cluster")
+        *("repeat", "warps", "stages", "blocks_per_sm", "cluster", "warpgroups")
     }
