@@ -119,7 +119,7 @@ def gradients_of_rows(
     """
     count, width = x.shape
     sums = 1 + biased
-    blocks = min(pl.cdiv(count, plan.rows), num_sms * plan.blocks_per_sm)
+    blocks = _blocks(pl.cdiv(count, plan.rows), num_sms * plan.blocks_per_sm)
     arrays = {"x": x, "dy": dy} | ({} if d_total is None else {"d_total": d_total})
     names = (*arrays, "weight")
     dtypes = {"x": x.dtype.name, "weight": weight.dtype.name}
@@ -163,6 +163,16 @@ def gradients_of_rows(
         **how,
     )(*arrays.values(), weight)
     return d_x, list(jnp.sum(shares, axis=1))
+
+
+def _blocks(turns: int, most: int) -> int:
+    """A few less than `most`, where that leaves one in a hundred turns less without a row.
+
+    LayerNorm of 8192 x 8192, H200: 132 blocks 104.8 us, 128 103.9.
+    """
+    taken = lambda blocks: pl.cdiv(turns, blocks) * blocks  # noqa: E731
+    least = min(range(most, most - most // 16 - 1, -1), key=taken)
+    return min(turns, least if taken(least) < 0.99 * taken(most) else most)
 
 
 def ring_bytes(plan: Plan, width: int, arrays: int) -> int:

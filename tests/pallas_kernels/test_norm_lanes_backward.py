@@ -135,6 +135,14 @@ def test_which_rows_it_takes():
     assert [taken(width, F16).warps for width in (1032, 3072, 3080, 8192)] == [4, 4, 8, 8]
 
 
+def test_blocks_have_as_many_rows():
+    blocks = norm_lanes_backward._blocks
+    assert blocks(8192, 132) == 128
+    assert blocks(8448, 132) == blocks(65536, 132) == 132  # nothing, or next to it, is gained
+    assert blocks(5, 132) == 5
+    assert blocks(9, 2) == 2
+
+
 GRID = [(LAYER, False), (RMS, False), (CENTRED, False), (RMS, True)]
 
 
