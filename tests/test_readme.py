@@ -82,6 +82,9 @@ MEASURED = {
     "LayerNorm, 8192 x 8192": "layer_norm: 8192 x 8192 bfloat16",
     "scale and softmax, 8 x 32 x 2048 x 2048": "scale_softmax: 8 x 32 x 2048 x 2048 bfloat16",
     "scale and softmax, 1024 x 131072": "scale_softmax: 1024 x 131072 bfloat16",
+    "RoPE, 8192 tokens, 32 + 32 heads of 96": (
+        "rope: 1 x 8192 tokens, 32 + 32 heads of 96, bfloat16"
+    ),
     "SwiGLU, 8192 x 14336": "swiglu: 8192 x 14336 bfloat16",
     "matmul, 4096 x 4096 x 4096": "matmul: 4096 x 4096 x 4096 bfloat16, transposed",
     "attention, 4 x 4096 tokens, causal": (
