@@ -61,7 +61,7 @@ class Log:
 def main(argv: list[str]) -> int:
     """Run a plan: the path of its JSON file is the only argument."""
     plan = Plan(**json.loads(Path(argv[0]).read_text()))
-    if plan.stage != 0:
+    if plan.stage:
         # JAX takes three quarters of a card, and leaves room for the processes that compile; a
         # training step of one part, beside which there are none, needs 126 GB of an H200's 150
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")

@@ -35,6 +35,11 @@ def floats(x: Any, dtype: str) -> list[Any]:
     return asm(text + "mov.f32 $0, a; mov.f32 $1, b; }", "ff", x)
 
 
+def all_floats(words: list[Any], dtype: str) -> list[Any]:
+    """The numbers of several words, in their order."""
+    return [x for each in words for x in floats(each, dtype)]
+
+
 def words_of_floats(numbers: list[Any], dtype: str) -> list[Any]:
     """The other way: float32 rounded, two in a word."""
     text = f"cvt.rn.{KINDS[dtype]}.f32 $0, $2, $1;"
@@ -99,8 +104,8 @@ def shuffled(value: Any, mask: int) -> Any:
 def over_block(values: list[Any], operation: str, board: Any, warps: int) -> list[Any]:
     """What the threads of a block have, joined; the same in each of them.
 
-    board: an address on chip of words [values, warps] that nothing else uses, at 16 bytes. warps:
-    a multiple of 4. The block meets.
+    board: an address on chip of words [values, warps], at 16 bytes. The block meets once here, and
+    must meet once more before it writes there again. warps: a multiple of 4.
     """
     kind = "f" if operation.endswith("f32") else "r"
     thread = mgpu_utils.thread_idx()

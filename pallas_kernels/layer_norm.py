@@ -308,7 +308,7 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
     d_x = (g - mean(g) - h mean(g h)) / deviation, d_weight = sum(dy h), d_bias = sum(dy).
     """
     width = x.shape[-1]
-    if plan := norm_lanes_backward.plan(width, x.dtype):
+    if plan := norm_lanes_backward.plan_of(width, x.dtype):
 
         def plain(row, d, weight):
             row, weight = row.astype(jnp.float32), weight.astype(jnp.float32)

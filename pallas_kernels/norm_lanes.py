@@ -28,6 +28,7 @@ from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
 from pallas_kernels.lane_arithmetic import (
     KINDS,
     added,
+    all_floats,
     floats,
     fused,
     number,
@@ -211,7 +212,7 @@ class Block:
             mean, squares = self._around_mean(words)
         root = reciprocal_root(self._over_row(squares, 1), self.width, self.kind.eps)
         for i, ((place, inside), four) in enumerate(zip(self.mine, words, strict=True)):
-            y = [x for each in four for x in floats(each, dtype)]
+            y = all_floats(four, dtype)
             y = [arith.mulf(x if mean is None else arith.subf(x, mean), root) for x in y]
             done = {"out": self._weighed(y, *(early[i] if early else self._read(place)))}
             if "total" in self.row:
@@ -265,7 +266,7 @@ class Block:
         dtype, held, kind = self.dtypes["x"], self.dtypes["weight"], self.kind
         rounds = kind.name == "rms_norm" and not kind.zero_centered
         if not rounds or held != dtype:
-            weight = [x for each in weight for x in floats(each, held)]
+            weight = all_floats(weight, held)
         if rounds:
             weight = weight if held == dtype else words_of_floats(weight, dtype)
             rounded = words_of_floats(y, dtype)
@@ -273,6 +274,6 @@ class Block:
         if kind.zero_centered:
             weight = [arith.addf(number(1), w) for w in weight]
         if bias:
-            added = [x for each in bias[0] for x in floats(each, self.dtypes["bias"])]
-            return words_of_floats(list(map(fused, y, weight, added)), dtype)
+            more = all_floats(bias[0], self.dtypes["bias"])
+            return words_of_floats(list(map(fused, y, weight, more)), dtype)
         return words_of_floats(list(map(arith.mulf, y, weight)), dtype)

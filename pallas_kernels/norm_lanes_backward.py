@@ -27,6 +27,7 @@ from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
 from pallas_kernels.lane_arithmetic import (
     KINDS,
+    all_floats,
     bits,
     floats,
     fused,
@@ -64,6 +65,7 @@ MOST_OF_FOUR_WARPS = 3072
 # to 117), of one of 4096 for three (52.8; with two 56.4, with seven 55.8)
 RING_BYTES = 64 * 1024
 MOST_AHEAD = 4
+MOST_SUMS = 2  # of d_weight and d_bias
 
 
 class Plan(NamedTuple):
@@ -85,7 +87,7 @@ class Plan(NamedTuple):
         return self.block_warps // self.warps
 
 
-def plan(width: int, dtype: Any) -> Plan | None:
+def plan_of(width: int, dtype: Any) -> Plan | None:
     """None: such rows are not taken here."""
     if dtype not in DTYPES or width % EACH or width <= LANES * EACH:
         return None
@@ -178,31 +180,27 @@ def _blocks(turns: int, most: int) -> int:
 def ring_bytes(plan: Plan, width: int, arrays: int) -> int:
     """On chip, for what all threads of a block have asked for; at the end for narrow rows' sums."""
     accesses = pl.cdiv(width // EACH, plan.warps * LANES)
-    return plan.ahead * arrays * accesses * plan.block_warps * LANES * ACCESS_BYTES
+    asked = plan.ahead * arrays * accesses * plan.block_warps * LANES * ACCESS_BYTES
+    return asked if plan.warps > 1 else max(asked, MOST_SUMS * WARPS * 4 * width)
 
 
 def _plainly(given, out_ref, shares_ref, plain, blocks: int) -> None:
     """What a block does, by plain(row of x, of dy, weight)."""
     block, count = lax.axis_index("block"), out_ref.shape[0]
-    totals: list[Any] = [0.0] * shares_ref.shape[0]
-    for start in range(0, count, blocks):
-        row = start + block
-        here = jnp.minimum(row, count - 1)
-        x, dy = (given[name].at[here][...] for name in ("x", "dy"))
-        d_x, *shares = plain(x, dy, given["weight"][...])
-        if "d_total" in given:
-            d_x += given["d_total"].at[here][...].astype(jnp.float32)
+    rows = block + blocks * jnp.arange(pl.cdiv(count, blocks))
+    there, rows = rows < count, jnp.minimum(rows, count - 1)
+    x, dy = (given[name][...][rows] for name in ("x", "dy"))
+    d_x, *shares = jax.vmap(plain, (0, 0, None))(x, dy, given["weight"][...])
+    if "d_total" in given:
+        d_x += given["d_total"][...][rows].astype(jnp.float32)
+    for i, row in enumerate(d_x.astype(out_ref.dtype)):
 
-        @pl.when(row < count)
-        def _(d_x=d_x, here=here):
-            out_ref.at[here][...] = d_x.astype(out_ref.dtype)
+        @pl.when(there[i])
+        def _(row=row, i=i):
+            out_ref.at[rows[i]][...] = row
 
-        totals = [
-            total + jnp.where(row < count, share, 0.0)
-            for total, share in zip(totals, shares, strict=True)
-        ]
-    for i, total in enumerate(totals):
-        shares_ref.at[i, block][...] = total
+    for i, share in enumerate(shares):
+        shares_ref.at[i, block][...] = jnp.sum(jnp.where(there[:, None], share, 0.0), axis=0)
 
 
 class Block:
@@ -271,7 +269,7 @@ class Block:
         return [x for i in offsets for x in load(address, i, 4)]
 
     def _weighed(self, dy: list[Any], weight: list[Any]) -> list[Any]:
-        w = [x for each in weight for x in floats(each, self.dtypes["weight"])]
+        w = all_floats(weight, self.dtypes["weight"])
         w = [arith.addf(number(1), x) for x in w] if self.kind.zero_centered else w
         return list(map(arith.mulf, dy, w))
 
@@ -303,7 +301,7 @@ class Block:
             [load_shared(at, offset, 4) for offset in self._in_slot(array)]
             for array in range(len(self.arrays))
         ]
-        x, dy, *more = [[self._numbers(four) for four in of_array] for of_array in words]
+        x, dy, *more = [[all_floats(four, self.dtype) for four in of_array] for of_array in words]
         g = list(map(self._weighed, dy, weight))
         mean_of_g: Any = None
         if self.kind.name == "rms_norm":
@@ -321,6 +319,7 @@ class Block:
                 for n in eight:
                     squares = fused(n, n, squares)
                 squares = squares if inside is None else arith.select(inside, squares, before)
+            # in other places than the mean's, whose barrier parts these sums from the next row's
             values = [squares, self._along(x, g), self._sum(g)]
             squares, products, of_g = self._over_row(values, word(1))
             mean_of_g = arith.mulf(of_g, number(1 / self.width))
@@ -343,9 +342,6 @@ class Block:
         d = [n for eight in dy for n in eight]
         of_weight, of_bias = totals[: len(d)], totals[len(d) :]
         return [*map(fused, h, d, of_weight), *map(arith.addf, d, of_bias)]
-
-    def _numbers(self, words: list[Any]) -> list[Any]:
-        return [x for each in words for x in floats(each, self.dtype)]
 
     def _sum(self, numbers: list[list[Any]]) -> Any:
         total = number(0)

@@ -253,7 +253,7 @@ def _backward(static: _Static, x, weight, dy, d_total=None):
     With h = x / rms and g = dy * weight: d_x = (g - h mean(g h)) / rms, d_weight = sum(dy h).
     """
     width = x.shape[-1]
-    if plan := norm_lanes_backward.plan(width, x.dtype):
+    if plan := norm_lanes_backward.plan_of(width, x.dtype):
 
         def plain(row, d, weight):
             norm = functools.partial(

@@ -6,7 +6,8 @@ whole head goes back, the part that is not turned untouched.
 Directly (`Config.tokens`): a block has all heads of a few tokens, so that what it reads lies in one
 piece; it loads all of it into registers, turns it and writes it from there. There is no copy engine
 to start and nothing on chip; but heads and tokens must come to whole tiles.
-By lanes (`Config.lanes`): the same for any number of heads and tokens, of 16 bits (`rope_lanes`).
+By lanes (`Config.lanes`): the same for most numbers of heads, and any of tokens, of 16 bits
+(`rope_lanes`).
 Imported only by rope.py.
 """
 
@@ -34,7 +35,7 @@ class Config:
     """How the work is cut: heads a block, and its tokens in multiples of what a warpgroup holds.
 
     tokens: of which a block has all heads, without the copy engine; 0 is with it. lanes: threads
-    that share each of these tokens; 0 is by tiles.
+    that share each of these tokens, whatever heads and repeat are; 0 is by tiles.
     """
 
     heads: int = 8
@@ -118,10 +119,14 @@ def tokens_of(half: int, itemsize: int) -> int:
 
 def turn(static: Static, q, k, cos, sin):
     """q [M, N, H] and k [M, K, H] by cos and sin [M, R2]."""
-    config, back, interpret = static.config, static.back, static.interpret
-    if config.lanes:
-        how = {"tokens": config.tokens, "lanes": config.lanes, "back": back}
-        return rope_lanes.turned(q, k, cos, sin, **how, interpret=interpret)
+    if static.config.lanes:
+        return rope_lanes.turned(
+            *(q, k, cos, sin),
+            tokens=static.config.tokens,
+            lanes=static.config.lanes,
+            back=static.back,
+            interpret=static.interpret,
+        )
     run = functools.partial(
         _compat.kernel,
         name="rope_backward" if static.back else "rope",

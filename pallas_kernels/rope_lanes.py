@@ -3,7 +3,8 @@
 A block has all heads of a few tokens, and some threads share a token. A thread has 8 pairs side by
 side of every so many heads, always the same columns, and holds their cosines and sines for all of
 them; of the part that is not turned it has 8 numbers likewise. It loads 16 bytes at a time, all of
-them before it stores the first. A warp thus reads whole halves of heads, whatever their width.
+them before it stores the first. A token's threads thus read whole
+halves of heads, whatever their width.
 The interpreter, which knows no lanes, checks only what surrounds a block.
 Imported only by rope_kernel.py.
 """
@@ -23,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, REGISTERS, THREADS
-from pallas_kernels.lane_arithmetic import floats, fused, words_of_floats
+from pallas_kernels.lane_arithmetic import all_floats, fused, words_of_floats
 from pallas_kernels.lane_code import (
     address_of,
     asm,
@@ -100,6 +101,8 @@ def default(heads: Heads, dtype: Any) -> tuple[int, int] | None:
     As few tokens as whole warpgroups have work for: H200, 8192 tokens, 32 + 32 heads of 96, 1, 2
     and 4 tokens 50.6, 51.9 and 53.3 us; 32 + 8 of 128, 1 and 2 tokens 42.5 and 43.3.
     """
+    if dtype not in DTYPES or heads.half % EACH or heads.width % EACH:
+        return None
     for tokens in (2**i for i in range(6)):
         grain = math.lcm(heads.grain, THREADS // math.gcd(THREADS, tokens))
         for lanes in range(grain, min(heads.most_lanes, MOST_THREADS // tokens) + 1, grain):
@@ -213,7 +216,7 @@ class Block:
                 loaded.append((target, inside, words))
         for target, inside, words in loaded:
             if len(words) == 2:
-                x1, x2 = ([x for each in four for x in floats(each, dtype)] for four in words)
+                x1, x2 = (all_floats(four, dtype) for four in words)
                 y1 = map(fused, x1, c, map(arith.mulf, x2, map(_minus, s)))
                 y2 = map(fused, x2, c, map(arith.mulf, x1, s))
                 words = [words_of_floats(list(y), dtype) for y in (y1, y2)]
@@ -228,8 +231,8 @@ class Block:
         address = further(row, times(chunk, size))
         words = [x for start in range(0, size, ACCESS_BYTES) for x in load(address, start, 4)]
         if held != dtype:
-            words = words_of_floats([x for each in words for x in floats(each, held)], dtype)
-        return [x for each in words for x in floats(each, dtype)]
+            words = words_of_floats(all_floats(words, held), dtype)
+        return all_floats(words, dtype)
 
     def _places(self, column: int, accesses: int) -> list[tuple[Any, Any, Any]]:
         """Of a span of every head, where the thread reads, where it writes, and whether there is

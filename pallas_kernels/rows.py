@@ -275,8 +275,9 @@ def default_config(
     than a stream of copies does (8192 x 8192 bfloat16: 65.9 us against 68.4). Two
     warpgroups share a row of 8 accesses a thread or more, unless they would meet more than once a
     row (`meetings`) with little else to do: LayerNorm of the same size took 81.9 us so. A stream
-    has 3 tiles in flight a block (LayerNorm's backward pass of that size took 174.9, 113.4 and
-    112.2 us with 2, 3 and 4), and blocks for about 96 KB in flight a multiprocessor.
+    has 3 tiles in flight a block (LayerNorm's backward pass of that size, before it went by lanes,
+    took 174.9, 113.4 and 112.2 us with 2, 3 and 4), and blocks for about 96 KB in flight a
+    multiprocessor.
     array_bytes: of one number in all inputs together; held_bytes: in all weights; sums: whether
     the kernel adds up rows.
     """

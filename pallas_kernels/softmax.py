@@ -3,11 +3,12 @@
 x is [*B, S], or any axis of any array, which is then moved to the end and back: a copy each way.
 Each row is read once and written once. A row of up to 32 KB, in no more pieces than one copy takes,
 has one block, which owns every blocks-th tile of rows; a longer one is shared out among the blocks
-of a cluster, which show each other their maxima and sums (`softmax_kernel`; of 16 bits without a
-mask `softmax_lanes`). The backward kernels work likewise on the saved result:
-d_x = scale * y * (d_y - sum(d_y * y)); float32 rows of more than 112,000 numbers are read twice
-there, if they fill the threads. A mask is read as it is stored, one byte a number, never at the
-size of x. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (how the sums of parts are added).
+of a cluster, which show each other their maxima and sums (`softmax_kernel`; where each number of 16
+bits counts and the scale is known and above 0, `softmax_lanes`). The backward kernels work likewise
+on the saved result: d_x = scale * y * (d_y - sum(d_y * y)); float32 rows of more than 112,000
+numbers are read twice there, if they fill the threads. A mask is read as it is stored, one byte a
+number, never at the size of x. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (how the sums
+of parts are added).
 """
 
 from __future__ import annotations
@@ -282,9 +283,9 @@ def _default(
         stages = max(1, min(3, ROOM // stage))
         return Config(repeat, config.warps, stages, max(1, min(8, ROOM // (stages * stage + 2048))))
     # The least shares are the most blocks, whose arithmetic hides each other's copies. H200, us, 64
-    # and 1024 rows of 131072 in bfloat16: forward without stages 13.8 and 141, with one 13.2 and
-    # 195; backward without 21.4 and 244, with one and two blocks a multiprocessor 18.8 and 210,
-    # with one and three blocks 15.8 and 248.
+    # and 1024 rows of 131072 in bfloat16, none by lanes: forward without stages 13.8 and 141, with
+    # one 13.2 and 195; backward without 21.4 and 244, with one and two blocks a multiprocessor 18.8
+    # and 210, with one and three blocks 15.8 and 248.
     config = Config(stages=1, blocks_per_sm=1, cluster=MAX_CLUSTER)
     most = _most_blocks(config, width, itemsize, held_bytes)
     direct = dataclasses.replace(config, stages=0)

@@ -49,7 +49,7 @@ from pallas_kernels.lane_code import (
 DTYPES = (jnp.bfloat16, jnp.float16)
 EACH = ACCESS_BYTES // 2  # numbers of an access
 MOST_NUMBERS = 128  # of a thread: half as many registers
-CLUSTERS, WARPGROUPS = (1, 2, 4, 8), (1, 2, 4)
+CLUSTERS, WARPGROUPS = (2, 4, 8), (1, 2, 4)
 PAIR_BYTES = 8  # a maximum and a sum
 PAIRS_AT = 16  # bytes of the board before its pairs: a barrier has 8
 # Words, 1, 2 or 4, that a thread has as float32. 64 x 151936 takes 13.1 us with one and 14.5 with
@@ -110,14 +110,12 @@ def softmax_of_rows(
             row, rank = (x.registers.item() for x in (row, rank))
             Block(at, row, rank, dtype, factor, width, cluster, warpgroups * WARPS).run()
 
-        rank = lax.axis_index("rank") if cluster > 1 else row * 0
-        softmax(every, row, rank)  # pyright: ignore[reportCallIssue]
+        softmax(every, row, lax.axis_index("rank"))  # pyright: ignore[reportCallIssue]
 
     how: dict[str, Any] = {}
     if not interpret:
         how["scratch_types"] = {"board": plgpu.SMEM(board_shape(cluster, warpgroups), jnp.float32)}
-        if cluster > 1:
-            how |= {"cluster": (cluster,), "cluster_names": ("rank",)}
+        how |= {"cluster": (cluster,), "cluster_names": ("rank",)}
         if warpgroups > 1:
             how |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
     return _compat.kernel(

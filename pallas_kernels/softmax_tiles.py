@@ -35,8 +35,8 @@ class Config:
     row that one warp could hold, 1 or 4. stages: tiles in flight a block; 0 is a block for each
     tile, from memory to registers and back. blocks_per_sm: blocks a multiprocessor that has stages.
     cluster: the most blocks that share a row which one block cannot have; other rows ignore it.
-    warpgroups: of a block that has its share of a row as softmax_lanes.py does; 0: none has. What
-    that does not take ignores it.
+    warpgroups: 1, 2 or 4 of a block that has its share of a row as softmax_lanes.py does, whatever
+    the numbers but cluster are; 0: none has. What that does not take ignores it.
     """
 
     repeat: int = 1
@@ -48,11 +48,11 @@ class Config:
 
     def __post_init__(self) -> None:
         numbers = (self.repeat, self.stages + 1, self.blocks_per_sm, self.cluster)
-        numbers += (self.warpgroups + 1,)
-        if min(numbers) < 1 or self.warps not in (1, 4) or self.cluster > MAX_CLUSTER:
+        known = self.warps in (1, 4) and self.warpgroups in (0, 1, 2, 4)
+        if min(numbers) < 1 or not known or self.cluster > MAX_CLUSTER:
             raise ValueError(
-                f"scale_softmax: {self}: warps is 1 or 4, stages and warpgroups may be 0, the "
-                f"other numbers must be 1 at least, and cluster {MAX_CLUSTER} at most"
+                f"scale_softmax: {self}: warps is 1 or 4, warpgroups 0, 1, 2 or 4, stages may be "
+                f"0, the other numbers must be 1 at least, and cluster {MAX_CLUSTER} at most"
             )
 
 

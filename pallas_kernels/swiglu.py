@@ -2,8 +2,9 @@
 
 gate and up [*B, F], or both in one array [*B, 2F], the gate's half first. Two separate arrays are
 one long row each, for their rows mean nothing here; of one array, a tile is a piece of both halves
-of a row. One block owns one tile, from memory to registers and back; where tiles do not fill the
-arrays, every blocks-th tile of a stream (`rows.stream`). Each number is read once and written once.
+of a row, or of some rows. One block owns one tile, from memory to registers and back; where tiles
+do not fill the arrays, every blocks-th tile of a stream (`rows.stream`). Each number is read once
+and written once.
 The backward pass reads gate, up and dy and computes the activation anew, which costs no byte; one
 kernel writes d_gate and d_up, into one array if they came in one.
 Sources: Shazeer 2020, arXiv:2002.05202; So et al. 2021, arXiv:2109.08668 (squared ReLU).

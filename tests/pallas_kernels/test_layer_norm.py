@@ -67,7 +67,9 @@ def assert_right(ours, arrays, **keywords):
 
 
 def run(x, *others):
-    """Through `over_rows`: what lanes would take is plain JAX in the interpreter."""
+    """Forward through `over_rows`. What lanes take is plain JAX in the interpreter, and so are the
+    gradients of rows of 16 bits up to 8192.
+    """
     config = Config(1, 2, 1) if norm_lanes.default_config(x.shape[-1], x.dtype) else None
     return both(functools.partial(layer_norm, interpret=True, config=config), x, *others)
 
@@ -94,7 +96,7 @@ def test_layer_norm(shape, kwargs):
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [3072, 7168, 7680, 8192, 16384])
 def test_wide_rows(width):
-    arrays = case(3, width, dtype=jnp.bfloat16)
+    arrays = case(3, width, dtype=jnp.bfloat16 if width > 8192 else jnp.float32)
     assert_right(interpreted(run, *arrays), arrays)
 
 

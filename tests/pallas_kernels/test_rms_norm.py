@@ -74,8 +74,10 @@ def assert_right(ours, arrays, residual=False, zero_centered=False):
 
 
 def run(*arrays, residual=False, zero_centered=False, **keywords):
-    """Through `over_rows`: what lanes would take is plain JAX in the interpreter."""
-    by_lanes = not residual and norm_lanes.default_config(arrays[0].shape[-1], arrays[0].dtype)
+    """Forward through `over_rows`. What lanes take is plain JAX in the interpreter, and so are the
+    gradients of rows of 16 bits up to 8192.
+    """
+    by_lanes = norm_lanes.default_config(arrays[0].shape[-1], arrays[0].dtype)
     norm = functools.partial(rms_norm, interpret=True, config=Config(1, 2, 1) if by_lanes else None)
     return interpreted(functools.partial(both, norm, residual, zero_centered, **keywords), *arrays)
 
@@ -104,7 +106,7 @@ def test_rms_norm(shape, dtypes, residual, zero_centered):
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "residual"), [(3072, True), (8192, False), (16384, True)])
 def test_wide_rows(width, residual):
-    arrays = case(3, width, dtype=jnp.bfloat16)
+    arrays = case(3, width, dtype=jnp.bfloat16 if width > 8192 else jnp.float32)
     assert_right(run(*arrays, residual=residual), arrays, residual)
 
 

@@ -36,6 +36,10 @@ def case(B, T, N, K, H, R, dtype: Any = jnp.float32, angles_dtype: Any = jnp.flo
     return q, k, *(jnp.asarray(f(angles), angles_dtype) for f in (np.cos, np.sin))
 
 
+# What is turned by lanes, heads of 16 bits, is plain JAX in the interpreter: test_rope_lanes.py
+BY_COPIES = functools.partial(rope, config=Config(1), interpret=True)
+
+
 def rounded(arrays, dtype):
     """In float64, the tables as they are after their rounding to the dtype."""
     q, k, *tables = arrays
@@ -63,7 +67,14 @@ def assert_turned(ours, arrays, dtype):
 )
 def test_rope(shape, dtype, angles_dtype):
     arrays = case(*shape, dtype=dtype, angles_dtype=angles_dtype)
-    assert_turned(interpreted(functools.partial(rope, interpret=True), *arrays), arrays, dtype)
+    assert_turned(interpreted(BY_COPIES, *arrays), arrays, dtype)
+
+
+def test_float32_heads_narrower_than_an_access_of_16_bits():
+    arrays = case(1, 3, 2, 1, 16, 8)
+    assert_turned(
+        interpreted(functools.partial(rope, interpret=True), *arrays), arrays, jnp.float32
+    )
 
 
 def test_the_check_can_fail():
@@ -77,7 +88,7 @@ def test_the_check_can_fail():
 
 def test_the_part_that_passes_through_is_the_same_to_the_bit():
     arrays = case(1, 3, 2, 1, 64, 16, jnp.bfloat16)
-    for x, y in zip(arrays, interpreted(functools.partial(rope, interpret=True), *arrays)):  # noqa: B905
+    for x, y in zip(arrays, interpreted(BY_COPIES, *arrays)):  # noqa: B905
         np.testing.assert_array_equal(x[..., 16:], y[..., 16:])
 
 
@@ -97,7 +108,7 @@ def test_gradients(dtype):
     def pull(f, *arrays):
         return jax.vjp(f, *arrays)[1](d_out)
 
-    ours = interpreted(functools.partial(pull, functools.partial(rope, interpret=True)), *arrays)
+    ours = interpreted(functools.partial(pull, BY_COPIES), *arrays)
     plain = pull(rope_reference, *arrays)
     q, k, cos, sin = rounded(arrays, dtype)
     d_q, *of_q = oracles.turn_backward(q, cos, sin, np.asarray(d_out[0], np.float64))
