@@ -13,10 +13,12 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from pallas_kernels.device import LANES, WARPS
+from pallas_kernels.device import ACCESS_BYTES, LANES, WARPS
 from pallas_kernels.lane_code import HALVES, asm, further, less, mma, times, word
 
+DTYPES = (jnp.bfloat16, jnp.float16)
 KINDS = {"bfloat16": "bf16x2", "float16": "f16x2"}
+EACH = ACCESS_BYTES // 2  # numbers of an access
 
 
 def halves_as_float32(x: str, kind: str) -> str:

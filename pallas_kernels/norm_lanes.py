@@ -26,6 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
 from pallas_kernels.lane_arithmetic import (
+    DTYPES,
+    EACH,
     KINDS,
     added,
     all_floats,
@@ -54,8 +56,6 @@ from pallas_kernels.lane_code import (
 )
 from pallas_kernels.rows import Config
 
-DTYPES = (jnp.bfloat16, jnp.float16)
-EACH = ACCESS_BYTES // 2  # numbers of an access
 MOST_NUMBERS = 64  # of a thread
 ALONE_NUMBERS = 32  # of a thread; where it would have more, two warpgroups share the row
 # Of weight and bias, that a thread may hold from the start: on an H200 RMSNorm of 8192 x 8192 in
@@ -162,6 +162,23 @@ def normed_rows(
     )(*arrays.values())
 
 
+def over_row(values: list[Any], board: Any, which: Any, warps: int) -> list[Any]:
+    """The sums of all threads that share a row. board: on chip, float32 [n, warps], of which they
+    take the lines from `which` on; of one warp's row there need be none.
+    """
+    if warps == 1:
+        return [over_warp(value, "add.f32") for value in values]
+    return over_block(values, "add.f32", further(board, times(which, 4 * warps)), warps)
+
+
+def squares_where(inside: Any, numbers: list[Any], total: Any) -> Any:
+    """total, and the squares of some numbers if they are of the row (None: they are)."""
+    found = total
+    for n in numbers:
+        found = fused(n, n, found)
+    return found if inside is None else arith.select(inside, found, total)
+
+
 class Block:
     """What a thread of a block does.
 
@@ -241,10 +258,7 @@ class Block:
 
     def _over_row(self, value: Any, which: int) -> Any:
         """The sum of all threads that share the row; which: of those that are asked for."""
-        if self.warps == 1:
-            return over_warp(value, "add.f32")
-        board = further(self.at["board"], word(4 * self.warps * which))
-        return over_block([value], "add.f32", board, self.warps)[0]
+        return over_row([value], self.at.get("board"), word(which), self.warps)[0]
 
     def _around_mean(self, words: list[list[Any]]) -> tuple[Any, Any]:
         """The row's mean, and this thread's squares around it."""
@@ -254,11 +268,8 @@ class Block:
                 total = arith.addf(total, arith.addf(*floats(x, dtype)))
         mean = arith.mulf(self._over_row(total, 0), number(1 / self.width))
         for (_, inside), four in zip(self.mine, words, strict=True):
-            before = squares
-            for x in four:
-                for centred in (arith.subf(y, mean) for y in floats(x, dtype)):
-                    squares = fused(centred, centred, squares)
-            squares = squares if inside is None else arith.select(inside, squares, before)
+            centred = [arith.subf(y, mean) for y in all_floats(four, dtype)]
+            squares = squares_where(inside, centred, squares)
         return mean, squares
 
     def _weighed(self, y: list[Any], weight: list[Any], *bias: list[Any]) -> list[Any]:

@@ -26,14 +26,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
 from pallas_kernels.lane_arithmetic import (
+    DTYPES,
+    EACH,
     KINDS,
     all_floats,
     bits,
     floats,
     fused,
     number,
-    over_block,
-    over_warp,
     reciprocal_root,
     sum_of_squares,
     words_of_floats,
@@ -54,7 +54,7 @@ from pallas_kernels.lane_code import (
     times_long,
     word,
 )
-from pallas_kernels.norm_lanes import DTYPES, EACH, Kind
+from pallas_kernels.norm_lanes import Kind, over_row, squares_where
 
 # Of a thread: with their sums for a LayerNorm's weight and bias, 32 numbers take 234 registers
 MOST_NUMBERS = 32
@@ -315,10 +315,7 @@ class Block:
             x = [[arith.subf(n, mean) for n in eight] for eight in x]
             squares = number(0)
             for (_, inside), eight in zip(self.mine, x, strict=True):
-                before = squares
-                for n in eight:
-                    squares = fused(n, n, squares)
-                squares = squares if inside is None else arith.select(inside, squares, before)
+                squares = squares_where(inside, eight, squares)
             # in other places than the mean's, whose barrier parts these sums from the next row's
             values = [squares, self._along(x, g), self._sum(g)]
             squares, products, of_g = self._over_row(values, word(1))
@@ -359,10 +356,7 @@ class Block:
 
     def _over_row(self, values: list[Any], which: Any) -> list[Any]:
         """The sums of all threads that share the row; which: of the board's lines the first."""
-        if self.plan.warps == 1:
-            return [over_warp(value, "add.f32") for value in values]
-        board = further(self.at["board"], times(which, 4 * self.plan.warps))
-        return over_block(values, "add.f32", board, self.plan.warps)
+        return over_row(values, self.at["board"], which, self.plan.warps)
 
     def _write_shares(self, totals: list[Any]) -> None:
         """The block's sums; where each warp has rows of its own, by way of the ring."""

@@ -223,7 +223,8 @@ def _is_zero(cotangent: Any) -> bool:
 
 
 _rope = jax.custom_vjp(
-    lambda static, q, k, cos, sin: tuple(turn(static, q, k, cos, sin)), nondiff_argnums=(0,)
+    lambda static, q, k, cos, sin: tuple(turn(static, q, k, cos, sin, plain=rope_reference)),
+    nondiff_argnums=(0,),
 )
 _rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
 _rope = jax.jit(_rope, static_argnums=0)  # calls alike share one compiled kernel

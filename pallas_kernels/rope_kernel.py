@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -117,14 +118,18 @@ def tokens_of(half: int, itemsize: int) -> int:
     return THREADS // _lanes_across(half, itemsize)
 
 
-def turn(static: Static, q, k, cos, sin):
-    """q [M, N, H] and k [M, K, H] by cos and sin [M, R2]."""
+def turn(static: Static, q, k, cos, sin, *, plain: Callable[..., Any]):
+    """q [M, N, H] and k [M, K, H] by cos and sin [M, R2].
+
+    plain: (q, k, cos, sin) -> q, k, for what the interpreter does not know.
+    """
     if static.config.lanes:
         return rope_lanes.turned(
             *(q, k, cos, sin),
             tokens=static.config.tokens,
             lanes=static.config.lanes,
             back=static.back,
+            plain=plain,
             interpret=static.interpret,
         )
     run = functools.partial(

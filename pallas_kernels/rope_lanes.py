@@ -12,7 +12,7 @@ Imported only by rope_kernel.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, REGISTERS, THREADS
-from pallas_kernels.lane_arithmetic import all_floats, fused, words_of_floats
+from pallas_kernels.lane_arithmetic import DTYPES, EACH, all_floats, fused, words_of_floats
 from pallas_kernels.lane_code import (
     address_of,
     asm,
@@ -39,9 +39,7 @@ from pallas_kernels.lane_code import (
     word,
 )
 
-DTYPES = (jnp.bfloat16, jnp.float16)
-ITEMSIZE = 2
-EACH = ACCESS_BYTES // ITEMSIZE  # numbers of an access
+ITEMSIZE = ACCESS_BYTES // EACH
 MOST_THREADS = 1024  # of a block
 OTHER_REGISTERS = 58  # of a thread, beside the words of heads that it holds; as compiled, 25 to 52
 MANY_WORDS = 48  # that a thread holds by default; as compiled, 96 registers at most with 44
@@ -120,9 +118,13 @@ def turned(
     tokens: int,
     lanes: int,
     back: bool,
+    plain: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool,
 ) -> list[jax.Array]:
-    """q [M, N, H] and k [M, K, H] by cos and sin [M, R2]; back: the other way."""
+    """q [M, N, H] and k [M, K, H] by cos and sin [M, R2]; back: the other way.
+
+    plain: (q, k, cos, sin) of a token -> q, k, for the interpreter, which knows no lanes.
+    """
     heads = Heads(q.shape[1], k.shape[1], q.shape[2], cos.shape[1])
     dtypes = {"q": q.dtype.name, "cos": cos.dtype.name, "sin": sin.dtype.name}
     names = ("q", "k", "cos", "sin", "q_out", "k_out")
@@ -130,7 +132,9 @@ def turned(
     def body(*refs):
         every: dict[str, Any] = dict(zip(names, refs, strict=True))
         if interpret:
-            _token_as_jax(every, lax.axis_index("block"), back)
+            token = {name: ref.at[lax.axis_index("block")] for name, ref in every.items()}
+            *both, c, s = (token[name][...] for name in names[:4])
+            token["q_out"][...], token["k_out"][...] = plain(*both, c, -s if back else s)
             return
         types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
 
@@ -152,19 +156,6 @@ def turned(
         interpret=interpret,
         **how,
     )(q, k, cos, sin)
-
-
-def _token_as_jax(refs: Mapping[str, Any], token: jax.Array, back: bool) -> None:
-    dtype = refs["q"].dtype
-    c, s = (refs[x].at[token][...].astype(dtype).astype(jnp.float32) for x in ("cos", "sin"))
-    s = -s if back else s
-    for name in ("q", "k"):
-        x = refs[name].at[token][...]
-        x1, x2, rest = jnp.split(x, (len(c), 2 * len(c)), axis=-1)
-        x1, x2 = x1.astype(jnp.float32), x2.astype(jnp.float32)
-        c1, s1 = (lax.broadcast_in_dim(a, x1.shape, (1,)) for a in (c, s))
-        y1, y2 = (y.astype(dtype) for y in (x1 * c1 - x2 * s1, x2 * c1 + x1 * s1))
-        refs[f"{name}_out"].at[token][...] = jnp.concatenate([y1, y2, rest], axis=-1)
 
 
 class Block:

@@ -26,6 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
 from pallas_kernels.lane_arithmetic import (
+    DTYPES,
+    EACH,
     KINDS,
     floats,
     halves_as_float32,
@@ -46,15 +48,10 @@ from pallas_kernels.lane_code import (
     word,
 )
 
-DTYPES = (jnp.bfloat16, jnp.float16)
-EACH = ACCESS_BYTES // 2  # numbers of an access
 MOST_NUMBERS = 128  # of a thread: half as many registers
 CLUSTERS, WARPGROUPS = (2, 4, 8), (1, 2, 4)
 PAIR_BYTES = 8  # a maximum and a sum
 PAIRS_AT = 16  # bytes of the board before its pairs: a barrier has 8
-# Words, 1, 2 or 4, that a thread has as float32. 64 x 151936 takes 13.1 us with one and 14.5 with
-# two, whose registers leave no room for a fourth block; 1024 x 131072 130.7 and 129.4
-AT_ONCE = 1
 NOTHING = {"bfloat16": 0xFF80FF80, "float16": 0xFC00FC00}  # -inf twice
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -185,10 +182,9 @@ class Block:
         zero = self._zero(total)
         for (offset, inside), four in zip(self.mine, words, strict=True):
             done = []
-            for i, x in enumerate(four):
+            for x in four:
                 done.append(self._quotients(x, top, less_sum, zero))
-                if i % AT_ONCE == AT_ONCE - 1:
-                    zero = self._zero(done[-1])
+                zero = self._zero(done[-1])
             only_where(inside, store_once, further(self.results, word(offset)), done)
 
     def _load(self, offset: int, inside: Any) -> list[Any]:
@@ -211,15 +207,15 @@ class Block:
         text = f"{{ .reg .f32 x; max.f32 x, $1, $2; max.f32 $0, x, {hex_of(LOWEST)}; }}"
         top = asm(text, "f", low, high)
         zero, total = word(0), number(0)
-        for i, x in enumerate(x for four in words for x in four):
+        for x in (x for four in words for x in four):
             total = arith.addf(total, self._sum(x, top, zero))
-            if i % AT_ONCE == AT_ONCE - 1:
-                zero = self._zero(total)
+            zero = self._zero(total)
         return top, total
 
     def _zero(self, after: Any) -> Any:
-        """The sign of a number that has none, so the compiler waits for it. The float32 numbers of
-        words that it would make before are twice as many registers.
+        """The sign of a number that has none, so that the compiler waits for it, and has one word
+        as float32 at a time. All of them would be twice as many registers; two at a time leave room
+        for three blocks and not four (H200: 64 x 151936 13.1 us by one, 14.5 by two).
         """
         return asm("{ .reg .b32 x; mov.b32 x, $1; shr.u32 $0, x, 31; }", "r", after)
 

@@ -14,7 +14,7 @@ from lane_machine import Machine, dialects
 from numerics import assert_as_accurate
 
 from jaxllm import aot
-from pallas_kernels import lane_arithmetic, lane_code, norm_lanes_backward
+from pallas_kernels import lane_arithmetic, lane_code, norm_lanes, norm_lanes_backward
 from pallas_kernels.layer_norm import layer_norm, layer_norm_reference
 from pallas_kernels.norm_lanes import Kind
 from pallas_kernels.norm_lanes_backward import Plan, plan_of, ring_bytes
@@ -50,7 +50,7 @@ def by_lanes(monkeypatch, arrays: dict[str, Any], kind: Kind, how: Plan, blocks:
     held["shares"] = np.full((sums, blocks, width), np.nan, np.float32)
     shared = {"ring": ring_bytes(how, width, len(read)), "board": 16 * how.block_warps}
     machine = Machine(held, shared, 32 * how.block_warps)
-    for module in (lane_code, lane_arithmetic, norm_lanes_backward):
+    for module in (lane_code, lane_arithmetic, norm_lanes, norm_lanes_backward):
         for name, stand_in in dialects(machine).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
