@@ -11,7 +11,6 @@ import contextlib
 import functools
 import gc
 import importlib.util
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from benchmarks.training import (
     STEPS,
     WARM_UP,
     figures,
+    in_a_row,
 )
 from jaxllm.config import ModelConfig
 from jaxllm.families import to_hf
@@ -211,11 +211,8 @@ def _measure(
             return loss(ids, targets)
 
     run = torch.compile(forward, dynamic=False) if compiled else forward
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    losses, seconds = [], []
-    for _ in range(WARM_UP + steps):
-        synchronize()
-        start = time.perf_counter()
+
+    def step() -> Any:
         total = torch.zeros((), device=device)
         for part in text.chunk(parts):
             each = run(part[:, :-1], part[:, 1:]) / parts
@@ -224,9 +221,9 @@ def _measure(
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(float(total))
-        seconds.append(time.perf_counter() - start)
-        del total, each
+        return total
+
+    losses, seconds = in_a_row(step, WARM_UP + steps)
     return {
         "seconds": seconds[WARM_UP:],
         "losses": losses,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -123,12 +124,13 @@ def measure(
         jax.random.key(1), (rows, length + 1), 0, config.vocab_size, jnp.int32
     )
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
-    losses, seconds = [], []
-    for _ in range(WARM_UP + steps):
-        start = time.perf_counter()
+
+    def train() -> Any:
+        nonlocal state
         state, metrics = compiled(state, batch)
-        losses.append(float(metrics["loss"]))  # waits
-        seconds.append(time.perf_counter() - start)
+        return metrics["loss"]
+
+    losses, seconds = in_a_row(train, WARM_UP + steps)
     memory = compiled.memory_analysis()
     kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
     stats = jax.devices()[0].memory_stats() or {}
@@ -142,6 +144,23 @@ def measure(
         "state_bytes": memory.alias_size_in_bytes,
         "peak_bytes": stats.get("peak_bytes_in_use", 0),
     }
+
+
+def in_a_row(step: Callable[[], Any], count: int) -> tuple[list[float], list[float]]:
+    """The loss of each of `count` calls of `step`, and the seconds from one loss to the next.
+
+    A loss is read when the next step is under way, as the `Trainer` does it: one step more runs.
+    """
+    losses: list[float] = []
+    ends = [time.perf_counter()]
+    last = step()
+    for _ in range(count):
+        following = step()
+        losses.append(float(last))  # waits
+        ends.append(time.perf_counter())
+        last = following
+    float(last)
+    return losses, [end - start for start, end in itertools.pairwise(ends)]
 
 
 def figures(
