@@ -30,10 +30,12 @@ ADAPTED_ROWS, RANK = 8, 16  # of Llama-3.1-8B: 16384 tokens a step
 WARM_UP, STEPS = 2, 6
 # (remat policy, micro-batches): parts as few as 139 GiB hold, the least remat first
 WAYS = (("none", 1), ("none", 2), ("dots", 1), ("save_attention", 1), ("full", 1))
-# What a run does first, a stage behind the other: ours, then torch's, each in a process of its own
+# What a run does first, a stage behind the other: by JAX in this order, then by torch, each in a
+# process of its own
 STAGES = (
     (
-        *("none, 1 part", "none, 2 parts", "fp8, 2 parts"),
+        *("none, 1 part", "jax-linear-attention", "jax-linear-attention, fused MLP"),
+        *("none, 2 parts", "fp8, 2 parts"),
         *("torch eager", "torch.compile", "torch.compile, Liger's loss"),
     ),
     ("lora-8b, 8 parts", "lora-8b, PEFT, 8 parts", "lora-8b, PEFT"),
@@ -49,14 +51,20 @@ def utilisation(
 
 
 def tasks(section: str) -> Iterator[tuple[str, Callable[..., dict[str, Any]]]]:
-    """(key, work) of each way to run our step."""
+    """(key, work) of each way to run our step, and of rivals in JAX, the first of STAGES first."""
+    from benchmarks import jla_training  # it imports this file
+
+    work = dict(jla_training.tasks(section))
     for remat, parts in WAYS:
         name = f"{section}/{remat}, {parts} part{'s' if parts > 1 else ''}"
-        yield name, functools.partial(measure, LLAMA_1B, remat, parts)
-    yield f"{section}/fp8, 2 parts", functools.partial(measure, LLAMA_1B, "none", 2, policy="fp8")
+        work[name] = functools.partial(measure, LLAMA_1B, remat, parts)
+    work[f"{section}/fp8, 2 parts"] = functools.partial(measure, LLAMA_1B, "none", 2, policy="fp8")
     for parts in (8, 2):
         adapters = functools.partial(measure, LLAMA_8B, "none", parts, rank=RANK, rows=ADAPTED_ROWS)
-        yield f"{section}/lora-8b, {parts} parts", adapters
+        work[f"{section}/lora-8b, {parts} parts"] = adapters
+    first = [f"{section}/{name}" for names in STAGES for name in names]
+    yield from ((name, work.pop(name)) for name in first if name in work)
+    yield from work.items()
 
 
 def stage(name: str) -> int:
