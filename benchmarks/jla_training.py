@@ -2,14 +2,13 @@
 
 The same Llama in bfloat16 over float32 weights, clipping, optax's AdamW. Of its options: Mosaic
 attention, the loss's gradient formed in the forward pass, an update that is chosen number by
-number, layers one after the other and not in a loop, no remat; then either norms and SwiGLU that
-keep their inputs alone for the backward pass, or SwiGLU within the products around it.
-Its modules are imported when asked for.
+number, no remat, and norms and SwiGLU that keep their inputs alone for the backward pass (without
+that it plans 315 GB). Layers in a loop, as it has them by default: unrolled they compile for more
+than 160 s. Its modules are imported when asked for.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import time
 from collections.abc import Iterator, Sequence
@@ -23,21 +22,16 @@ from benchmarks.training import LENGTH, ROWS, STEPS, WARM_UP, figures, in_a_row
 from jaxllm.config import ModelConfig
 
 PARTS = (1, 2, 4)  # micro-batches: as few as fit
-WAYS: dict[str, dict[str, Any]] = {
-    "jax-linear-attention": {"lean_vjp": True},
-    "jax-linear-attention, fused MLP": {"mlp_kernel": "mosaic_gpu"},
-}
+NAME = "jax-linear-attention"
 
 
 def tasks(section: str) -> Iterator[tuple[str, Any]]:
-    """(key, work) of each way; none without the library."""
+    """(key, work); none without the library."""
     if importlib.util.find_spec("jla") is not None:
-        for name, options in WAYS.items():
-            yield f"{section}/{name}", functools.partial(measure, options)
+        yield f"{section}/{NAME}", measure
 
 
 def measure(
-    options: dict[str, Any],
     watch: Any = None,
     *,
     config: ModelConfig = LLAMA_1B,
@@ -54,7 +48,7 @@ def measure(
     del watch
     for parts in (parts for parts in try_parts if rows % parts == 0):
         try:
-            row = _measure(options, config, rows, length, steps, parts, kernels)
+            row = _measure(config, rows, length, steps, parts, kernels)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -64,19 +58,13 @@ def measure(
 
 
 def _measure(
-    options: dict[str, Any],
-    config: ModelConfig,
-    rows: int,
-    length: int,
-    steps: int,
-    parts: int,
-    kernels: str,
+    config: ModelConfig, rows: int, length: int, steps: int, parts: int, kernels: str
 ) -> dict[str, Any]:
-    import equinox as eqx
-    from jla.models.lm import build_model
-    from jla.training.step import LossConfig, build_train_step, lm_loss
+    import equinox as eqx  # type: ignore
+    from jla.models.lm import build_model  # type: ignore
+    from jla.training.step import LossConfig, build_train_step, lm_loss  # type: ignore
 
-    model = eqx.filter_jit(build_model)(_model(options, config, kernels), key=jax.random.key(0))
+    model = eqx.filter_jit(build_model)(_model(config, kernels), key=jax.random.key(0))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=0.1))
     opt_state = jax.jit(optimizer.init)(eqx.filter(model, eqx.is_inexact_array))
     in_forward = kernels != "xla"  # which XLA's loss does not know
@@ -110,9 +98,9 @@ def _measure(
     }
 
 
-def _model(options: dict[str, Any], config: ModelConfig, kernels: str) -> Any:
-    from jla.models.config import AttentionConfig
-    from jla.models.config import ModelConfig as Model
+def _model(config: ModelConfig, kernels: str) -> Any:
+    from jla.models.config import AttentionConfig  # type: ignore
+    from jla.models.config import ModelConfig as Model  # type: ignore
 
     return Model(
         vocab_size=config.vocab_size,
@@ -122,14 +110,13 @@ def _model(options: dict[str, Any], config: ModelConfig, kernels: str) -> Any:
         norm_eps=config.rms_norm_eps,
         tie_embeddings=config.tie_word_embeddings,
         remat="none",
-        scan_layers=False,
+        lean_vjp=True,
         attention=AttentionConfig(
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             rope_theta=config.rope.rope_theta,
             qk_norm=False,
-            implementation=kernels,  # pyright: ignore[reportArgumentType]
+            implementation=kernels,
         ),
-        **options,
     )

@@ -34,8 +34,7 @@ WAYS = (("none", 1), ("none", 2), ("dots", 1), ("save_attention", 1), ("full", 1
 # process of its own
 STAGES = (
     (
-        *("none, 1 part", "jax-linear-attention", "jax-linear-attention, fused MLP"),
-        *("none, 2 parts", "fp8, 2 parts"),
+        *("none, 1 part", "jax-linear-attention", "none, 2 parts", "fp8, 2 parts"),
         *("torch eager", "torch.compile", "torch.compile, Liger's loss"),
     ),
     ("lora-8b, 8 parts", "lora-8b, PEFT, 8 parts", "lora-8b, PEFT"),

@@ -74,8 +74,8 @@ def test_the_main_case_and_fp8_are_measured_first_then_adapters(monkeypatch):
     named = [name for names in training.STAGES for name in names]
     assert sorted(set(named) & {*ours, *theirs}) == sorted(named)  # each once, and no other
     assert set(theirs) < set(named)
-    assert [training.stage(name) for name in ours] == [1, 1, 1, 1, 1, 2, 3, 3, 3, 3]
-    assert ours[:5] == list(training.STAGES[0][:5])
+    assert [training.stage(name) for name in ours] == [1, 1, 1, 1, 2, 3, 3, 3, 3]
+    assert ours[:4] == list(training.STAGES[0][:4])
     assert [training.stage(name) for name in theirs] == [1, 1, 1, 2, 2]
 
 
@@ -104,11 +104,9 @@ def test_torch_trains_the_same_model():
     assert count == sum(x.size for x in state.params.values())
 
 
-@pytest.mark.parametrize("way", jla_training.WAYS)
-def test_jax_linear_attention_trains_the_same_model(way):
+def test_jax_linear_attention_trains_the_same_model():
     pytest.importorskip("jla")
-    options = jla_training.WAYS[way]
-    row = jla_training.measure(options, **RUN, try_parts=(2,), kernels="xla")
+    row = jla_training.measure(**RUN, try_parts=(2,), kernels="xla")
     assert row["parts"] == 2
     assert row["losses"][-1] < row["losses"][0] == pytest.approx(4.16, abs=0.05)
 
@@ -123,13 +121,13 @@ def test_jax_linear_attention_takes_as_few_parts_as_fit(monkeypatch):
         return {"seconds": [1.0], "parts": tried[-1]}
 
     monkeypatch.setattr(jla_training, "_measure", build)
-    assert jla_training.measure({}, **RUN)["parts"] == 4
+    assert jla_training.measure(**RUN)["parts"] == 4
     assert tried == [1, 2, 4]
     with pytest.raises(MemoryError, match="not in 2 parts either"):
-        jla_training.measure({}, **RUN, try_parts=(1, 2))
+        jla_training.measure(**RUN, try_parts=(1, 2))
     monkeypatch.setattr(jla_training, "_measure", lambda *rest: jax.block_until_ready(1 / 0))
     with pytest.raises(ZeroDivisionError):
-        jla_training.measure({}, **RUN)
+        jla_training.measure(**RUN)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch not installed")
