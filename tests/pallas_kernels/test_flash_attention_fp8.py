@@ -287,7 +287,6 @@ def test_why_not(arrays, phrase):
         ({"q_scale": jnp.ones(3, F32)}, r"q_scale is float32\[3\]; .* a head: \[\] or \[4\]"),
         ({"k_scale": jnp.ones(2, BF16)}, r"k_scale is bfloat16\[2\]; it must be float32"),
         ({"config": Config(96)}, "kv_block must be a multiple of 64 for float8"),
-        ({"config": Config(64, ahead=True)}, "ahead is not for float8"),
         ({"config": Config(128, consumers=3)}, "of 136 registers"),
         ({"config": Config(128, stages=16)}, "bytes on chip"),
     ],
