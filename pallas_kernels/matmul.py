@@ -273,7 +273,6 @@ def candidates(a, b, *, transpose_b=False, device: Device, **keywords) -> list[C
         tiles = [(128, 256, 2, step), (256, 128, 2, step), (128, 192, 2, step)]
         tiles += [(128, 128, 2, step), (128, 64, 2, step)]
         tiles += [(64, 128, 1, step), (64, 64, 1, 2 * step)]
-    # a cluster of two has measured no faster than one block (4096^3 on an H200)
     turns = (8,) if m <= WGMMA_ROWS else (8, 16)
     found = []
     for tile_m, tile_n, consumers, tile_k in tiles:
