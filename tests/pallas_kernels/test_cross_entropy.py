@@ -28,7 +28,7 @@ from pallas_kernels.quantize import dequantize, quantize
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
+H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 needs_references = pytest.mark.skipif(
     not _compat.WRITES_REFERENCES, reason="no kernel of jax 0.10 writes into an array"
 )

@@ -30,7 +30,7 @@ from pallas_kernels.flash_attention import (
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
 FP8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
+H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 SMALL = Config(kv_block=64, stages=3)
 ALONE = Config(kv_block=64, consumers=1, q_stages=1)
 NO_TURNS = Config(kv_block=64, turns=False)
