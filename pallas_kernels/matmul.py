@@ -144,7 +144,8 @@ def matmul_reference(
         a_scale = b_scale = None
     elif a_scale is not None and a_scale.ndim:
         a_scale = a_scale[..., None]
-    return finish(total, bias, residual, a_scale, b_scale, out_scale, epilogue, out_dtype)
+    after = (bias, residual, a_scale, b_scale, out_scale, epilogue)
+    return finish(total, *after, out_dtype=out_dtype)
 
 
 def why_not(

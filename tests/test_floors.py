@@ -117,6 +117,7 @@ MAY_IMPORT = {
     "pallas_kernels.quantized_matmul_check": "pallas_kernels.around_product pallas_kernels.packed",
     "pallas_kernels.quantized_matmul": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
+        "pallas_kernels.matmul_finish "
         "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.quantized_matmul_check "
         "pallas_kernels.quantized_matmul_config "
         "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_matmul_tiles "
@@ -228,7 +229,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.gemv": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
-        "pallas_kernels.gemv_kernel pallas_kernels.rms_norm pallas_kernels.tuned"
+        "pallas_kernels.gemv_kernel pallas_kernels.matmul_finish pallas_kernels.rms_norm "
+        "pallas_kernels.tuned"
     ),
     "pallas_kernels.rope_into_cache": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
