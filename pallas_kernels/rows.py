@@ -1,9 +1,10 @@
 """Rows of any width on their way through a multiprocessor: what the kernels bound by memory share.
 
-A kernel runs as a few blocks a multiprocessor, of one warpgroup each. Block p takes tiles p,
-p + blocks, ... of `RowTile.rows` rows: the copy engine (TMA) brings a tile into one of a ring of
-stages in shared memory while earlier tiles are computed, registers hold it with 16 bytes a thread
-and access, and the result goes back the same way. Each byte is read once and written once.
+A kernel with a stream (`stream`) runs as a few blocks a multiprocessor, of one warpgroup, or two
+that share each row. Block p takes tiles p, p + blocks, ... of `RowTile.rows` rows: the copy engine
+(TMA) brings a tile into one of a ring of stages in shared memory while earlier tiles are computed,
+registers hold it with 16 bytes a thread and access, and the result goes back the same way. Each
+byte is read once and written once.
 
 A row lies in shared memory as [chunks, inner], for the copy engine takes at most 256 numbers a
 dimension; where its width does not fill the threads, the engine adds zeros on the way in and cuts
