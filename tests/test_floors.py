@@ -46,7 +46,9 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
     ),
     "pallas_kernels._triton_kernels": "",
-    "pallas_kernels._triton_call": "pallas_kernels._triton_kernels pallas_kernels.device",
+    "pallas_kernels._triton_call": (
+        "pallas_kernels._triton_kernels pallas_kernels.device pallas_kernels.tuned"
+    ),
     "pallas_kernels.triton_rms_norm": (
         "pallas_kernels._triton_call pallas_kernels.device pallas_kernels.rms_norm "
         "pallas_kernels.tuned"
