@@ -374,7 +374,7 @@ MAY_IMPORT = {
     ),
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.families "
-        "jaxllm.finetune jaxllm.plan jaxllm.precision jaxllm.trainer"
+        "jaxllm.finetune jaxllm.plan jaxllm.precision jaxllm.records jaxllm.trainer"
     ),
     "jaxllm.checkpoint": "jaxllm.checkpoint.*",
     "jaxllm": "jaxllm.*",
