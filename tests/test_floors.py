@@ -1,4 +1,4 @@
-"""The house stands: imports go down, an import does no work, no submodule hides a public name."""
+"""Imports go down, an import does no work, no submodule hides a public name."""
 
 import ast
 import fnmatch
@@ -383,7 +383,7 @@ MAY_IMPORT = {
 }
 ABOVE_ALL = ("pallas_kernels", "jaxllm", "jaxllm.cli", "jaxllm.__main__")
 
-# What lies below the house. A kernel needs JAX, and the numpy that comes with it, and nothing else.
+# What lies below all of it. A kernel needs JAX, and the numpy that comes with it, and nothing else.
 THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxtyping", "numpy", "triton", "jax_triton"},  # the last where used
     "jaxllm": {
