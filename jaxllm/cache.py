@@ -1,10 +1,11 @@
 """`KVCache`: the keys and values of the tokens so far; a pytree that pure functions write.
 
-Every kind of entry has one method, `append(k, v, lengths, counts)`: it takes the keys and values of
-T new tokens a row, of which the first counts[b] are real, and returns the entry that holds them and
-the key side of the `ops.attention` call that lets these T tokens see what they may. Nothing outside
-this file knows the kind, nor whether it holds numbers or codes of 8 bits with a scale a token and
-head.
+Every kind of entry has `append(k, v, lengths, counts)`: it takes the keys and values of T new
+tokens a row, of which the first counts[b] are real, and returns the entry that holds them and the
+key side of the `ops.attention` call that lets these T tokens see what they may. For a kernel that
+writes one token a row itself, `slots` says where, and `holding` returns what `append` would.
+Nothing outside this file knows the kind, nor whether it holds numbers or codes of 8 bits with a
+scale a token and head.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `jaxllm` command: generate, chat, inspect; `cli_train.py` adds those that train.
 
-It parses, prints and calls; the library does the work. It is over its budget of 250 lines, for the
-options with their help are a third of it.
+It parses, prints and calls; the library does the work. A third of it are the options with their
+help.
 """
 
 from __future__ import annotations

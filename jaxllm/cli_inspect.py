@@ -31,7 +31,7 @@ from jaxllm.quantize import packed_weights, quantize
 def inspect(
     args: argparse.Namespace, checkpoint: str | os.PathLike[str], dtype: str, out: Console
 ) -> None:
-    """Prints two tables: the checkpoint's facts, and which implementation each op has here."""
+    """Prints two tables: the checkpoint's facts, and what would run a forward pass's ops here."""
     cli_quantize.check(args)
     folder = find_folder(checkpoint)
     config, hf = read_config(folder)
@@ -98,7 +98,8 @@ def _facts(config: ModelConfig) -> dict[str, str]:
 def explained(
     config: ModelConfig, dtype: str, weight: Any
 ) -> Iterator[tuple[str, str, dict[str, str | None]]]:
-    """Each op as this model calls it, with the reasons of `ops.explain`.
+    """The ops of a forward pass as this model calls them, not fused, with the reasons of
+    `ops.explain`.
 
     weight: shapes of a projection's [F, D], packed or not.
     """

@@ -14,6 +14,7 @@ from jaxllm.checkpoint.folder import find_folder, read_config, read_json, read_q
 from jaxllm.config import REMAT, ModelConfig
 from jaxllm.families import from_hf
 from jaxllm.precision import POLICIES
+from jaxllm.records import ON_LONG
 
 # Options of finetune that are fields of its recipe, None where they are not given
 SAME_NAMES = (
@@ -168,7 +169,7 @@ def _add_finetune(commands: Any) -> None:
     )
     add(
         "--on-long",
-        choices=("truncate", "split", "drop"),
+        choices=ON_LONG,
         help="what is done with a record longer than a row (default truncate)",
     )
     add("--batch", type=int, metavar="B", help="rows a step (default 8)")

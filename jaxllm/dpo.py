@@ -31,7 +31,7 @@ KINDS = ("sigmoid", "ipo")
 def log_probs(model: Transformer, batch: Batch) -> Float[Array, " B"]:
     """The sum of the log-probabilities in nats of each row's targets, in float32.
 
-    As in `train.token_loss`, all logits are made where the head is more than a matrix.
+    All logits are made where the head is no plain matrix: packed, or with an adapter beside it.
     """
     tokens = batch["tokens"], batch.get("positions"), batch.get("segment_ids")
     hidden, _ = model.hidden(*tokens)

@@ -2,8 +2,8 @@
 
 Strict both ways: a key that could change the result and is not understood stops the load, and a
 config that no `config.json` of its family can say stops the save. To add a family, add a row.
-Source: the configuration and modeling files of transformers 5.23. Longer than the house's budget,
-since reading and writing one file are one idea: `to_hf` reads again what it wrote.
+Source: the configuration and modeling files of transformers 5.23. One long file, since reading and
+writing a config.json are one idea: `to_hf` reads again what it wrote.
 """
 
 from __future__ import annotations

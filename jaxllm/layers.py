@@ -1,7 +1,7 @@
 """Flax NNX layers, usable in anyone's module: from `Linear` to `Block`.
 
-Parameter paths are the tensor names of Hugging Face's Llama; weights are [out, in]. Longer than
-the house's budget, since the parts of one block are one idea.
+Parameter paths are the tensor names of Hugging Face's Llama; weights are [out, in]. One long file,
+since the parts of one block are one idea.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One call of `generate`: rows on the host, state on the device, and the loop between them.
 
 Batches, caches and prompt chunks are padded to a few sizes (`bucket`), so that few programs are
-ever compiled. Longer than its budget, for what a call checks, sizes and runs is one idea.
+ever compiled. One long file, for what a call checks, sizes and runs is one idea.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ faster and compiles 6 times as long.
 The two forms of the arg-max are chosen by platform here, not by `ops`: they give the same token and
 log-probabilities that differ by rounding, so nobody has a reason to name one.
 
-Over the file's budget: settings, rules, search and noise answer one question, which token is next.
+One long file, for settings, rules, search and noise answer one question: which token is next.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 """GPU kernels in Pallas that know nothing of language models.
 
-Each is a function of the module of its name, which also tells what keeps it from a call (`why_not`)
-and, where there is a choice, how it is tiled (`Config`): `from pallas_kernels.rms_norm import
-why_not`. `quantize` and `dequantize` are plain XLA, on any device.
+Each is a function of the module of its name (`linear_cross_entropy` of `cross_entropy`,
+`scale_softmax` of `softmax`, the gates of `swiglu`), which also tells what keeps it from a call
+(`why_not`) and, where there is a choice, how it is tiled (`Config`): `from pallas_kernels.rms_norm
+import why_not`. `quantize` and `dequantize` are plain XLA, on any device.
 """
 
 from pallas_kernels.cast_transpose import cast_transpose

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels import tuned
 from pallas_kernels.device import Device
 
 # Sums and products fuse, as XLA lets them. The newest PTX of Triton 3.9 is more than the CUDA that
@@ -86,14 +87,9 @@ def why_not(device: Device, **arrays: Any) -> str | None:
     return None
 
 
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not less: a tile's side."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 def warps_for(numbers: int) -> int:
     """Warps for a tile: 8 numbers a thread make accesses of 16 bytes; 16 hide their latency."""
-    return min(max(power_of_two(numbers) // (32 * 16), 1), 16)
+    return min(max(tuned.power_of_two(numbers) // (32 * 16), 1), 16)
 
 
 def rows_for(count: int, block: int, device: Device) -> int:

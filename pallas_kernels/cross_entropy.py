@@ -143,10 +143,9 @@ def default_config(hidden, head) -> Config:
     """
     config = Config()
     tokens, vocab = hidden.shape[0], head.shape[0]
-    tile = TILE_M * config.cluster
-    most = max(EXPS_BYTES // (2 * vocab) // tile, 1) * tile
+    most = max(EXPS_BYTES // (2 * vocab) // TILE_M, 1) * TILE_M
     parts = 1 if _fits_gradient(hidden, head, config) else -(-tokens // most)
-    return dataclasses.replace(config, chunk=-(-tokens // (parts * tile)) * tile)
+    return dataclasses.replace(config, chunk=-(-tokens // (parts * TILE_M)) * TILE_M)
 
 
 def _fits_gradient(hidden, head, config: Config) -> bool:
@@ -195,10 +194,7 @@ def _config_problem(config: Config) -> str | None:
     problems = {
         "stages must be 2 to 4": not 2 <= c.stages <= 4,
         "snakes must be three, 1 at least": len(c.snakes) != 3 or min(c.snakes) < 1,
-        "cluster must be 1 or 2": c.cluster not in (1, 2),
-        f"chunk must be a multiple of {TILE_M} times cluster": (
-            c.chunk < 1 or c.chunk % (TILE_M * max(c.cluster, 1))
-        ),
+        f"chunk must be a multiple of {TILE_M}": c.chunk < 1 or c.chunk % TILE_M,
         f"slab must be a multiple of {TILE_N}": c.slab < 1 or c.slab % TILE_N,
     }
     return next((problem for problem, found in problems.items() if found), None)
@@ -214,11 +210,6 @@ class _Static:
     z_loss: float
     num_sms: int
     interpret: bool
-
-    @property
-    def tokens(self) -> int:
-        """Of the blocks of a cluster."""
-        return TILE_M * self.config.cluster
 
     def kernel(self, hidden, vocab: int, shift: int) -> kernels.Static:
         shape = (hidden.shape[0], vocab, hidden.shape[1])
@@ -244,9 +235,9 @@ class _Rows(NamedTuple):
     counted: Array
 
 
-def _tiles(static: _Static, hidden, targets, size: int | None = None):
+def _tiles(static: _Static, hidden, targets, size: int = TILE_M):
     """Tokens in whole tiles; those that fill up the last do not count."""
-    missing = -hidden.shape[0] % (size or static.tokens)
+    missing = -hidden.shape[0] % size
     hidden = jnp.pad(hidden, ((0, missing), (0, 0)))
     return hidden, jnp.pad(targets, (0, missing), constant_values=static.ignore_index)
 
@@ -414,7 +405,7 @@ def _backward(static: _Static, saved, d_total):
     tokens = hidden.shape[0]
     shift = static.shift(hidden, head) if wants[1] else 0
     vocab, cast = head.shape[0], _cast(head)
-    hidden = jnp.pad(hidden, ((0, -tokens % static.tokens), (0, 0)))
+    hidden = jnp.pad(hidden, ((0, -tokens % TILE_M), (0, 0)))
     kernel, d_hidden, exps, scaled = _gradients(
         static, hidden, cast, vocab, rows, exps, d_total, wants, shift
     )

@@ -37,17 +37,15 @@ BF16 = jnp.bfloat16
 @dataclasses.dataclass(frozen=True)
 class Config:
     """stages: loaded ahead. snakes: of the three products, the tiles of rows that are neighbours in
-    the order of tiles. cluster: blocks, one above the other, that load each tile of the right
-    operand once for all of them; snakes then count these. chunk: tokens whose exponentials are in
-    memory at a time. slab: rows of the head whose exponentials have memory of their own where the
-    others lie in the gradient's.
-    H200, warm, 4096 x 128256 x 4096 with both gradients: 19.2 to 19.5 ms with a cluster of 1 or 2
-    and snakes of 4 to 16, where three plain products of cuBLAS take 18.8.
+    the order of tiles. chunk: tokens whose exponentials are in memory at a time. slab: rows of the
+    head whose exponentials have memory of their own where the others lie in the gradient's.
+    H200, warm, 4096 x 128256 x 4096 with both gradients: 19.2 to 19.5 ms with snakes of 4 to 16,
+    where three plain products of cuBLAS take 18.8; no faster where two blocks, one above the other,
+    loaded each tile of the right operand once for both.
     """
 
     stages: int = 4
     snakes: tuple[int, int, int] = (8, 8, 8)
-    cluster: int = 1
     chunk: int = 8192
     slab: int = 16896  # 2112 tiles of 4096 columns: 16 of each of 132 multiprocessors
 
@@ -284,7 +282,7 @@ def _run(
     """
     c, p, interpret = static.config, product, static.interpret
     m, n, k = p.sizes
-    tiles = (-(-m // (TILE_M * c.cluster)), -(-n // TILE_N))
+    tiles = (-(-m // TILE_M), -(-n // TILE_N))
     k_steps = -(-k // TILE_K)
     names = [*inputs, *out_type]
 
@@ -298,7 +296,6 @@ def _run(
             @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block", init_carry=jnp.int32(0))
             def end(info, carry):
                 down, across = plgpu.planar_snake(info.index[0], tiles, 0, p.snake)
-                down = down * c.cluster + lax.axis_index("cluster")
                 return step(down * TILE_M, across * TILE_N, carry)
 
             return end
@@ -317,13 +314,11 @@ def _run(
 
                     slot = slot_of(at)
 
-                    def copy(ref, rows, transposed, axis=None):
+                    def copy(ref, rows, transposed):
                         target = ref.at[slot]
                         if not transposed:  # K innermost: any number of rows
                             target = rows_as_copied(ref, (slot,), 0, rows, interpret)
-                        return lambda source: plgpu.copy_gmem_to_smem(
-                            source, target, full.at[slot], collective_axes=axis
-                        )
+                        return lambda source: plgpu.copy_gmem_to_smem(source, target, full.at[slot])
 
                     load(
                         refs,
@@ -331,15 +326,14 @@ def _run(
                         column,
                         i * TILE_K,
                         copy(a, TILE_M, p.transpose_a),
-                        copy(b, TILE_N, not p.transpose_b, "cluster" if c.cluster > 1 else None),
+                        copy(b, TILE_N, not p.transpose_b),
                     )
                     return at + 1
 
                 return lax.fori_loop(0, k_steps, stage, at)
 
             end = each_tile(tile)
-            # every phase of a barrier must be seen, and no block may go while others use its own
-            for slot in range(c.stages):
+            for slot in range(c.stages):  # every phase of a barrier must be seen
 
                 @pl.when(end > slot)
                 def _(slot=slot):
@@ -419,15 +413,12 @@ def _run(
     def shared(*shape, dtype):
         return plgpu.SMEM(shape, dtype, transforms=wgmma_transforms(shape[-1], dtype))
 
-    empty: Any = plgpu.Barrier
-    if c.cluster > 1:
-        empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     scratch = {
         "a": shared(c.stages, *a_tile, dtype=BF16),
         "b": shared(c.stages, *b_tile, dtype=BF16),
         "slots": shared(CONSUMERS, 2, WGMMA_ROWS, p.slice_width, dtype=p.dtype),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
-        "empty": empty(num_arrivals=CONSUMERS, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),
     }
     if adds and interpret:
         scratch["more"] = plgpu.Barrier(num_barriers=CONSUMERS)
@@ -436,10 +427,8 @@ def _run(
         name=p.name,
         out_type=tuple(out_type.values()),
         scratch_types=scratch,
-        grid=(min(static.num_sms // c.cluster, tiles[0] * tiles[1]),),
+        grid=(min(static.num_sms, tiles[0] * tiles[1]),),
         grid_names=("block",),
-        cluster=(c.cluster,),
-        cluster_names=("cluster",),
         num_threads=CONSUMERS + 1,
         thread_name="group",
         interpret=interpret,

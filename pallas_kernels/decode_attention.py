@@ -92,11 +92,11 @@ def decode_attention(
     reason = why_not(*arrays, **rest, scale=scale, device=device)
     if reason is not None:
         raise NotImplementedError(f"{NAME}: cannot run this call: {reason}")
-    config = (
-        config
-        or (tuned.lookup(NAME, bucket(*arrays, **shape), device, Config) if not splits else None)
-        or default_config(*arrays, **shape, splits=splits, device=device)
-    )
+    if config is None and splits is None:
+        config = tuned.lookup(NAME, bucket(*arrays, **shape), device, Config)
+        if config is not None and config_problem(config, q, k_cache):
+            config = None  # measured with another room for keys: its key has no exact one
+    config = config or default_config(*arrays, **shape, splits=splits, device=device)
     if problem := config_problem(config, q, k_cache):
         raise ValueError(f"{NAME}: {config}: {problem}")
     static = Static(

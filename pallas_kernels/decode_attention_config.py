@@ -117,9 +117,9 @@ def _whole_waves(pairs: int, splits: int, slots: int, most: int) -> int:
     return next((number for number in found if full(number) >= 0.9), splits)
 
 
-def _clusters(splits: int, most: int = MOST_IN_CLUSTER) -> tuple[int, int]:
-    """So many blocks, or a few less, and how many of them add up what they have: all, or `most`."""
-    cluster = min(splits, most)
+def _clusters(splits: int) -> tuple[int, int]:
+    """So many blocks, or a few less, and how many of them add up what they have: all that can."""
+    cluster = min(splits, MOST_IN_CLUSTER)
     return min(splits // cluster, MOST_PARTS) * cluster, cluster
 
 

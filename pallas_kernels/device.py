@@ -40,18 +40,17 @@ class Device:
     """A device; a number that is not known, or has no meaning for the platform, is 0.
 
     platform is "cpu", "gpu" or another name of JAX's; capability is CUDA's compute capability (9.0
-    for an H200); memory_bytes is what JAX may use of the device's memory.
+    for an H200).
     """
 
     platform: str
     name: str = ""
     capability: float = 0.0
     num_sms: int = 0
-    memory_bytes: int = 0
 
 
 # What kernels are told in the interpreter: a Hopper GPU so small that each block has several tiles
-INTERPRETED = Device("gpu", "NVIDIA H200", 9.0, 2, 150_000_000_000)
+INTERPRETED = Device("gpu", "NVIDIA H200", 9.0, 2)
 
 
 def why_not_hopper(device: Device) -> str | None:
@@ -103,7 +102,6 @@ def _of(device: Any) -> Device:
         device.device_kind,
         float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0,
         getattr(device, "core_count", 0),
-        (device.memory_stats() or {}).get("bytes_limit", 0),
     )
 
 

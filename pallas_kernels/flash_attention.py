@@ -217,13 +217,12 @@ def candidates(q, k, v, *, device: Device, **keywords) -> list[Config]:
     """What is worth a measurement: the default's neighbours."""
     default = default_config(q, k, v, device=device, **keywords)
     found = [
-        Config(kv_block, consumers, stages, q_stages, turns, ahead)
+        Config(kv_block, consumers, stages, q_stages, turns)
         for consumers in (2, 3)
         for kv_block in (64, 96, 128, 160, 192)
         for q_stages in (2, 1)
         for stages in (2, 3, 4)
         for turns in (True, False)
-        for ahead in (True, False)
     ]
     return [c for c in found if c != default and _config_problem(c, q) is None]
 
@@ -258,9 +257,7 @@ def _config_problem(config: Config, q) -> str | None:
             c.kv_block % 32 or not 32 <= c.kv_block <= 256
         ),
         "kv_block must be a multiple of 64 for float8": fp8 and c.kv_block % 64 > 0,
-        "ahead is not for float8": fp8 and c.ahead,
         "stages must be 2 at least, q_stages 1": c.stages < 2 or c.q_stages < 1,
-        "ahead needs two q_stages": c.ahead and c.q_stages < 2,
         f"sums, scores and weights take {registers} of {room} registers": registers > room,
         f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
     }

@@ -54,9 +54,6 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
     parts = width // line
     plan, given = plan_of(static, q, k, q_segment_ids, kv_segment_ids, kv_lengths, sinks)
     tile_rows, segmented = plan.tile_rows, plan.segmented
-    # So that the last tile is like the others, one more follows it, of which nothing but the first
-    # scores are computed.
-    ahead = c.ahead
     bend, factor = bend_and_factor(static)
 
     def body(q_ref, k_ref, v_ref, rest, out_ref, lse_ref, **scratch):
@@ -122,17 +119,8 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 tile = block.tile_of(index)
                 return tile | {"row": tile["start"] + group * WGMMA_ROWS}
 
-            def first_scores(i, at):
-                plgpu.barrier_wait(scratch["q_full"].at[q_slot_of(i)])
-                block.wait_for("k", at)
-                block.take_turn()
-                _compat.wgmma_ready(interpret=static.interpret)
-                scores = multiply_keys(i, at)
-                block.end_turn()
-                return _compat.wgmma_wait(0, scores)
-
             def tile(i, carry):
-                at, index, *scores = carry
+                at, index = carry
                 following = block.tile_at(i + 1)
                 where = where_is(index)
                 q_slot = q_slot_of(i)
@@ -167,7 +155,13 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     weights = weights.astype(dtype)
                     return sums * wide(shrink, width), weights, top, total, at + 1
 
-                scores = scores[0] if ahead else first_scores(i, at)
+                plgpu.barrier_wait(scratch["q_full"].at[q_slot])
+                block.wait_for("k", at)
+                block.take_turn()
+                _compat.wgmma_ready(interpret=static.interpret)
+                scores = multiply_keys(i, at)
+                block.end_turn()
+                scores = _compat.wgmma_wait(0, scores)
                 top = filled((WGMMA_ROWS,), -jnp.inf, block.row_layout)
                 total = filled((WGMMA_ROWS,), 0, block.row_layout)
                 weights, top, total = block.softmax(
@@ -189,17 +183,10 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 # 256 and a window would spill
                 where = where_is(lax.optimization_barrier(index))
                 block.wait_for("v", at - 1)
-                if ahead:
-                    plgpu.barrier_wait(scratch["q_full"].at[q_slot_of(i + 1)])
-                    block.wait_for("k", at)
-                    block.take_turn()
                 sums, weights = _compat.wgmma_ready(sums, weights, interpret=static.interpret)
                 sums = multiply_values(sums, weights, at - 1)
-                if ahead:
-                    scores = multiply_keys(i + 1, at)
-                    block.end_turn()
                 share = block.shares(where, top, total, lse_ref)
-                sums = _compat.wgmma_wait(1 if ahead else 0, sums)
+                sums = _compat.wgmma_wait(0, sums)
                 block.give_back("v", at - 1)
                 sums = (sums * wide(share, width)).astype(dtype)
                 for part in range(parts):
@@ -219,18 +206,12 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     )
                 if c.q_stages == 1:
                     give_back_queries(i)
-                return (at, following, *([_compat.wgmma_wait(0, scores)] if ahead else []))
+                return at, following
 
             block.begin_turns()
-            carry = (i32(0), block.tile_at(0))
-            if ahead:
-                carry = (*carry, first_scores(i32(0), i32(0)))
-            carry = lax.fori_loop(i32(0), block.tiles, tile, carry)
+            lax.fori_loop(i32(0), block.tiles, tile, (i32(0), block.tile_at(0)))
             if c.q_stages > 1:  # no block is without a tile
                 give_back_queries(block.tiles - 1)
-            if ahead:
-                give_back_queries(block.tiles)
-                block.give_back("k", carry[0])
             plgpu.wait_smem_to_gmem(0)
             block.end_turns()
 

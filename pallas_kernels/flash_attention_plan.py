@@ -20,8 +20,7 @@ class Config:
     """A block takes 64 queries for each of its consumers, and kv_block keys at a time.
 
     stages: blocks of keys, and of values, that are loaded ahead. q_stages: tiles of queries that
-    are. turns: whether consumers take turns at the tensor cores. ahead: whether the first scores of
-    a tile are computed beside the last sums of the one before.
+    are. turns: whether consumers take turns at the tensor cores.
     """
 
     kv_block: int = 128
@@ -29,7 +28,6 @@ class Config:
     stages: int = 2
     q_stages: int = 2
     turns: bool = True
-    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

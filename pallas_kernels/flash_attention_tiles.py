@@ -191,15 +191,11 @@ class Block:
             at = lax.fori_loop(i32(0), where["end"] - where["first"], load, at)
             return at, following
 
-        done, index = lax.fori_loop(i32(0), self.tiles, tile, (i32(0), self.tile_at(0)))
-        if c.ahead:
-            where = self.tile_of(index)
-            load_queries(self.tiles, where)
-            load_block("k", where, 0, done)
+        done, _ = lax.fori_loop(i32(0), self.tiles, tile, (i32(0), self.tile_at(0)))
         # every phase of a barrier must be seen
         for name, size, count in (
-            ("q_empty", c.q_stages, self.tiles + int(c.ahead)),
-            ("k_empty", c.stages, done + int(c.ahead)),
+            ("q_empty", c.q_stages, self.tiles),
+            ("k_empty", c.stages, done),
             ("v_empty", c.stages, done),
         ):
             for slot in range(size):

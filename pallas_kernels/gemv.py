@@ -25,6 +25,7 @@ from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Norm, Rotary, around_heads, turn_and_write
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, THREADS, Device
 from pallas_kernels.gemv_kernel import ITEMSIZE, Config, Static, grain, lanes_across, products
+from pallas_kernels.matmul_finish import finish
 from pallas_kernels.rms_norm import rms_norm_reference
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -122,15 +123,10 @@ def gemv_reference(
             x, norm.weight, eps=norm.eps, zero_centered=norm.zero_centered
         )
         x = normed
-    wide = lambda a: a.astype(jnp.float32).reshape((1,) * (x.ndim - a.ndim) + a.shape)  # noqa: E731
     y = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
-    y = y if bias is None else y + wide(bias)
-    if epilogue == "swiglu":
-        gate, up = jnp.split(y, 2, axis=-1)
-        y = jax.nn.silu(gate) * up
     if rotary is None:
-        return (y if residual is None else y + wide(residual)).astype(out_dtype)
-    heads = y.astype(x.dtype).reshape(-1, y.shape[-1])
+        return finish(y, bias, residual, epilogue=epilogue, out_dtype=out_dtype)
+    heads = finish(y, bias, out_dtype=x.dtype).reshape(-1, y.shape[-1])
     q, *rest = turn_and_write(heads, rotary, cache)
     if cache is None:
         rest = [jnp.concatenate([part.reshape(len(heads), -1) for part in rest], axis=-1)]

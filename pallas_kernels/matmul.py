@@ -144,7 +144,8 @@ def matmul_reference(
         a_scale = b_scale = None
     elif a_scale is not None and a_scale.ndim:
         a_scale = a_scale[..., None]
-    return finish(total, bias, residual, a_scale, b_scale, out_scale, epilogue, out_dtype)
+    after = (bias, residual, a_scale, b_scale, out_scale, epilogue)
+    return finish(total, *after, out_dtype=out_dtype)
 
 
 def why_not(
@@ -273,7 +274,6 @@ def candidates(a, b, *, transpose_b=False, device: Device, **keywords) -> list[C
         tiles = [(128, 256, 2, step), (256, 128, 2, step), (128, 192, 2, step)]
         tiles += [(128, 128, 2, step), (128, 64, 2, step)]
         tiles += [(64, 128, 1, step), (64, 64, 1, 2 * step)]
-    # a cluster of two has measured no faster than one block (4096^3 on an H200)
     turns = (8,) if m <= WGMMA_ROWS else (8, 16)
     found = []
     for tile_m, tile_n, consumers, tile_k in tiles:

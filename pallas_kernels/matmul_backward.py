@@ -24,10 +24,9 @@ def _run(static: Static, a, b, bias, residual, a_scale, b_scale, out_scale):
     if static.config.form == "vectors":
         return few_rows.vector_products(static, a, b, bias, residual)
     if static.config.form == "split":
-        rest = (bias, residual, None, None, None, static.epilogue, static.out_dtype)
-        return few_rows.split_products(
-            static, a, b, bias, residual, finish=lambda total: finish(total, *rest)
-        )
+        after = {"epilogue": static.epilogue, "out_dtype": static.out_dtype}
+        whole = functools.partial(finish, bias=bias, residual=residual, **after)
+        return few_rows.split_products(static, a, b, bias, residual, finish=whole)
     return product(static, a, b, bias, residual, a_scale, b_scale, out_scale)
 
 
@@ -46,8 +45,8 @@ def _backward(static, arrays, dy):
     def finished(total, bias, residual, a_scale, b_scale):
         if a_scale is not None:
             a_scale = a_scale[:, None]
-        rest = (None, static.epilogue, dy.dtype)
-        return finish(total, bias, residual, a_scale, b_scale, *rest)
+        after = {"epilogue": static.epilogue, "out_dtype": dy.dtype}
+        return finish(total, bias, residual, a_scale, b_scale, **after)
 
     if a.dtype == jnp.int8:  # such products have no gradient, what follows them has
         total = _sums_again(static, a, b)

@@ -128,7 +128,7 @@ def config_problem(
             and (c.tile_m != WGMMA_ROWS * c.consumers or c.tile_k != BLOCK or c.tile_n > BLOCK)
         ),
         "stages must be 2 at least, snake 1": c.stages < 2 or c.snake < 1,
-        "cluster must be 1 or 2": c.cluster not in (1, 2),
+        "cluster must be 1: it is for 'split'": c.cluster != 1,
         f"takes {size_bytes} of {SHARED_BYTES} bytes on chip": size_bytes > SHARED_BYTES,
     }
     return next((problem for problem, found in problems.items() if found), None)

@@ -1,7 +1,7 @@
 """What becomes of a product's sums: scales, bias, activation, residual, rounding to fewer bits.
 
-In plain JAX, for `matmul_reference` and for gradients; the kernel shares what is done number by
-number. Imported only by matmul*.py.
+In plain JAX, for references, gradients and sums that are added behind a kernel; that of `matmul`
+shares what is done number by number.
 """
 
 from __future__ import annotations
@@ -59,7 +59,17 @@ def sums(a, b, *, transpose_b=False, a_scale=None, b_scale=None) -> jax.Array:
     return jnp.matmul(a, b, preferred_element_type=wide)
 
 
-def finish(total, bias, residual, a_scale, b_scale, out_scale, epilogue, out_dtype):
+def finish(
+    total,
+    bias=None,
+    residual=None,
+    a_scale=None,
+    b_scale=None,
+    out_scale=None,
+    epilogue=None,
+    *,
+    out_dtype,
+):
     """The result, of sums that block scales are already in; a_scale is [.., M, 1] or a number."""
     if jnp.dtype(out_dtype) == jnp.int32:
         return total

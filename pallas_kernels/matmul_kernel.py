@@ -37,9 +37,9 @@ class Config:
     """A block computes tile_m x tile_n at a time, tile_k of K a stage.
 
     consumers: warpgroups that split the rows of a tile. stages: how many are loaded ahead.
-    snake: tiles of rows that are neighbours in the order of tiles. cluster: blocks, one above the
-    other, that load each tile of b once for all of them. form: the kernel, one of FORMS; the two of
-    `matmul_few_rows` say there what of all this means something to them.
+    snake: tiles of rows that are neighbours in the order of tiles. form: the kernel, one of FORMS;
+    the two of `matmul_few_rows` say there what of all this means something to them. cluster: of
+    "split", blocks that divide K.
     """
 
     tile_m: int = 128
@@ -94,7 +94,7 @@ def product(
     sums = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
     width, tile_width = n // halves, c.tile_n // halves  # of the result
     rows = c.tile_m // c.consumers
-    tiles = (-(-m // (c.tile_m * c.cluster)), -(-width // tile_width))
+    tiles = (-(-m // c.tile_m), -(-width // tile_width))
     k_steps = -(-k // c.tile_k)
     step = LINE_BYTES // a.dtype.itemsize
     chunks = c.tile_k // step
@@ -139,7 +139,6 @@ def product(
             @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block", init_carry=jnp.int32(0))
             def end(info, carry):
                 down, across = plgpu.planar_snake(info.index[0], tiles, 0, c.snake)
-                down = down * c.cluster + lax.axis_index("cluster")
                 return step(down * c.tile_m, across * tile_width, carry)
 
             return end
@@ -166,9 +165,7 @@ def product(
                     target = rows_as_copied(b_stages, to, start, tile_width, static.interpret)
                 else:
                     source, target = b_ref.at[inner, outer], b_stages.at[to]
-                plgpu.copy_gmem_to_smem(
-                    source, target, barrier, collective_axes="cluster" if c.cluster > 1 else None
-                )
+                plgpu.copy_gmem_to_smem(source, target, barrier)
 
         def produce():
             if c.consumers > 1:
@@ -210,7 +207,7 @@ def product(
                 return end
 
             end = each_tile(tile)
-            # every phase of a barrier must be seen, and no block may go while others use its own
+            # every phase of a barrier must be seen
             if vectors:
 
                 @pl.when(end > 0)
@@ -376,7 +373,6 @@ def product(
     stages = (c.stages, chunks)
     a_tile = (step, c.tile_m) if static.transpose_a else (c.tile_m, step)
     b_tile = (c.tile_n, step) if static.transpose_b else (step, c.tile_n)
-    shared = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     scratch = {
         "a": plgpu.SMEM(
             (*stages, *a_tile), a.dtype, transforms=wgmma_transforms(a_tile[1], a.dtype)
@@ -390,9 +386,7 @@ def product(
             transforms=wgmma_transforms(slice_width, out_dtype),
         ),
         "full": plgpu.Barrier(num_arrivals=chunks * (1 + halves), num_barriers=c.stages),
-        "empty": (shared if c.cluster > 1 else plgpu.Barrier)(
-            num_arrivals=c.consumers, num_barriers=c.stages
-        ),
+        "empty": plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
     }
     for name, count in vectors.items():
         dtype = given[name].dtype
@@ -400,7 +394,7 @@ def product(
         scratch[name] = plgpu.SMEM((size,), dtype)
     if blocks:  # whole tiles, rows side by side
         assert a_scale is not None
-        a_scale = jnp.pad(a_scale, ((0, -m % (c.tile_m * c.cluster)), (0, 0))).T
+        a_scale = jnp.pad(a_scale, ((0, -m % c.tile_m), (0, 0))).T
     if vectors:
         arrivals = sum(count or 1 for count in vectors.values())
         scratch["vectors_full"] = plgpu.Barrier(num_arrivals=arrivals)
@@ -412,10 +406,8 @@ def product(
         name=static.name,
         out_type=jax.ShapeDtypeStruct((m, width), out_dtype),
         scratch_types=scratch,
-        grid=(min(static.num_sms // c.cluster, tiles[0] * tiles[1]),),
+        grid=(min(static.num_sms, tiles[0] * tiles[1]),),
         grid_names=("block",),
-        cluster=(c.cluster,),
-        cluster_names=("cluster",),
         num_threads=c.consumers + 1,
         thread_name="group",
         interpret=static.interpret,

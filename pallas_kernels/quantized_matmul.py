@@ -29,6 +29,7 @@ from pallas_kernels import quantized_tiles_config as tiles
 from pallas_kernels import ternary_matmul as ternary
 from pallas_kernels.around_product import Cache, Norm, Rotary, around_heads, turn_and_write
 from pallas_kernels.device import SHARED_BYTES, Device
+from pallas_kernels.matmul_finish import finish
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul_check import OUT_DTYPES, check, result_dtype
@@ -150,23 +151,13 @@ def quantized_matmul_reference(
         x = normed
     weight = dequantize(dataclasses.replace(packed, row_scale=None), x.dtype)
     total = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
-    gated, out = epilogue == "swiglu", result_dtype(x, out_dtype)
-    y = _finish(total, packed.row_scale, bias, residual, gated, out)
+    gate = "swiglu" if epilogue == "swiglu" else None
+    after = {"b_scale": packed.row_scale, "epilogue": gate, "out_dtype": result_dtype(x, out_dtype)}
+    y = finish(total, bias, residual, **after)
     if rotary is None:
         return y
     q, *held = turn_and_write(y.reshape(-1, y.shape[-1]), rotary, cache)
     return q.reshape(*x.shape[:-1], -1), *held
-
-
-def _finish(total, row_scale, bias, residual, gated, out_dtype):
-    """What becomes of the float32 sums."""
-    wide = lambda x: x.astype(jnp.float32).reshape((1,) * (total.ndim - x.ndim) + x.shape)  # noqa: E731
-    total = total if row_scale is None else total * wide(row_scale)
-    total = total if bias is None else total + wide(bias)
-    if gated:
-        gate, up = jnp.split(total, 2, axis=-1)
-        total = jax.nn.silu(gate) * up
-    return (total if residual is None else total + wide(residual)).astype(out_dtype)
 
 
 def why_not(
@@ -450,8 +441,9 @@ def _quantized_matmul(static: Static, x, packed, norm, bias, residual, angles, c
     of_sums = dataclasses.replace(static, out_dtype="float32", gated=False)
     parts = products(of_sums, dataclasses.replace(packed, row_scale=None))
     total = functools.reduce(jnp.add, list(parts))  # in order
-    out = jnp.dtype(static.out_dtype)
-    return _finish(total, packed.row_scale, bias, residual, static.gated, out)
+    gate = "swiglu" if static.gated else None
+    after = {"b_scale": packed.row_scale, "epilogue": gate, "out_dtype": static.out_dtype}
+    return finish(total, bias, residual, **after)
 
 
 def _forward(static, *arrays):

@@ -3,9 +3,8 @@
 A block has all heads of a few tokens, and some threads share a token. A thread has 8 pairs side by
 side of every so many heads, always the same columns, and holds their cosines and sines for all of
 them; of the part that is not turned it has 8 numbers likewise. It loads 16 bytes at a time, all of
-them before it stores the first. A token's threads thus read whole
-halves of heads, whatever their width.
-The interpreter, which knows no lanes, checks only what surrounds a block.
+them before it stores the first. A token's threads thus read whole halves of heads, whatever their
+width. The interpreter, which knows no lanes, checks only what surrounds a block.
 Imported only by rope_kernel.py.
 """
 

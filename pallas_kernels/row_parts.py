@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -103,8 +104,7 @@ def part_of(
 ) -> Part:
     """`itemsize`: of the narrowest dtype; `rows` is how many the registers hold, if any."""
     width, vector = width // parts, ACCESS_BYTES // itemsize
-    sizes = (256, 128, 64, 32, 16, 8, 4)
-    inner = next((n for n in sizes if n >= vector and width % n == 0), vector)
+    inner = math.gcd(width, MAX_BOX)
     chunks = -(-width // inner)
     while chunks * inner % (ALIGNED // itemsize) or chunks * inner * rows % (THREADS * vector):
         chunks += 1

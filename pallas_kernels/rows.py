@@ -1,9 +1,10 @@
 """Rows of any width on their way through a multiprocessor: what the kernels bound by memory share.
 
-A kernel runs as a few blocks a multiprocessor, of one warpgroup each. Block p takes tiles p,
-p + blocks, ... of `RowTile.rows` rows: the copy engine (TMA) brings a tile into one of a ring of
-stages in shared memory while earlier tiles are computed, registers hold it with 16 bytes a thread
-and access, and the result goes back the same way. Each byte is read once and written once.
+A kernel with a stream (`stream`) runs as a few blocks a multiprocessor, of one warpgroup, or two
+that share each row. Block p takes tiles p, p + blocks, ... of `RowTile.rows` rows: the copy engine
+(TMA) brings a tile into one of a ring of stages in shared memory while earlier tiles are computed,
+registers hold it with 16 bytes a thread and access, and the result goes back the same way. Each
+byte is read once and written once.
 
 A row lies in shared memory as [chunks, inner], for the copy engine takes at most 256 numbers a
 dimension; where its width does not fill the threads, the engine adds zeros on the way in and cuts
@@ -220,7 +221,7 @@ def row_tile(
     else:
         warps, lanes = (1, WARPS), (1, LANES)
     step = warps[1] * lanes[1] * vector
-    inner = _inner(width, vector)
+    inner = math.gcd(width, MAX_BOX)
     grain = step // math.gcd(step, inner)  # chunks that fill the threads
     grains = -(-width // (inner * grain))
     whole = grains * inner * grain == width
@@ -230,14 +231,6 @@ def row_tile(
     rows = repeat * warps[0] * lanes[0]
     lines = WARPS if in_lines and warps[0] == 1 else 1
     return RowTile(width, rows, inner, chunks, vector, warps, lanes, warpgroups, interpret, lines)
-
-
-def _inner(width: int, vector: int) -> int:
-    """The longest run of numbers that divides the width; at least one access."""
-    for inner in (256, 128, 64, 32, 16, 8, 4):
-        if inner >= vector and width % inner == 0 and width // inner <= MAX_BOX:
-            return inner
-    raise AssertionError(f"why_not lets no row of {width} numbers through")
 
 
 def why_not_rows(width: int, itemsize: int, *weight_itemsizes: int) -> str | None:

@@ -356,7 +356,7 @@ def _groups(shape: Sequence[int], mask, queries: int) -> tuple[tuple[int, bool],
     return tuple(groups) or ((1, False),)
 
 
-def _scale_gradient(x, y, d_y):
+def scale_gradient(x, y, d_y):
     """[1]; XLA leaves it out of the program where nobody asks for it."""
     p = y.astype(jnp.float32)
     d, x32 = (jnp.where(p == 0, 0, z.astype(jnp.float32)) for z in (d_y, x))
@@ -400,7 +400,7 @@ def _softmax_fwd(static, x, number, mask):
 def _softmax_bwd(static, saved, d_y):
     x, y, number = saved
     d_x = _backward(static, y, number, d_y)
-    return d_x, None if number is None else _scale_gradient(x, y, d_y), None
+    return d_x, None if number is None else scale_gradient(x, y, d_y), None
 
 
 _softmax = jax.custom_vjp(

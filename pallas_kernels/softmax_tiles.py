@@ -73,14 +73,9 @@ class Static:
     interpret: bool
 
 
-def _inner(width: int, vector: int) -> int:
-    """The longest run of numbers that divides the width."""
-    return next(n for n in (256, 128, 64, 32, 16, 8, 4) if n >= vector and width % n == 0)
-
-
 def fits(width: int, itemsize: int) -> bool:
     """Whether a row stays on chip, in few enough runs for one copy."""
-    runs = width // _inner(width, ACCESS_BYTES // itemsize) if width else 0
+    runs = width // math.gcd(width, MAX_BOX)
     return width * itemsize <= rows.MAX_ROW_BYTES and runs <= MAX_BOX
 
 
@@ -105,14 +100,13 @@ def share(width: int, itemsize: int, cluster: int) -> int:
 
 def _share_tile(width: int, itemsize: int, cluster: int, interpret: bool) -> RowTile:
     """A share of a row, which has the warpgroup."""
-    vector = ACCESS_BYTES // itemsize
-    inner = _inner(width, vector)
+    inner = math.gcd(width, MAX_BOX)
     return RowTile(
         width=width,
         rows=1,
         inner=inner,
         chunks=share(width, itemsize, cluster) // inner,
-        vector=vector,
+        vector=ACCESS_BYTES // itemsize,
         warps=(1, WARPS),
         lanes=(1, LANES),
         interpret=interpret,

@@ -90,7 +90,7 @@ def why_not(
 def default_config(x, weight, *, eps, residual=None, zero_centered=False, device: Device) -> Config:
     """From the width alone, but for rows so few that an SM would be idle."""
     del weight, eps, residual, zero_centered
-    block = _triton_call.power_of_two(x.shape[-1])
+    block = tuned.power_of_two(x.shape[-1])
     rows = _triton_call.rows_for(x.size // max(x.shape[-1], 1), block, device)
     warps = _triton_call.warps_for(rows * block)
     # Four numbers live for each of the row, so half as many a thread
@@ -104,7 +104,7 @@ def default_config(x, weight, *, eps, residual=None, zero_centered=False, device
 def bucket(x, weight, *, eps, residual=None, zero_centered=False) -> str:
     """The key of a tuned row: dtype, width, and rows up to a power of two."""
     del weight, eps, zero_centered
-    rows = _triton_call.power_of_two(x.size // max(x.shape[-1], 1))
+    rows = tuned.power_of_two(x.size // max(x.shape[-1], 1))
     kind = "" if residual is None else " residual"
     return f"{x.dtype} {rows}x{x.shape[-1]}{kind}"
 
@@ -162,7 +162,7 @@ class _Static:
     def constants(self, width: int) -> dict[str, Any]:
         return {
             "WIDTH": width,
-            "BLOCK": _triton_call.power_of_two(width),
+            "BLOCK": tuned.power_of_two(width),
             "EPS": self.eps,
             "ZERO_CENTERED": self.zero_centered,
         }

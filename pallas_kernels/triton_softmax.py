@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels import _triton_call, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.device import Device
-from pallas_kernels.softmax import check
+from pallas_kernels.softmax import check, scale_gradient
 
 MAX_WIDTH = 2**30  # columns are counted in 32 bits, those of a block past the end too
 MAX_ROWS = 2**31 - 1
@@ -107,7 +107,7 @@ def default_config(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: De
     del scale, mask, causal
     width, sms = x.shape[axis], max(device.num_sms, 1)
     count = x.size // max(width, 1)
-    block = _triton_call.power_of_two(width)
+    block = tuned.power_of_two(width)
     if block <= 16384:  # 32 numbers a thread of 16 warps
         rows = _triton_call.rows_for(count, block, device)
         return Config(block, rows, _triton_call.warps_for(rows * block))
@@ -117,14 +117,14 @@ def default_config(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: De
     block = 4096
     while block > 1024 and count * -(-width // block) < 2 * sms:
         block //= 2
-    parts = _triton_call.power_of_two(-(-4 * sms // count)) if count < sms else 1
+    parts = tuned.power_of_two(-(-4 * sms // count)) if count < sms else 1
     return Config(block, 1, _triton_call.warps_for(block), min(parts, -(-width // block)))
 
 
 def bucket(x, *, scale=1.0, mask=None, causal=False, axis=-1) -> str:
     """The key of a tuned row: dtype, rows up to a power of two, width, and what is masked."""
     del scale
-    count = _triton_call.power_of_two(x.size // max(x.shape[axis], 1))
+    count = tuned.power_of_two(x.size // max(x.shape[axis], 1))
     kind = (" mask" if mask is not None else "") + (" causal" if causal else "")
     return f"{x.dtype} {count}x{x.shape[axis]}{kind}"
 
@@ -134,7 +134,7 @@ def candidates(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: Device
     kwargs = {"scale": scale, "mask": mask, "causal": causal, "axis": axis}
     default = default_config(x, **kwargs, device=device)
     width = x.shape[axis]
-    block = _triton_call.power_of_two(width)
+    block = tuned.power_of_two(width)
     found = [default]
     if block <= 32768:
         for rows in (1, 2, 4, 8, 16):
@@ -258,7 +258,7 @@ def _forward(static: _Static, x, scale, mask):
         *(*arrays, *statistics, count),
         out_type=out,
         programs=programs,
-        ALL_PARTS=_triton_call.power_of_two(parts["PARTS"]),
+        ALL_PARTS=tuned.power_of_two(parts["PARTS"]),
         **parts,
     )
 
@@ -297,16 +297,9 @@ def _backward(static: _Static, y, scale, d_y):
         *(y, d_y, scale, inner, count),
         out_type=out,
         programs=programs,
-        ALL_PARTS=_triton_call.power_of_two(parts["PARTS"]),
+        ALL_PARTS=tuned.power_of_two(parts["PARTS"]),
         **parts,
     )
-
-
-def _scale_gradient(x, y, d_y):
-    """A number; XLA leaves it out where nobody asks for it."""
-    p, slope = y.astype(jnp.float32), jnp.where(y == 0, 0, d_y).astype(jnp.float32)
-    d_scores = p * (slope - jnp.sum(p * slope, axis=-1, keepdims=True))
-    return jnp.sum(jnp.where(y == 0, 0, d_scores * x.astype(jnp.float32))).reshape(1)
 
 
 def _softmax_fwd(static, x, scale, mask):
@@ -316,7 +309,7 @@ def _softmax_fwd(static, x, scale, mask):
 
 def _softmax_bwd(static, saved, d_y):
     y, scale, x = saved
-    d_scale = jnp.zeros_like(scale) if x is None else _scale_gradient(x, y, d_y)
+    d_scale = jnp.zeros_like(scale) if x is None else scale_gradient(x, y, d_y)
     return _backward(static, y, scale, d_y), d_scale, None
 
 

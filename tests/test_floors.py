@@ -1,4 +1,4 @@
-"""The house stands: imports go down, an import does no work, no submodule hides a public name."""
+"""Imports go down, an import does no work, no submodule hides a public name."""
 
 import ast
 import fnmatch
@@ -46,7 +46,9 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
     ),
     "pallas_kernels._triton_kernels": "",
-    "pallas_kernels._triton_call": "pallas_kernels._triton_kernels pallas_kernels.device",
+    "pallas_kernels._triton_call": (
+        "pallas_kernels._triton_kernels pallas_kernels.device pallas_kernels.tuned"
+    ),
     "pallas_kernels.triton_rms_norm": (
         "pallas_kernels._triton_call pallas_kernels.device pallas_kernels.rms_norm "
         "pallas_kernels.tuned"
@@ -117,6 +119,7 @@ MAY_IMPORT = {
     "pallas_kernels.quantized_matmul_check": "pallas_kernels.around_product pallas_kernels.packed",
     "pallas_kernels.quantized_matmul": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
+        "pallas_kernels.matmul_finish "
         "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.quantized_matmul_check "
         "pallas_kernels.quantized_matmul_config "
         "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_matmul_tiles "
@@ -228,7 +231,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.gemv": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
-        "pallas_kernels.gemv_kernel pallas_kernels.rms_norm pallas_kernels.tuned"
+        "pallas_kernels.gemv_kernel pallas_kernels.matmul_finish pallas_kernels.rms_norm "
+        "pallas_kernels.tuned"
     ),
     "pallas_kernels.rope_into_cache": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
@@ -370,7 +374,7 @@ MAY_IMPORT = {
     ),
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.families "
-        "jaxllm.finetune jaxllm.plan jaxllm.precision jaxllm.trainer"
+        "jaxllm.finetune jaxllm.plan jaxllm.precision jaxllm.records jaxllm.trainer"
     ),
     "jaxllm.checkpoint": "jaxllm.checkpoint.*",
     "jaxllm": "jaxllm.*",
@@ -379,7 +383,7 @@ MAY_IMPORT = {
 }
 ABOVE_ALL = ("pallas_kernels", "jaxllm", "jaxllm.cli", "jaxllm.__main__")
 
-# What lies below the house. A kernel needs JAX, and the numpy that comes with it, and nothing else.
+# What lies below all of it. A kernel needs JAX, and the numpy that comes with it, and nothing else.
 THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxtyping", "numpy", "triton", "jax_triton"},  # the last where used
     "jaxllm": {

@@ -28,7 +28,7 @@ from pallas_kernels.quantize import dequantize, quantize
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
+H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 needs_references = pytest.mark.skipif(
     not _compat.WRITES_REFERENCES, reason="no kernel of jax 0.10 writes into an array"
 )
@@ -67,7 +67,6 @@ CASES = {
     "in the memory of the gradient, tokens of no whole tile": Case(
         (70, 520, 128), Config(chunk=128, slab=256), keywords={"z_loss": 1e-3}
     ),
-    "a cluster of two": Case((300, 520, 64), Config(chunk=512, cluster=2)),
     "losses of more than 130 nats": Case((66, 264, 64), size=300.0),
     "losses of more than 130 nats, in the memory of the gradient": Case(
         (66, 520, 128), Config(chunk=128, slab=256), size=300.0
@@ -295,9 +294,7 @@ def test_wrong_calls(arrays: Any, keywords: dict[str, Any], sentence: str):
     [
         (Config(stages=5), "stages must be 2 to 4"),
         (Config(snakes=(8, 0, 8)), "snakes must be three, 1 at least"),
-        (Config(cluster=3), "cluster must be 1 or 2"),
         (Config(chunk=100), "chunk must be a multiple of 128"),
-        (Config(chunk=128, cluster=2), "chunk must be a multiple of 128 times cluster"),
         (Config(slab=128), "slab must be a multiple of 256"),
     ],
 )

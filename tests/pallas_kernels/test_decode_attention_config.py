@@ -63,6 +63,18 @@ def heads_with_scales(k, group, h) -> dict[str, Any]:
     return shapes(k * group, k, h, batch=1, **packed)
 
 
+def test_a_measured_config_that_does_not_fit_is_left(monkeypatch):
+    """Its key rounds the room for keys up; the caller has said nothing wrong."""
+    x = jax.ShapeDtypeStruct
+    cache, scale = x((2, 192, 2, 64), jnp.int8), x((2, 192, 2), jnp.float32)
+    call = shapes(k_cache=cache, v_cache=cache, k_scale=scale, v_scale=scale)
+    measured = Config(tile=128)
+    assert config_problem(measured, call["q"], cache) is not None
+    monkeypatch.setattr("pallas_kernels.tuned.lookup", lambda *_: measured)
+    out = jax.eval_shape(lambda call: decode_attention(**call, interpret=True), call)
+    assert out.shape == call["q"].shape
+
+
 @pytest.mark.parametrize(
     ("call", "device", "phrase"),
     [

@@ -31,9 +31,8 @@ from pallas_kernels.flash_attention_blocks import block_ranges
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
+H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 SMALL = Config(kv_block=64)
-AHEAD = Config(kv_block=64, ahead=True)
 ALONE = Config(kv_block=64, consumers=1, q_stages=1)
 THREE = Config(kv_block=64, consumers=3, stages=3)
 NO_TURNS = Config(kv_block=32, q_stages=1, turns=False)
@@ -89,11 +88,11 @@ INTERPRETED = {
     "heads of 96": Case((1, 128, 257, 1, 1, 96), keywords=FULL),
     "heads of 256": Case((1, 17, 257, 2, 2, 256), dtype=F16, config=None),
     "heads of 160, one key": Case((1, 17, 1, 1, 1, 160), config=None),
-    "more queries than keys": Case((1, 257, 100, 3, 1, 64), config=AHEAD),
+    "more queries than keys": Case((1, 257, 100, 3, 1, 64)),
     "three consumers": Case((1, 257, 257, 1, 1, 64), config=THREE),
     "no turns": Case((1, 128, 257, 2, 1, 64), config=NO_TURNS, keywords={"scale": 0.5}),
     "negative scale": Case((1, 128, 128, 1, 1, 64), keywords={"scale": -0.1}),
-    "window": Case((1, 257, 257, 2, 1, 64), config=AHEAD, keywords={"window": 70}),
+    "window": Case((1, 257, 257, 2, 1, 64), keywords={"window": 70}),
     "window of one": Case((1, 128, 128, 1, 1, 64), keywords={"window": 1}),
     "window on both sides": Case(
         (2, 128, 257, 1, 1, 96), lengths=(100, 257), keywords={**FULL, "window": 33}
@@ -107,7 +106,7 @@ INTERPRETED = {
     ),
     "lengths": Case((3, 128, 257, 1, 1, 64), "sinks", lengths=(0, 130, 257)),
     "lengths, all keys": Case((3, 17, 257, 1, 1, 64), lengths=(0, 1, 200), keywords=FULL),
-    "documents": Case((2, 257, 257, 1, 1, 64), "segments", config=AHEAD),
+    "documents": Case((2, 257, 257, 1, 1, 64), "segments"),
     "documents, all keys": Case((1, 128, 257, 3, 1, 128), "segments", keywords=FULL),
     "documents in no order": Case((1, 128, 128, 3, 1, 64), "mixed sinks", F16, keywords=FULL),
     "everything": Case(
@@ -258,7 +257,6 @@ def test_a_traced_scale_is_refused():
         ({"sinks": jnp.zeros(3, F32)}, "one number a query head"),
         ({"config": Config(kv_block=8)}, "kv_block must be a multiple of 32"),
         ({"config": Config(consumers=4)}, "consumers must be one of"),
-        ({"config": Config(q_stages=1, ahead=True)}, "ahead needs two q_stages"),
         ({"config": Config(stages=1)}, "stages must be 2 at least"),
         ({"config": Config(kv_block=256, consumers=3)}, "registers"),
         ({"config": Config(stages=16)}, "bytes on chip"),
@@ -371,7 +369,7 @@ def test_on_the_device(name: str):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "config", [SMALL, ALONE, THREE, NO_TURNS, Config(96, stages=3, q_stages=1), AHEAD]
+    "config", [SMALL, ALONE, THREE, NO_TURNS, Config(96, stages=3, q_stages=1)]
 )
 def test_each_config_on_the_device(config: Config):
     for case in (Case((2, 513, 777, 4, 2, 64)), Case((1, 300, 777, 2, 1, 128), keywords=FULL)):

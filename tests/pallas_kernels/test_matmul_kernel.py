@@ -93,7 +93,7 @@ def test_int8_bit_for_bit(m: int):
         (67, 80, 144, NARROW),  # one past a tile, in all three
         (3, 24, 1008, Config(64, 16, 256, 1, 2)),
         (130, 72, 272, Config(128, 64, 128, 2, 3, snake=1)),
-        (200, 72, 144, Config(128, 64, 128, 2, 2, cluster=2)),
+        (200, 72, 144, Config(128, 64, 128, 2, 2)),
         (5, 40, 144, None),
     ],
     ids=str,
@@ -184,7 +184,7 @@ BLOCKS: Any = {
     "a rest of N and of K": ((67, 160, 272), {}, WIDE, ""),
     "16 columns, a rest of K": ((3, 24, 272), {}, Config(64, 16, 128, 1, 3), ""),
     "bias, residual": ((67, 160, 144), {}, NARROW, "bias residual"),
-    "a cluster of two": ((200, 136, 272), {}, Config(128, 64, 128, 2, 2, cluster=2), ""),
+    "two tiles of rows": ((200, 136, 272), {}, Config(128, 64, 128, 2, 2), ""),
     "swiglu": ((67, 128, 272), {"epilogue": "swiglu"}, WIDE, "bias"),
     "swiglu, gate and up in one block": ((5, 64, 272), {"epilogue": "swiglu"}, None, ""),
     "gelu, the default tile": ((130, 72, 144), {"epilogue": "gelu"}, None, "bias"),

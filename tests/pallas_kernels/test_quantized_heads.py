@@ -38,7 +38,7 @@ from pallas_kernels.quantized_tiles_config import Tiles
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
-H200 = Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
+H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 written = pytest.mark.skipif(
     not _compat.WRITES_REFERENCES, reason="jax 0.10 writes into no array that is there"
 )

@@ -52,7 +52,7 @@ from pallas_kernels.quantized_matmul_config import Static
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
+H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 
 
 CALLS: Any = {

@@ -64,7 +64,7 @@ transposed = pytest.mark.skipif(
     not _compat.INTERPRETS_TRANSPOSED_WGMMA,
     reason="the interpreter of jax 0.10 has no transposed wgmma operand",
 )
-H200 = Device("gpu", "NVIDIA H200", 9.0, 132, 150_000_000_000)
+H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 
 
 def whole_accesses(ref: Any) -> Any:
