@@ -245,7 +245,9 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--batch", "3", "--micro-batches", "2"), "3 rows cannot be split into 2 equal"),
         (("--eval-every", "0"), "eval_every must be at least 1, got 0"),
         (("--save-every", "0"), "save_every must be at least 1, got 0"),
-        (("--seed", "-1"), "seed must be at least 0, got -1"),
+        (("--seed", "-1"), "seed must be from 0 to 2**32 - 1, got -1"),
+        (("--seed", f"{2**32}"), "seed must be from 0 to 2**32 - 1, got 4294967296"),
+        (("--full", "--targets", "q_proj"), "targets 'q_proj' are of adapters"),
     ],
 )
 def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):
