@@ -395,6 +395,7 @@ def prompt_tokens(example: data.Example) -> list[int]:
 
 
 def _sample(model: Transformer, tokenizer: Tokenizer, prompt: list[int]) -> str:
+    prompt = prompt[: model.config.max_position_embeddings - 1]  # a new token needs one
     result = generate(model, tokenizer, [prompt], max_new_tokens=SAMPLE)
     assert result.texts is not None
     return result.texts[0]

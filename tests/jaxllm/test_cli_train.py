@@ -14,7 +14,7 @@ import tiny_models
 import jaxllm
 from jaxllm import cli, lora, metrics, plan, train
 from jaxllm.checkpoint import native
-from jaxllm.finetune import Recipe
+from jaxllm.finetune import Recipe, _sample
 from jaxllm.trainer import Fitted, Trainer
 
 pytest.importorskip("grain", reason="grain is not installed: pip install 'jaxllm[train]'")
@@ -424,6 +424,15 @@ def test_long_records_are_split_where_that_is_asked_for(tune, fitted, tmp_path):
     code, _, err = tune(tmp_path / "out", "--on-long", "split", data=file)
     assert code == 0, err
     assert " split" in err
+
+
+def test_a_prompt_that_takes_all_positions_has_a_sample(folder):
+    model, tokenizer = jaxllm.load(folder, dtype="float32")
+    assert tokenizer is not None
+    prompt = list(range(100, 100 + CONFIG.max_position_embeddings))
+    sample = _sample(model, tokenizer, prompt)
+    assert sample == _sample(model, tokenizer, prompt[:-1])
+    assert sample
 
 
 def test_a_base_to_pack_is_loaded_into_the_hosts_memory(folder, monkeypatch):
