@@ -100,10 +100,14 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"finetune: {name} must be at least 1, got {value}")
-        if self.seed < 0:
-            raise ValueError(f"finetune: seed must be at least 0, got {self.seed}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"finetune: seed must be from 0 to 2**32 - 1, got {self.seed}")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(f"finetune: learning_rate must be positive, got {self.learning_rate}")
+        if self.method == "full" and self.targets != "all-linear":
+            raise ValueError(
+                f"finetune: targets {self.targets!r} are of adapters, and method 'full' has none"
+            )
         if self.epochs is not None and self.steps is not None:
             raise ValueError("finetune: give epochs or steps, not both")
         policy = None if self.precision is None else precision.policy(self.precision)
@@ -391,6 +395,7 @@ def prompt_tokens(example: data.Example) -> list[int]:
 
 
 def _sample(model: Transformer, tokenizer: Tokenizer, prompt: list[int]) -> str:
+    prompt = prompt[: model.config.max_position_embeddings - 1]  # a new token needs one
     result = generate(model, tokenizer, [prompt], max_new_tokens=SAMPLE)
     assert result.texts is not None
     return result.texts[0]

@@ -86,7 +86,8 @@ class Rows:
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`; a last line that was cut off is left out."""
     rows = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    # Bytes: what was cut off may end within a character, and a text has more ends of lines
+    for line in file.read_bytes().splitlines():
         try:
             rows.append(json.loads(line))
         except ValueError:

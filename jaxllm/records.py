@@ -272,8 +272,8 @@ def encode(
     (`Tokenizer.encode_answers`). prompt and completion: one behind the other as they are, without
     a space between; the completion is the target. text: all of it is.
     A BOS comes first where `Tokenizer.encode` writes one, and `stop_id` (the tokenizer's EOS if
-    None) last, as a target, so that the model learns to stop; after a chat, only where its last
-    answer has none.
+    None) last, as a target, so that the model learns to stop; after a chat, only where it ends with
+    an answer that has none.
 
     A key is the name of a field. prompt_key and completion_key may also be a format with the names
     of fields, all of which must be there: "Question: {question}\nAnswer:". Or a list of names,
@@ -370,7 +370,8 @@ def _chat(tokenizer: Tokenizer, messages: list[Any], stop: int, first: int = 0) 
         raise ValueError("there is no message of the assistant, and so nothing to learn")
     last = len(answers) - 1 - answers[::-1].index(True)
     begin = next((i + 1 for i in range(last, -1, -1) if not answers[i]), 0)
-    if stop not in ids[begin:]:
+    # Behind another's message the end would be no answer's
+    if messages[-1]["role"] == "assistant" and stop not in ids[begin:]:
         ids, answers = [*ids, stop], [*answers, True]
     return _example(ids, answers)
 

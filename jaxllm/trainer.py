@@ -247,7 +247,7 @@ class Trainer:
                 read(LAG)
                 profile.after(i)
                 evaluates = i % self.eval_every == 0 or i == self.steps
-                saves = i % self.save_every == 0 or i == self.steps or stop.is_set()
+                saves = i % self.save_every == 0 or i == self.steps
                 if evaluates:
                     read(1)
                     jax.block_until_ready(numbers)
@@ -255,6 +255,7 @@ class Trainer:
                     row |= self._measure(i)
                     loss = row.get("held_out_loss", math.inf)
                     saves, lowest = saves or loss < lowest, min(lowest, loss)
+                saves = saves or stop.is_set()  # which may have come during the evaluation
                 if evaluates or saves:
                     read(0)  # its rows are there before the checkpoint that goes on from them
                     speed.pause()
@@ -263,7 +264,7 @@ class Trainer:
                     loss = row.get("held_out_loss")
                     key = jax.random.key(0)  # nothing draws: rounding takes its key from the step
                     checkpoints.save(self.state, key=key, position=notes, loss=loss)
-                if stop.is_set() and i < self.steps:
+                if saves and stop.is_set() and i < self.steps:
                     checkpoints.wait()
                     raise StoppedError(checkpoints.latest_step)
 

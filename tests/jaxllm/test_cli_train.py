@@ -14,7 +14,7 @@ import tiny_models
 import jaxllm
 from jaxllm import cli, lora, metrics, plan, train
 from jaxllm.checkpoint import native
-from jaxllm.finetune import Recipe
+from jaxllm.finetune import Recipe, _sample
 from jaxllm.trainer import Fitted, Trainer
 
 pytest.importorskip("grain", reason="grain is not installed: pip install 'jaxllm[train]'")
@@ -245,7 +245,9 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--batch", "3", "--micro-batches", "2"), "3 rows cannot be split into 2 equal"),
         (("--eval-every", "0"), "eval_every must be at least 1, got 0"),
         (("--save-every", "0"), "save_every must be at least 1, got 0"),
-        (("--seed", "-1"), "seed must be at least 0, got -1"),
+        (("--seed", "-1"), "seed must be from 0 to 2**32 - 1, got -1"),
+        (("--seed", f"{2**32}"), "seed must be from 0 to 2**32 - 1, got 4294967296"),
+        (("--full", "--targets", "q_proj"), "targets 'q_proj' are of adapters"),
     ],
 )
 def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):
@@ -422,6 +424,15 @@ def test_long_records_are_split_where_that_is_asked_for(tune, fitted, tmp_path):
     code, _, err = tune(tmp_path / "out", "--on-long", "split", data=file)
     assert code == 0, err
     assert " split" in err
+
+
+def test_a_prompt_that_takes_all_positions_has_a_sample(folder):
+    model, tokenizer = jaxllm.load(folder, dtype="float32")
+    assert tokenizer is not None
+    prompt = list(range(100, 100 + CONFIG.max_position_embeddings))
+    sample = _sample(model, tokenizer, prompt)
+    assert sample == _sample(model, tokenizer, prompt[:-1])
+    assert sample
 
 
 def test_a_base_to_pack_is_loaded_into_the_hosts_memory(folder, monkeypatch):

@@ -238,6 +238,12 @@ def test_only_answers_of_a_chat_are_learnt(tokenizer):
     assert example.targets[first - 1] != IGNORE
 
 
+def test_a_chat_that_another_ends_is_not_ended_as_an_answer(tokenizer):
+    ended = encode({"messages": chat("hello", "there")}, tokenizer)
+    example = encode({"messages": chat("hello", "there", "the")}, tokenizer)
+    assert learnt(ended) == [*learnt(example), tokenizer.eos_id]
+
+
 def test_a_template_that_ends_its_answers_gets_no_second_end():
     tokenizer = make(chat_template=CHAT.replace("}}\n", "}}</s>\n"))
     example = encode({"messages": chat("a", "b", "c", "d")}, tokenizer)

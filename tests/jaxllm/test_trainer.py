@@ -263,6 +263,22 @@ def test_ctrl_c_saves_and_a_resumed_run_equals_one_that_was_not_stopped(tmp_path
     assert numbers_of(out) == numbers_of(whole[0])
 
 
+def test_ctrl_c_during_an_evaluation_that_is_no_better_saves_too(tmp_path, whole, monkeypatch):
+    def measure(self, i, measure=Trainer._measure):
+        measured = measure(self, i)
+        if i == 4:
+            signal.raise_signal(signal.SIGINT)
+            measured["held_out_loss"] += 100
+        return measured
+
+    monkeypatch.setattr(Trainer, "_measure", measure)
+    with pytest.raises(StoppedError, match="saved at step 4"):
+        trainer(tmp_path, save_every=8, eval_every=2).fit()
+    monkeypatch.undo()
+    fitted = trainer(tmp_path, save_every=8, eval_every=2).fit(resume=True)
+    assert_same(arrays(fitted.params), whole[1])
+
+
 def test_ctrl_c_says_which_step_is_there(tmp_path, monkeypatch):
     class Interrupting(Counting):
         def __next__(self):
@@ -397,6 +413,17 @@ def test_rows_after_the_checkpoint_are_dropped_and_a_cut_line_is_no_row(tmp_path
     ]
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 5
     assert "Grüße" in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
+
+
+def test_rows_hold_any_sample_and_a_character_may_be_cut_off(tmp_path):
+    sample = "one\u2028two\x85three\r\nfour"
+    with metrics.Rows(tmp_path) as rows:
+        for step in range(2):
+            rows.write({"step": step, "sample": sample})
+    with (tmp_path / "metrics.jsonl").open("ab") as stream:
+        stream.write('{"step": 2, "sample": "ü'.encode()[:-1])
+    with metrics.Rows(tmp_path, resume_at=1) as rows:
+        assert rows.rows == [{"step": step, "sample": sample} for step in range(2)]
 
 
 def test_the_bar_says_loss_speed_mfu_and_memory(said):
