@@ -178,8 +178,9 @@ def _gemma(hf: _Keys, *, period: int) -> dict[str, Any]:
 
 
 def _gemma3(hf: _Keys) -> dict[str, Any]:
+    """transformers leaves its attention without a soft cap, whatever the file says of one."""
     gemma = _gemma(hf, period=hf.size("sliding_window_pattern", 6))
-    return {"qk_norm": True, **gemma, **_soft_caps(hf, None, None)}
+    return {"qk_norm": True, **gemma, **_soft_cap(hf, "final_logit_softcapping", None)}
 
 
 def _bitnet(hf: _Keys) -> dict[str, Any]:
@@ -222,9 +223,8 @@ def _bit_linears(hf: _Keys, *, fused: bool) -> dict[str, Any]:
     return {"bit_linear": True, "modules_to_not_convert": kept}
 
 
-def _soft_caps(hf: _Keys, attention: float | None, final: float | None) -> dict[str, Any]:
-    defaults = {"attn_logit_softcapping": attention, "final_logit_softcapping": final}
-    return {key: hf.unless_null(hf.number, key, default) for key, default in defaults.items()}
+def _soft_cap(hf: _Keys, key: str, default: float | None) -> dict[str, Any]:
+    return {key: hf.unless_null(hf.number, key, default)}
 
 
 def _write_window(config: ModelConfig) -> dict[str, Any]:
@@ -253,7 +253,6 @@ def _write_gemma(config: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": _whole(config.query_pre_attn_scalar),
         "sliding_window": config.sliding_window,
         "layer_types": list(config.layer_types),
-        "attn_logit_softcapping": config.attn_logit_softcapping,
         "final_logit_softcapping": config.final_logit_softcapping,
     }
 
@@ -291,8 +290,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
-        lambda hf: {**_gemma(hf, period=2), **_soft_caps(hf, 50.0, 30.0)},
-        write=_write_gemma,
+        lambda hf: {
+            **_gemma(hf, period=2),
+            **_soft_cap(hf, "attn_logit_softcapping", 50.0),
+            **_soft_cap(hf, "final_logit_softcapping", 30.0),
+        },
+        write=lambda config: {
+            **_write_gemma(config),
+            "attn_logit_softcapping": config.attn_logit_softcapping,
+        },
         tied_by_default=True,
         head_dim_by_default=256,
     ),

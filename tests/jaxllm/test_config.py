@@ -451,6 +451,7 @@ def test_an_inert_key_passes(key, value):
         (GEMMA2, "use_bidirectional_attention", True),
         (GEMMA2, "rope_local_base_freq", 1e4),
         (GEMMA3, "use_res_clamp", True),
+        (GEMMA3, "attn_logit_softcapping", 50.0),  # transformers computes without it
         (LLAMA, "add_cross_attention", True),
     ],
 )
@@ -704,7 +705,7 @@ def test_a_runtime_that_cannot_be(kwargs, sentence):
     [
         (dataclasses.replace(TINY, qk_norm=True), "qk_norm=True"),
         (dataclasses.replace(TINY, qkv_bias=True), "qkv_bias=True"),
-        (dataclasses.replace(ALL, mlp_bias=True), "mlp_bias=True"),
+        (dataclasses.replace(ALL, mlp_bias=True), "mlp_bias=True, attn_logit_softcapping=4.0"),
         (dataclasses.replace(TINY, rope=Rope(1e4, attention_factor=2.0)), "rope=Rope"),
         (dataclasses.replace(SLIDING, model_type="mistral"), "layer_types="),
     ],
