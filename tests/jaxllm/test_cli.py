@@ -457,6 +457,21 @@ def test_a_full_disk_is_a_sentence(stories, command):
     assert done.stderr == b"jaxllm: No space left on device\n"
 
 
+def test_a_closed_output_is_no_error(capfd, monkeypatch):
+    """As `>&-` leaves it: what is printed goes nowhere."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["inspect"]) == 0
+    assert main(["inspect", "no/such/folder"]) == 2
+    assert capfd.readouterr().err.startswith("jaxllm: there is no folder")
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "-"], ["chat"]])
+def test_a_closed_input_is_a_sentence(capsys, monkeypatch, command):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main([*command, NO_CACHE]) == 2
+    assert capsys.readouterr().err == "jaxllm: there is no standard input\n"
+
+
 def test_ctrl_c_ends_without_a_traceback(talker):
     command = [sys.executable, "-m", "jaxllm", "chat", str(talker), NO_CACHE]
     process = subprocess.Popen(
