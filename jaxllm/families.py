@@ -366,8 +366,9 @@ ROPE_INERT_AT = {"factor": 1, "attention_factor": 1, "partial_rotary_factor": 1}
 ROPE_INERT = {"original_max_position_embeddings"}
 
 
-def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, phi: bool) -> Rope:
+def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, model_type: str) -> Rope:
     """One `rope_parameters` (or `rope_scaling`); `theta` and the rest of the file fill its gaps."""
+    phi = model_type == "phi3"
     kind = spec.get("rope_type") or spec.get("type") or "default"
     if kind in ("su", "yarn") and phi:
         kind = "longrope"  # the names Phi-3 gave it before the field had one
@@ -386,9 +387,11 @@ def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, phi: bool) -> Rop
         values["partial_rotary_factor"] = rope.number("partial_rotary_factor", whole)
     positions = original = hf.size("max_position_embeddings")
     if kind in ("llama3", "yarn", "longrope"):
-        # The entry beside the dictionary wins over the one inside, and so does Phi3Config's default
-        inside = 4096 if phi else rope.size("original_max_position_embeddings", positions)
-        original = hf.size("original_max_position_embeddings", inside)
+        # The entry beside the dictionary wins over the one inside, and so does Phi3Config's
+        # default; but not in a family with a dictionary for each kind of layer
+        original = 4096 if phi else rope.size("original_max_position_embeddings", positions)
+        if model_type != "gemma3_text":
+            original = hf.size("original_max_position_embeddings", original)
         values["original_max_position_embeddings"] = original
     if kind in ("linear", "llama3"):
         values["factor"] = rope.number("factor")
@@ -432,13 +435,12 @@ def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, phi: bool) -> Rop
 def _ropes(hf: _Keys, model_type: str) -> dict[str, Rope]:
     """`rope`, and `sliding_rope` where the family has two."""
     scaling, parameters = hf.mapping("rope_scaling"), hf.mapping("rope_parameters")
-    phi = model_type == "phi3"
     if model_type != "gemma3_text":
         # Llama 2's first files carry no rope_theta: it was a constant, 10,000.
         theta = hf.number("rope_theta", 5e5 if model_type == "bitnet" else 1e4)
         if scaling and parameters and scaling != parameters:
             raise ValueError(f"{hf.owner}: rope_scaling and rope_parameters are there and differ")
-        return {"rope": _rope(hf, scaling or parameters, theta=theta, phi=phi)}
+        return {"rope": _rope(hf, scaling or parameters, theta=theta, model_type=model_type)}
     if unknown := sorted(set(parameters) - set(LAYER_TYPES)):
         raise ValueError(
             f"{hf.owner}: rope_parameters has unknown keys {', '.join(unknown)}; {model_type} has "
@@ -448,8 +450,8 @@ def _ropes(hf: _Keys, model_type: str) -> dict[str, Rope]:
     full, sliding = (kinds.mapping(kind) for kind in LAYER_TYPES)
     theta, local = hf.number("rope_theta", 1e6), hf.number("rope_local_base_freq", 1e4)
     return {
-        "rope": _rope(hf, {**full, **scaling}, theta=theta, phi=phi),
-        "sliding_rope": _rope(hf, sliding, theta=local, phi=phi),
+        "rope": _rope(hf, {**full, **scaling}, theta=theta, model_type=model_type),
+        "sliding_rope": _rope(hf, sliding, theta=local, model_type=model_type),
     }
 
 

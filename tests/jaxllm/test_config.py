@@ -331,6 +331,16 @@ def test_old_and_new_spelling_agree(old, new):
     assert from_hf(old) == from_hf(new)
 
 
+@pytest.mark.parametrize(("base", "length"), [(LLAMA, 8), (GEMMA2, 8), (GEMMA3, 32)])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_which_original_length_wins(base, length, key):
+    """The one beside the rope, as transformers has it, but not beside Gemma 3's two."""
+    nested = base is GEMMA3 and key == "rope_parameters"
+    rope = {"full_attention": LLAMA3_ROPE} if nested else LLAMA3_ROPE
+    config = from_hf({**base, key: rope, "original_max_position_embeddings": 8})
+    assert config.rope.original_max_position_embeddings == length
+
+
 @pytest.mark.parametrize("base", [LLAMA, MISTRAL, QWEN, PHI, GEMMA2, GEMMA3])
 def test_reading_changes_nothing_in_the_dictionary(base):
     hf = {**copy.deepcopy(base), "rope_scaling": {"type": "linear", "factor": 2.0}}
