@@ -362,9 +362,15 @@ def _chat(args: argparse.Namespace) -> int:
         "kv_dtype": args.kv_dtype,
     }
     defaults = model.generation
+    settings = {}
     if defaults.do_sample:
-        options |= {name: getattr(defaults, name) for name in SETTINGS if hasattr(defaults, name)}
-    options |= given
+        settings = {name: getattr(defaults, name) for name in SETTINGS if hasattr(defaults, name)}
+    settings |= given
+    try:
+        jaxllm.Sampling.of(1, **settings)
+    except ValueError as error:  # what was given is right: `_settings` has looked
+        raise ValueError(f"{_path(args)}: generation_config.json: {error}") from None
+    options |= settings
     if not defaults.do_sample:
         _check_draws(given)
     seeds = itertools.count(options.get("seed", 0))  # else all answers would be drawn alike
