@@ -649,11 +649,15 @@ def test_a_bad_file_is_named_with_what_is_wrong(hf, sentence):
         ),
         (
             {"layer_types": ("sliding_attention",) * 2},
-            "sliding layers need a positive sliding_window, got None",
+            "sliding layers need a positive sliding_window below .*, got None",
         ),
         (
             {"layer_types": ("sliding_attention",) * 2, "sliding_window": -1},
-            "sliding layers need a positive sliding_window, got -1",
+            "sliding layers need a positive sliding_window below .*, got -1",
+        ),
+        (
+            {"layer_types": ("sliding_attention",) * 2, "sliding_window": 2**31},
+            "sliding layers need a positive sliding_window below .*, got 2147483648",
         ),
         ({"query_pre_attn_scalar": 0.0}, "query_pre_attn_scalar must be positive or None, got 0"),
         ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be positive or None"),
