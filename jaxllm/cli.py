@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 from rich.console import Console
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(args, "compile_cache", False):
             _keep_programs()
         code = args.run(args)
-        sys.stdout.flush()
+        print(end="", flush=True)  # sys.stdout is None where it was closed before Python began
         return code
     except BrokenPipeError:
         _drop_output()
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, NotImplementedError, MemoryError) as error:
         print(f"jaxllm: {_sentence(error)}", file=sys.stderr)
         try:
-            sys.stdout.flush()
+            print(end="", flush=True)
         except OSError:  # it is the output that cannot be written, to a full disk for example
             _drop_output()
         return 2
@@ -235,6 +235,12 @@ def _check_draws(settings: dict[str, Any]) -> None:
         )
 
 
+def _standard_input() -> TextIO:
+    if sys.stdin is None:
+        raise ValueError("there is no standard input")
+    return sys.stdin
+
+
 def _path(args: argparse.Namespace) -> Any:
     return shipped_checkpoint() if args.model is None else args.model
 
@@ -285,7 +291,7 @@ def _bar(text: str, column: Any) -> Iterator[Callable[[int, int], None]]:
 def _generate(args: argparse.Namespace) -> int:
     texts = args.prompt or [DEFAULT_PROMPT]
     if "-" in texts:
-        texts = [sys.stdin.read() if text == "-" else text for text in texts]
+        texts = [_standard_input().read() if text == "-" else text for text in texts]
     for i, text in enumerate(texts):
         if not text:
             raise ValueError(f"prompt {i} is empty; give at least one character")
@@ -345,6 +351,7 @@ def _print_speed(result: jaxllm.GenerationResult, note: str = "") -> None:
 
 def _chat(args: argparse.Namespace) -> int:
     given = _settings(args, 1)
+    terminal = _standard_input().isatty()
     cli_quantize.check(args)
     model, tokenizer = _load(args)
     if tokenizer is None or not tokenizer.has_chat_template:
@@ -355,15 +362,20 @@ def _chat(args: argparse.Namespace) -> int:
         "kv_dtype": args.kv_dtype,
     }
     defaults = model.generation
+    settings = {}
     if defaults.do_sample:
-        options |= {name: getattr(defaults, name) for name in SETTINGS if hasattr(defaults, name)}
-    options |= given
+        settings = {name: getattr(defaults, name) for name in SETTINGS if hasattr(defaults, name)}
+    settings |= given
+    try:
+        jaxllm.Sampling.of(1, **settings)
+    except ValueError as error:  # what was given is right: `_settings` has looked
+        raise ValueError(f"{_path(args)}: generation_config.json: {error}") from None
+    options |= settings
     if not defaults.do_sample:
         _check_draws(given)
     seeds = itertools.count(options.get("seed", 0))  # else all answers would be drawn alike
     start = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(start)
-    terminal = sys.stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):  # a Python may be built without it
             import readline  # noqa: F401  gives `input` line editing and history

@@ -168,9 +168,10 @@ class ModelConfig:
                     f"config: layer type {kind!r} is not one of {', '.join(LAYER_TYPES)}"
                 )
         window = self.sliding_window
-        if "sliding_attention" in self.layer_types and not (isinstance(window, int) and window > 0):
+        is_window = isinstance(window, int) and 0 < window < 2**31  # positions are int32
+        if "sliding_attention" in self.layer_types and not is_window:
             raise ValueError(
-                f"config: sliding layers need a positive sliding_window, got {window!r}"
+                f"config: sliding layers need a positive sliding_window below 2**31, got {window!r}"
             )
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
             value = getattr(self, name)

@@ -178,8 +178,9 @@ def _gemma(hf: _Keys, *, period: int) -> dict[str, Any]:
 
 
 def _gemma3(hf: _Keys) -> dict[str, Any]:
+    """transformers leaves its attention without a soft cap, whatever the file says of one."""
     gemma = _gemma(hf, period=hf.size("sliding_window_pattern", 6))
-    return {"qk_norm": True, **gemma, **_soft_caps(hf, None, None)}
+    return {"qk_norm": True, **gemma, **_soft_cap(hf, "final_logit_softcapping", None)}
 
 
 def _bitnet(hf: _Keys) -> dict[str, Any]:
@@ -222,9 +223,8 @@ def _bit_linears(hf: _Keys, *, fused: bool) -> dict[str, Any]:
     return {"bit_linear": True, "modules_to_not_convert": kept}
 
 
-def _soft_caps(hf: _Keys, attention: float | None, final: float | None) -> dict[str, Any]:
-    defaults = {"attn_logit_softcapping": attention, "final_logit_softcapping": final}
-    return {key: hf.unless_null(hf.number, key, default) for key, default in defaults.items()}
+def _soft_cap(hf: _Keys, key: str, default: float | None) -> dict[str, Any]:
+    return {key: hf.unless_null(hf.number, key, default)}
 
 
 def _write_window(config: ModelConfig) -> dict[str, Any]:
@@ -253,7 +253,6 @@ def _write_gemma(config: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": _whole(config.query_pre_attn_scalar),
         "sliding_window": config.sliding_window,
         "layer_types": list(config.layer_types),
-        "attn_logit_softcapping": config.attn_logit_softcapping,
         "final_logit_softcapping": config.final_logit_softcapping,
     }
 
@@ -291,8 +290,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
-        lambda hf: {**_gemma(hf, period=2), **_soft_caps(hf, 50.0, 30.0)},
-        write=_write_gemma,
+        lambda hf: {
+            **_gemma(hf, period=2),
+            **_soft_cap(hf, "attn_logit_softcapping", 50.0),
+            **_soft_cap(hf, "final_logit_softcapping", 30.0),
+        },
+        write=lambda config: {
+            **_write_gemma(config),
+            "attn_logit_softcapping": config.attn_logit_softcapping,
+        },
         tied_by_default=True,
         head_dim_by_default=256,
     ),
@@ -360,8 +366,9 @@ ROPE_INERT_AT = {"factor": 1, "attention_factor": 1, "partial_rotary_factor": 1}
 ROPE_INERT = {"original_max_position_embeddings"}
 
 
-def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, phi: bool) -> Rope:
+def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, model_type: str) -> Rope:
     """One `rope_parameters` (or `rope_scaling`); `theta` and the rest of the file fill its gaps."""
+    phi = model_type == "phi3"
     kind = spec.get("rope_type") or spec.get("type") or "default"
     if kind in ("su", "yarn") and phi:
         kind = "longrope"  # the names Phi-3 gave it before the field had one
@@ -380,9 +387,11 @@ def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, phi: bool) -> Rop
         values["partial_rotary_factor"] = rope.number("partial_rotary_factor", whole)
     positions = original = hf.size("max_position_embeddings")
     if kind in ("llama3", "yarn", "longrope"):
-        # The entry beside the dictionary wins over the one inside, and so does Phi3Config's default
-        inside = 4096 if phi else rope.size("original_max_position_embeddings", positions)
-        original = hf.size("original_max_position_embeddings", inside)
+        # The entry beside the dictionary wins over the one inside, and so does Phi3Config's
+        # default; but not in a family with a dictionary for each kind of layer
+        original = 4096 if phi else rope.size("original_max_position_embeddings", positions)
+        if model_type != "gemma3_text":
+            original = hf.size("original_max_position_embeddings", original)
         values["original_max_position_embeddings"] = original
     if kind in ("linear", "llama3"):
         values["factor"] = rope.number("factor")
@@ -426,13 +435,12 @@ def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, phi: bool) -> Rop
 def _ropes(hf: _Keys, model_type: str) -> dict[str, Rope]:
     """`rope`, and `sliding_rope` where the family has two."""
     scaling, parameters = hf.mapping("rope_scaling"), hf.mapping("rope_parameters")
-    phi = model_type == "phi3"
     if model_type != "gemma3_text":
         # Llama 2's first files carry no rope_theta: it was a constant, 10,000.
         theta = hf.number("rope_theta", 5e5 if model_type == "bitnet" else 1e4)
         if scaling and parameters and scaling != parameters:
             raise ValueError(f"{hf.owner}: rope_scaling and rope_parameters are there and differ")
-        return {"rope": _rope(hf, scaling or parameters, theta=theta, phi=phi)}
+        return {"rope": _rope(hf, scaling or parameters, theta=theta, model_type=model_type)}
     if unknown := sorted(set(parameters) - set(LAYER_TYPES)):
         raise ValueError(
             f"{hf.owner}: rope_parameters has unknown keys {', '.join(unknown)}; {model_type} has "
@@ -442,8 +450,8 @@ def _ropes(hf: _Keys, model_type: str) -> dict[str, Rope]:
     full, sliding = (kinds.mapping(kind) for kind in LAYER_TYPES)
     theta, local = hf.number("rope_theta", 1e6), hf.number("rope_local_base_freq", 1e4)
     return {
-        "rope": _rope(hf, {**full, **scaling}, theta=theta, phi=phi),
-        "sliding_rope": _rope(hf, sliding, theta=local, phi=phi),
+        "rope": _rope(hf, {**full, **scaling}, theta=theta, model_type=model_type),
+        "sliding_rope": _rope(hf, sliding, theta=local, model_type=model_type),
     }
 
 

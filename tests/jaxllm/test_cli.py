@@ -221,6 +221,22 @@ def test_chat_needs_a_template(stories, capsys):
     assert "no chat template; use jaxllm generate" in capsys.readouterr().err
 
 
+def test_what_a_checkpoint_says_of_sampling_is_looked_at(talker, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "odd"
+    shutil.copytree(talker, folder)
+    (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": -1}')
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    arguments = ["chat", str(folder), "--max-new-tokens", "2", NO_CACHE]
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        f"jaxllm: {folder}: generation_config.json: sampling: top_k must be an integer, 0 (off) or "
+        "more, got -1\n"
+    )
+    assert main([*arguments, "--top-k", "3"]) == 0  # it is not what is done
+
+
 def test_inspect_says_what_is_there_and_what_would_run(stories, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["inspect", str(stories)]) == 0
@@ -455,6 +471,21 @@ def test_a_full_disk_is_a_sentence(stories, command):
         )
     assert done.returncode == 2
     assert done.stderr == b"jaxllm: No space left on device\n"
+
+
+def test_a_closed_output_is_no_error(capfd, monkeypatch):
+    """As `>&-` leaves it: what is printed goes nowhere."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["inspect"]) == 0
+    assert main(["inspect", "no/such/folder"]) == 2
+    assert capfd.readouterr().err.startswith("jaxllm: there is no folder")
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "-"], ["chat"]])
+def test_a_closed_input_is_a_sentence(capsys, monkeypatch, command):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main([*command, NO_CACHE]) == 2
+    assert capsys.readouterr().err == "jaxllm: there is no standard input\n"
 
 
 def test_ctrl_c_ends_without_a_traceback(talker):

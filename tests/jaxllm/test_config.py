@@ -331,6 +331,16 @@ def test_old_and_new_spelling_agree(old, new):
     assert from_hf(old) == from_hf(new)
 
 
+@pytest.mark.parametrize(("base", "length"), [(LLAMA, 8), (GEMMA2, 8), (GEMMA3, 32)])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_which_original_length_wins(base, length, key):
+    """The one beside the rope, as transformers has it, but not beside Gemma 3's two."""
+    nested = base is GEMMA3 and key == "rope_parameters"
+    rope = {"full_attention": LLAMA3_ROPE} if nested else LLAMA3_ROPE
+    config = from_hf({**base, key: rope, "original_max_position_embeddings": 8})
+    assert config.rope.original_max_position_embeddings == length
+
+
 @pytest.mark.parametrize("base", [LLAMA, MISTRAL, QWEN, PHI, GEMMA2, GEMMA3])
 def test_reading_changes_nothing_in_the_dictionary(base):
     hf = {**copy.deepcopy(base), "rope_scaling": {"type": "linear", "factor": 2.0}}
@@ -451,6 +461,7 @@ def test_an_inert_key_passes(key, value):
         (GEMMA2, "use_bidirectional_attention", True),
         (GEMMA2, "rope_local_base_freq", 1e4),
         (GEMMA3, "use_res_clamp", True),
+        (GEMMA3, "attn_logit_softcapping", 50.0),  # transformers computes without it
         (LLAMA, "add_cross_attention", True),
     ],
 )
@@ -638,11 +649,15 @@ def test_a_bad_file_is_named_with_what_is_wrong(hf, sentence):
         ),
         (
             {"layer_types": ("sliding_attention",) * 2},
-            "sliding layers need a positive sliding_window, got None",
+            "sliding layers need a positive sliding_window below .*, got None",
         ),
         (
             {"layer_types": ("sliding_attention",) * 2, "sliding_window": -1},
-            "sliding layers need a positive sliding_window, got -1",
+            "sliding layers need a positive sliding_window below .*, got -1",
+        ),
+        (
+            {"layer_types": ("sliding_attention",) * 2, "sliding_window": 2**31},
+            "sliding layers need a positive sliding_window below .*, got 2147483648",
         ),
         ({"query_pre_attn_scalar": 0.0}, "query_pre_attn_scalar must be positive or None, got 0"),
         ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be positive or None"),
@@ -704,7 +719,7 @@ def test_a_runtime_that_cannot_be(kwargs, sentence):
     [
         (dataclasses.replace(TINY, qk_norm=True), "qk_norm=True"),
         (dataclasses.replace(TINY, qkv_bias=True), "qkv_bias=True"),
-        (dataclasses.replace(ALL, mlp_bias=True), "mlp_bias=True"),
+        (dataclasses.replace(ALL, mlp_bias=True), "mlp_bias=True, attn_logit_softcapping=4.0"),
         (dataclasses.replace(TINY, rope=Rope(1e4, attention_factor=2.0)), "rope=Rope"),
         (dataclasses.replace(SLIDING, model_type="mistral"), "layer_types="),
     ],

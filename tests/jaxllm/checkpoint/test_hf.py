@@ -600,7 +600,15 @@ def test_generation_defaults(folder):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("eos_token_id", "2"), ("top_p", "high"), ("top_k", True)]
+    ("key", "value"),
+    [
+        ("eos_token_id", "2"),
+        ("eos_token_id", [2, 2**31]),
+        ("top_p", "high"),
+        ("top_k", True),
+        ("top_k", float("nan")),
+        ("temperature", float("inf")),
+    ],
 )
 def test_generation_settings_of_the_wrong_kind(folder, key, value):
     edit_json(folder / "generation_config.json", **{key: value})
