@@ -57,10 +57,9 @@ def layer_norm(
     if reason is not None:
         raise NotImplementedError(f"layer_norm: cannot run this call: {reason}")
     key = bucket(x, weight, bias, eps=eps)
-    takes = functools.partial(norm_lanes.takes, x.shape[-1], x.dtype)
     static = _Static(
         float(eps),
-        config or rows.tuned_config("layer_norm", key, x, device, takes),
+        config or norm_lanes.tuned_config("layer_norm", key, x, device),
         device.num_sms,
         interpret,
     )
@@ -120,11 +119,11 @@ def bucket(x, weight, bias, *, eps) -> str:
 
 
 def candidates(x, weight, bias, *, eps, device: Device | None = None) -> list[Config]:
-    """By lanes, where they take such rows, and what `rows` would try."""
+    """By lanes, where they take such rows; else what `rows` would try."""
     del eps, device
     weights = (weight,) if bias is None else (weight, bias)
-    others = rows.candidates(*_size(x), **_bytes(x, weights))
-    return norm_lanes.candidates(x.shape[-1], x.dtype, others)
+    by_lanes = norm_lanes.candidates(x.shape[-1], x.dtype)
+    return by_lanes or rows.candidates(*_size(x), **_bytes(x, weights))
 
 
 def tuning_calls() -> list[tuned.Call]:
@@ -199,34 +198,26 @@ def check(x, weight, bias, eps) -> None:
         raise ValueError(f"layer_norm: eps must be greater than 0, got {eps}")
 
 
-def _centre(static: _Static, group, x, width: int, few: bool, g: Callable[..., Any] | None = None):
+def _centre(static: _Static, group, x, width: int, g: Callable[..., Any] | None = None):
     """part -> x - mean in float32; and 1 / deviation, one number a row.
 
     With `g` (part -> [rows, columns]) also the sums of g and of g * (x - mean).
     """
-
-    def load(part):
-        return x.load(part).astype(jnp.float32)
-
-    if few:  # else it is more than the registers hold, and read once more
-        load = functools.cache(load)
-    total, *more = group.sums(map(load, group), *([] if g is None else [map(g, group)]))
-
-    def centred(part):
-        return load(part) - part.across(total / width)
-
+    (part,) = group  # the registers hold such rows
+    x32 = x.load(part).astype(jnp.float32)
+    total, *more = group.sums([x32], *([] if g is None else [[g(part)]]))
+    centred = x32 - part.across(total / width)
     squares, *products = group.sums(
-        (_inside(part, centred(part), width) ** 2 for part in group),
-        *([] if g is None else [(g(part) * centred(part) for part in group)]),
+        [_inside(part, centred, width) ** 2], *([] if g is None else [[g(part) * centred]])
     )
-    return centred, jax.lax.rsqrt(squares / width + static.eps), *more, *products
+    return lambda _: centred, jax.lax.rsqrt(squares / width + static.eps), *more, *products
 
 
-def _centre_at_once(static: _Static, group, x, width: int, few: bool, g: Callable[..., Any]):
+def _centre_at_once(static: _Static, group, x, width: int, g: Callable[..., Any], few: bool):
     """The same for rows in lines, whose sums meet: all at once, so around a number near the mean.
 
     That is the mean of a few numbers of the row, another one in each warpgroup. Where all of them
-    are outliers, the variance loses at most D / 4 float32 ulps.
+    are outliers, the variance loses at most D / 4 float32 ulps. few: the row stays in registers.
     """
     chunks = min(group[0].chunks, width // group[0].tile.inner)
     places = [chunks * i // NEAR for i in range(NEAR)]
@@ -262,7 +253,7 @@ def _inside(part, value, width: int):
 
 def _forward(static: _Static, x, weights):
     width, config = x.shape[-1], static.config or _forward_config(x, weights, static.num_sms)
-    if norm_lanes.takes(width, x.dtype, config):
+    if norm_lanes.default_config(width, x.dtype):
 
         def plain(row, weight, bias=None):
             return layer_norm_reference(row, weight, bias, eps=static.eps)
@@ -271,20 +262,20 @@ def _forward(static: _Static, x, weights):
             x,
             weights,
             kind=norm_lanes.Kind("layer_norm", static.eps),
-            warpgroups=config.warpgroups,
+            config=config,
             plain=plain,
             interpret=static.interpret,
         )
         return y
 
     def step(group, inputs, weights, outputs, sums):
-        centred, scale = _centre(static, group, inputs[0], width, len(group) == 1)
-        for part in group:
-            y = centred(part) * part.across(scale)
-            y = y * weights[0].load(part).astype(jnp.float32)
-            for bias in weights[1:]:
-                y = y + bias.load(part).astype(jnp.float32)
-            outputs[0].store(part, y.astype(x.dtype))
+        (part,) = group
+        centred, scale = _centre(static, group, inputs[0], width)
+        y = centred(part) * part.across(scale)
+        y = y * weights[0].load(part).astype(jnp.float32)
+        for bias in weights[1:]:
+            y = y + bias.load(part).astype(jnp.float32)
+        outputs[0].store(part, y.astype(x.dtype))
         return sums
 
     (y,), _ = over_rows(
@@ -336,13 +327,14 @@ def _backward(static: _Static, x, weight, dy, has_bias: bool):
             d = inputs[1].load(part).astype(jnp.float32)
             return d, d * weights[0].load(part).astype(jnp.float32)
 
-        few = len(group) == 1 and _share(x, config) <= KEPT
-        if few:
+        few = _share(x, config) <= KEPT
+        if few:  # else it is more than the registers hold, and read once more
             load = functools.cache(load)
-        centre = _centre if group[0].tile.lines == 1 else _centre_at_once
-        centred, scale, total, products = centre(
-            static, group, inputs[0], width, few, lambda part: load(part)[1]
-        )
+        of_rows: Any = (static, group, inputs[0], width, lambda part: load(part)[1])
+        if group[0].tile.lines == 1:
+            centred, scale, total, products = _centre(*of_rows)
+        else:
+            centred, scale, total, products = _centre_at_once(*of_rows, few=few)
         mean, along = total / width, products * scale / width
         totals = [[] for _ in sums]
         for i, part in enumerate(group):

@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _compat
-from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
+from pallas_kernels import _compat, rows, tuned
+from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS, Device
 from pallas_kernels.lane_arithmetic import (
     DTYPES,
     EACH,
@@ -98,11 +98,24 @@ def default_config(width: int, dtype: Any) -> Config | None:
     return config if takes(width, dtype, config) else None
 
 
-def candidates(width: int, dtype: Any, others: list[Config]) -> list[Config]:
-    """What `tune` tries: by lanes, where they take such rows, and `others`."""
+def candidates(width: int, dtype: Any) -> list[Config]:
+    """All configs that rows of that width can have; none if they are not normed here."""
     found = [Config(1, 0, 1, warpgroups) for warpgroups in (1, 2)]
-    by_lanes = [config for config in found if takes(width, dtype, config)]
-    return by_lanes + [config for config in others if config not in by_lanes]
+    return [config for config in found if takes(width, dtype, config)]
+
+
+def tuned_config(op: str, key: str, x: jax.Array, device: Device) -> Config | None:
+    """The measured config for rows like those of x, by lanes or not; the row's key holds no exact
+    count of rows.
+    """
+    config, width = tuned.lookup(op, key, device, Config), x.shape[-1]
+    if config is None:
+        return None
+    if default_config(width, x.dtype):
+        fits = takes(width, x.dtype, config)
+    else:
+        fits = rows.fits(config, width, x.dtype.itemsize, x.size // width)
+    return config if fits else None
 
 
 def normed_rows(
@@ -110,7 +123,7 @@ def normed_rows(
     weights: Sequence[jax.Array],
     *,
     kind: Kind,
-    warpgroups: int,
+    config: Config,
     plain: Callable[..., jax.Array],
     interpret: bool,
     residual: jax.Array | None = None,
@@ -120,7 +133,13 @@ def normed_rows(
 
     plain: (row [D], *weights) -> [D], for the interpreter, which knows no lanes.
     """
-    count, warps = x.shape[0], _warps(x.shape[-1], warpgroups)
+    (count, width), warpgroups = x.shape, config.warpgroups
+    if not takes(width, x.dtype, config):
+        raise NotImplementedError(
+            f"{kind.name}: cannot run this call: {config} is none for rows of {width} numbers of "
+            f"16 bits, which take {' or '.join(map(str, candidates(width, x.dtype)))}"
+        )
+    warps = _warps(width, warpgroups)
     arrays = {"x": x} | dict(zip(("weight", "bias"), weights, strict=False))
     dtypes = {name: array.dtype.name for name, array in arrays.items()}
     outs = ["out"]

@@ -54,8 +54,7 @@ def rms_norm(
     if reason is not None:
         raise NotImplementedError(f"rms_norm: cannot run this call: {reason}")
     key = bucket(x, weight, **kwargs)
-    takes = functools.partial(norm_lanes.takes, x.shape[-1], x.dtype)
-    config = config or rows.tuned_config("rms_norm", key, x, device, takes)
+    config = config or norm_lanes.tuned_config("rms_norm", key, x, device)
     static = _Static(float(eps), zero_centered, config, device.num_sms, interpret)
     flat = x.reshape(-1, x.shape[-1])
     if residual is None:
@@ -122,10 +121,10 @@ def bucket(x, weight, residual=None, *, eps, zero_centered=False) -> str:
 def candidates(
     x, weight, residual=None, *, eps, zero_centered=False, device: Device | None = None
 ) -> list[Config]:
-    """By lanes, where they take such rows, and what `rows` would try."""
+    """By lanes, where they take such rows; else what `rows` would try."""
     del eps, zero_centered, device
-    others = rows.candidates(*_size(x), **_bytes(x, weight, residual))
-    return norm_lanes.candidates(x.shape[-1], x.dtype, others)
+    by_lanes = norm_lanes.candidates(x.shape[-1], x.dtype)
+    return by_lanes or rows.candidates(*_size(x), **_bytes(x, weight, residual))
 
 
 def tuning_calls() -> list[tuned.Call]:
@@ -189,7 +188,7 @@ def _forward(static: _Static, x, weight, residual=None):
     """y, and x + residual if there is a residual."""
     width = x.shape[-1]
     config = static.config or _forward_config(x, weight, residual, static.num_sms)
-    if norm_lanes.takes(width, x.dtype, config):
+    if norm_lanes.default_config(width, x.dtype):
         how: dict[str, Any] = {"eps": static.eps, "zero_centered": static.zero_centered}
 
         def plain(row, weight) -> Any:
@@ -199,37 +198,27 @@ def _forward(static: _Static, x, weight, residual=None):
             x,
             [weight],
             kind=norm_lanes.Kind("rms_norm", **how),
-            warpgroups=config.warpgroups,
+            config=config,
             plain=plain,
             interpret=static.interpret,
             residual=residual,
         )
 
     def step(group, inputs, weights, outputs, sums):
-        kept = {}
-
-        def total(part):  # more than the registers hold is read once more
-            if part in kept and len(group) == 1:
-                return kept[part]
-            if residual is None:
-                value = inputs[0].load(part)
-            elif part in kept:
-                value = outputs[1].load(part)
-            else:
-                value = inputs[0].load(part) + inputs[1].load(part)
-                outputs[1].store(part, value)
-            kept[part] = value.astype(jnp.float32)
-            return kept[part]
-
-        scale = jax.lax.rsqrt(group.sum(total(part) ** 2 for part in group) / width + static.eps)
-        for part in group:
-            y = total(part) * part.across(scale)
-            w = weights[0].load(part)
-            if static.zero_centered:
-                y = (y * (1.0 + w.astype(jnp.float32))).astype(x.dtype)
-            else:
-                y = y.astype(x.dtype) * w.astype(x.dtype)
-            outputs[0].store(part, y)
+        (part,) = group  # the registers hold such rows
+        total = inputs[0].load(part)
+        if residual is not None:
+            total = total + inputs[1].load(part)
+            outputs[1].store(part, total)
+        total = total.astype(jnp.float32)
+        scale = jax.lax.rsqrt(group.sum([total**2]) / width + static.eps)
+        y = total * part.across(scale)
+        w = weights[0].load(part)
+        if static.zero_centered:
+            y = (y * (1.0 + w.astype(jnp.float32))).astype(x.dtype)
+        else:
+            y = y.astype(x.dtype) * w.astype(x.dtype)
+        outputs[0].store(part, y)
         return sums
 
     inputs = [x] if residual is None else [x, residual]

@@ -26,7 +26,6 @@ from pallas_kernels.rope_kernel import (
     Config,
     Static,
     by_lanes,
-    direct_tokens,
     problem,
     shared_bytes,
     tokens_of,
@@ -34,7 +33,6 @@ from pallas_kernels.rope_kernel import (
 )
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-DIRECT_BYTES = 20 * 1024  # of all heads of the tokens of a block; with 24 KB it lost by 2 %
 
 
 def rope(
@@ -112,20 +110,12 @@ def why_not(q, k, cos, sin, *, rotary_dim=None, device: Device | None = None) ->
 
 def default_config(q, k, cos, sin, *, rotary_dim=None, device: Device) -> Config:
     """By lanes, where they take such heads (`rope_lanes`).
-    Else whole tokens, directly, where a block of them is small and there are blocks enough
-    (8192 x 32 + 8 heads of 128, float32, H200: 84.3 us against 89.3).
     Else about 40 KB of heads a block, so that four or five blocks fit on a multiprocessor and some
     load while others turn; fewer heads where that leaves multiprocessors without a block.
     """
     if lanes := by_lanes(q, k, cos):
         return lanes
-    direct = Config(tokens=direct_tokens(q, k, cos.shape[-1]))
-    token_bytes = (q.shape[2] + k.shape[2]) * q.shape[3] * q.dtype.itemsize
     tokens, total = math.prod(q.shape[:2]), q.shape[2] + k.shape[2]
-    small = direct.tokens * token_bytes <= DIRECT_BYTES
-    fill = tokens // direct.tokens >= 2 * device.num_sms
-    if small and fill and not problem(direct, q, k, cos, sin):
-        return direct
     del rotary_dim, sin
     rows = tokens_of(cos.shape[-1], q.dtype.itemsize)
     heads = max(1, min(total, 40 * 1024 // (rows * q.shape[-1] * q.dtype.itemsize)))
@@ -149,7 +139,6 @@ def candidates(q, k, cos, sin, *, rotary_dim=None, device: Device) -> list[Confi
     total = q.shape[2] + k.shape[2]
     heads = sorted({min(total, n) for n in (1, 2, 3, 5, 8, 16)})
     found = [*map(Config, heads), *(Config(n, 2) for n in heads[1:3])]
-    found += [Config(tokens=n * direct_tokens(q, k, cos.shape[-1])) for n in (1, 2)]
     if lanes := by_lanes(q, k, cos):
         found += [Config(tokens=n * lanes.tokens, lanes=lanes.lanes // n) for n in (2, 4)]
         found.append(dataclasses.replace(lanes, lanes=2 * lanes.lanes))

@@ -1,13 +1,11 @@
-"""The kernel of `rope`: some tokens of some heads a block, by one of three ways.
+"""The kernel of `rope`: some tokens of some heads a block, by one of two ways.
 
 Through the copy engine (TMA): it brings each head's numbers on chip, no matter whether they are q's
 or k's; a thread loads both numbers of a pair by 16 bytes and turns them where they lie, and the
 whole head goes back, the part that is not turned untouched.
-Directly (`Config.tokens`): a block has all heads of a few tokens, so that what it reads lies in one
-piece; it loads all of it into registers, turns it and writes it from there. There is no copy engine
-to start and nothing on chip; but heads and tokens must come to whole tiles.
-By lanes (`Config.lanes`): the same for most numbers of heads, and any of tokens, of 16 bits
-(`rope_lanes`).
+By lanes (`Config.lanes`), for numbers of 16 bits: a block has all heads of a few tokens, so that
+what it reads lies in one piece; it loads all of it into registers, turns it and writes it from
+there. There is no copy engine to start and nothing on chip (`rope_lanes`).
 Imported only by rope.py.
 """
 
@@ -27,7 +25,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat, rope_lanes
 from pallas_kernels.device import ACCESS_BYTES, LANES, MAX_BOX, SHARED_BYTES, THREADS, WARPS
 
-DIRECT_REGISTERS = 100  # of a thread, for what a block loads directly; 96: 241 in all
 HELD = 40  # cosines that a thread keeps for all heads: 180 registers; more would spill
 
 
@@ -35,8 +32,8 @@ HELD = 40  # cosines that a thread keeps for all heads: 180 registers; more woul
 class Config:
     """How the work is cut: heads a block, and its tokens in multiples of what a warpgroup holds.
 
-    tokens: of which a block has all heads, without the copy engine; 0 is with it. lanes: threads
-    that share each of these tokens, whatever heads and repeat are; 0 is by tiles.
+    tokens: of which a block has all heads, whatever heads and repeat are, without the copy engine;
+    lanes: threads that share each of these tokens. Both 0 is with the copy engine.
     """
 
     heads: int = 8
@@ -58,10 +55,8 @@ def problem(config: Config, q, k, cos, sin) -> str | None:
     """What keeps the hardware from a config."""
     if min(config.heads, config.repeat, config.tokens + 1, config.lanes + 1) < 1:
         return "heads and repeat must be 1 at least, tokens and lanes not negative"
-    if config.lanes:
+    if config.tokens or config.lanes:
         return rope_lanes.problem(config.tokens, config.lanes, _heads(q, k, cos), q.dtype)
-    if config.tokens:
-        return _not_direct(config.tokens, q, k, cos.shape[-1])
     tokens = config.repeat * tokens_of(cos.shape[-1], q.dtype.itemsize)
     if tokens > MAX_BOX:
         return f"{tokens} tokens a block are more than {MAX_BOX}, what one copy takes"
@@ -79,25 +74,6 @@ def by_lanes(q, k, cos) -> Config | None:
 
 def _heads(q, k, cos) -> rope_lanes.Heads:
     return rope_lanes.Heads(q.shape[-2], k.shape[-2], q.shape[-1], cos.shape[-1])
-
-
-def direct_tokens(q, k, half: int) -> int:
-    """Of how few tokens a block can have all heads without the copy engine."""
-    rows = tokens_of(half, q.dtype.itemsize)
-    return max(rows // math.gcd(x.shape[-2], rows) for x in (q, k))
-
-
-def _not_direct(tokens: int, q, k, half: int) -> str | None:
-    width, itemsize = q.shape[-1], q.dtype.itemsize
-    columns = _lanes_across(half, itemsize) * ACCESS_BYTES // itemsize
-    least, count = direct_tokens(q, k, half), math.prod(q.shape[:-2])
-    if tokens % least or count % tokens:
-        return f"{tokens} tokens a block must be a multiple of {least}, and divide {count}"
-    heads = q.shape[-2] + k.shape[-2]
-    registers = tokens * heads * width * itemsize // 4 // THREADS
-    if (width - 2 * half) % columns or registers > DIRECT_REGISTERS:
-        return f"{tokens} tokens of {heads} heads of {width} do not lie in a block's registers"
-    return None
 
 
 def shared_bytes(config: Config, q, cos, sin) -> int:
@@ -132,63 +108,14 @@ def turn(static: Static, q, k, cos, sin, *, plain: Callable[..., Any]):
             plain=plain,
             interpret=static.interpret,
         )
-    run = functools.partial(
-        _compat.kernel,
-        name="rope_backward" if static.back else "rope",
-        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)],
-        unsafe_no_auto_barriers=True,  # a thread writes where it alone has read
-        interpret=static.interpret,
-    )
-    way = _directly if static.config.tokens else _by_copies
-    return way(static, run, q, k, cos, sin)
+    return _by_copies(static, q, k, cos, sin)
 
 
 def _load(static: Static, ref: Any, layout: Any) -> jax.Array:
     return ref[...] if static.interpret else _compat.load(ref, layout, optimized=False)
 
 
-def _directly(static: Static, run, q, k, cos, sin):
-    (count, _, width), half, dtype = q.shape, cos.shape[-1], q.dtype
-    tokens = static.config.tokens
-    spans = [(0, half), (half, half)] + [(2 * half, width - 2 * half)] * (width > 2 * half)
-
-    def body(q_ref, k_ref, cos_ref, sin_ref, q_out, k_out):
-        here = pl.ds(jax.lax.axis_index("tokens") * tokens, tokens)
-        loaded = []
-        for source, target in ((q_ref, q_out), (k_ref, k_out)):
-            layout = _layout_of(source.shape[1], half, dtype.itemsize)
-            angles = [_load(static, ref.at[here], layout.reduce(1)) for ref in (cos_ref, sin_ref)]
-            parts = [_load(static, source.at[here, :, pl.ds(*span)], layout) for span in spans]
-            loaded.append((target, layout, angles, parts))
-        for target, layout, angles, (left, right, *rest) in loaded:
-
-            def down(x, shape=left.shape, layout=layout):
-                x = x.astype(dtype).astype(jnp.float32)
-                x = jax.lax.broadcast_in_dim(x, shape, (0, 2))
-                return x if static.interpret else plgpu.layout_cast(x, layout)
-
-            c, s = map(down, angles)
-            s = -s if static.back else s
-            x1, x2 = left.astype(jnp.float32), right.astype(jnp.float32)
-            for span, x in zip(spans, [x1 * c - x2 * s, x2 * c + x1 * s, *rest], strict=True):
-                target[here, :, pl.ds(*span)] = x.astype(dtype)
-
-    return run(body, grid=(count // tokens,), grid_names=("tokens",))(q, k, cos, sin)
-
-
-def _layout_of(heads: int, half: int, itemsize: int) -> Any:
-    """Of [tokens, heads, columns]: lanes across half a head, then down the heads, then tokens."""
-    across, vector = _lanes_across(half, itemsize), ACCESS_BYTES // itemsize
-    rows = LANES // across  # of a warp
-    down = math.gcd(heads, WARPS * rows)
-    warp = (rows // min(down, rows), min(down, rows), across * vector)
-    block = (WARPS * rows // down, down, across * vector)
-    return _compat.tiled_layout(
-        (block, warp, (vector,)), warp_dims=(-7, -6), lane_dims=(-4, -3, -2)
-    )
-
-
-def _by_copies(static: Static, run, q, k, cos, sin):
+def _by_copies(static: Static, q, k, cos, sin):
     (count, q_heads, width), half, dtype = q.shape, cos.shape[-1], q.dtype
     total, heads = q_heads + k.shape[1], static.config.heads
     tokens = static.config.repeat * tokens_of(half, dtype.itemsize)
@@ -256,8 +183,12 @@ def _by_copies(static: Static, run, q, k, cos, sin):
             pl.when(first_head + slot < total)(functools.partial(turn, slot))
         plgpu.wait_smem_to_gmem(0)
 
-    return run(
+    return _compat.kernel(
         body,
+        name="rope_backward" if static.back else "rope",
+        out_type=[jax.ShapeDtypeStruct(x.shape, dtype) for x in (q, k)],
+        unsafe_no_auto_barriers=True,  # a thread writes where it alone has read
+        interpret=static.interpret,
         grid=(-(-total // heads), -(-count // tokens)),
         grid_names=("heads", "tokens"),
         scratch_types=[

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _compat, tuned
+from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.device import (
     ACCESS_BYTES,
@@ -33,7 +33,6 @@ from pallas_kernels.device import (
     SHARED_BYTES,
     THREADS,
     WARPS,
-    Device,
 )
 
 # That share a row. Four were no faster (RMSNorm, 8192 x 8192 bfloat16: 67.1 us against 65.9), and
@@ -321,24 +320,6 @@ def fits(config: Config, width: int, itemsize: int, count: int) -> bool:
     """Whether so many rows can be had with the config: without a stream, all tiles are whole."""
     tile = row_tile(width, itemsize, repeat=config.repeat, warpgroups=config.warpgroups)
     return config.stages > 0 or (tile.padded == width and count % tile.rows == 0)
-
-
-def tuned_config(
-    op: str,
-    key: str,
-    x: jax.Array,
-    device: Device,
-    takes: Callable[[Config], bool],
-) -> Config | None:
-    """The measured config for rows like those of x; the row's key holds no exact count of rows.
-
-    takes: whether a kernel that asks for no tiles runs the config.
-    """
-    config = tuned.lookup(op, key, device, Config)
-    width = x.shape[-1]
-    if config is None or takes(config) or fits(config, width, x.dtype.itemsize, x.size // width):
-        return config
-    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "pallas_kernels.device": "",
     "pallas_kernels._wgmma": "pallas_kernels.wgmma_tiles",
     "pallas_kernels._compat": "pallas_kernels._wgmma",
-    "pallas_kernels.rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.tuned",
+    "pallas_kernels.rows": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.over_rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows",
     "pallas_kernels.rms_norm": (
         "pallas_kernels.device pallas_kernels.norm_lanes pallas_kernels.norm_lanes_backward "
@@ -32,7 +32,7 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.norm_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
-        "pallas_kernels.lane_arithmetic pallas_kernels.rows"
+        "pallas_kernels.lane_arithmetic pallas_kernels.rows pallas_kernels.tuned"
     ),
     "pallas_kernels.norm_lanes_backward": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "

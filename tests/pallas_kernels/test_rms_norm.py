@@ -74,11 +74,10 @@ def assert_right(ours, arrays, residual=False, zero_centered=False):
 
 
 def run(*arrays, residual=False, zero_centered=False, **keywords):
-    """Forward through `over_rows`. What lanes take is plain JAX in the interpreter, and so are the
-    gradients of rows of 16 bits up to 8192.
+    """What lanes take is plain JAX in the interpreter: of rows of 16 bits those of more than 256
+    numbers, and up to 8192 their gradients.
     """
-    by_lanes = norm_lanes.default_config(arrays[0].shape[-1], arrays[0].dtype)
-    norm = functools.partial(rms_norm, interpret=True, config=Config(1, 2, 1) if by_lanes else None)
+    norm = functools.partial(rms_norm, interpret=True)
     return interpreted(functools.partial(both, norm, residual, zero_centered, **keywords), *arrays)
 
 
@@ -89,12 +88,12 @@ def run(*arrays, residual=False, zero_centered=False, **keywords):
         ((7, 96), {"dtype": jnp.bfloat16}, True, False),
         ((3, 5, 40), {"dtype": jnp.float16, "weight_dtype": jnp.float32}, False, True),
         ((32, 128), {"dtype": jnp.bfloat16}, False, False),  # fills the threads: no stream
-        ((13, 896), {"dtype": jnp.bfloat16}, True, True),  # a warp has a row, not filled
-        ((5, 1000), {"dtype": jnp.float16}, True, False),
-        ((1, 1032), {"dtype": jnp.bfloat16}, False, False),  # one past a warpgroup's access
+        ((13, 448), {}, True, True),  # a warp has a row, not filled
+        ((5, 500), {"weight_dtype": jnp.float16}, True, False),
+        ((1, 516), {}, False, False),  # one past a warpgroup's access
         ((3, 516), {}, False, True),
         ((2, 1024), {}, True, False),  # two warpgroups have a row
-        ((2, 4864), {"dtype": jnp.bfloat16, "weight_dtype": jnp.float32}, False, False),
+        ((2, 2432), {"weight_dtype": jnp.bfloat16}, False, False),
     ],
 )
 def test_rms_norm(shape, dtypes, residual, zero_centered):
@@ -104,7 +103,9 @@ def test_rms_norm(shape, dtypes, residual, zero_centered):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "residual"), [(3072, True), (8192, False), (16384, True)])
+@pytest.mark.parametrize(
+    ("width", "residual"), [(3072, True), (8192, False), (9216, False), (16384, True)]
+)
 def test_wide_rows(width, residual):
     arrays = case(3, width, dtype=jnp.bfloat16 if width > 8192 else jnp.float32)
     assert_right(run(*arrays, residual=residual), arrays, residual)
@@ -214,7 +215,7 @@ def test_what_is_tuned_can_run(call):
     for config in [default, *tried]:
         by_lanes = norm_lanes.takes(width, jnp.bfloat16, config)
         assert by_lanes or rows.fits(config, width, 2, count)
-    assert len(tried) > 3
+    assert tried
     assert f"-d{width}-" in bucket(*call.arguments, **call.keywords)
 
 

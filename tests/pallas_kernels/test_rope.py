@@ -164,24 +164,6 @@ def test_second_derivatives():
     np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("shape", "config"),
-    [
-        ((1, 16, 14, 2, 64, 64), Config(tokens=16)),
-        ((1, 4, 32, 16, 96, 96), Config(tokens=4)),
-        ((2, 16, 4, 1, 128, 64), Config(tokens=32)),  # a part passes through
-    ],
-)
-def test_without_the_copy_engine(shape, config):
-    arrays = case(*shape, jnp.bfloat16)
-    run = functools.partial(rope, config=config, interpret=True)
-    assert_turned(interpreted(run, *arrays), arrays, jnp.bfloat16)
-    back = interpreted(lambda *a: jax.vjp(run, *a)[1](a[:2])[:2], *arrays)
-    plain = jax.vjp(rope_reference, *arrays)[1](arrays[:2])[:2]
-    for mine, near in zip(back, plain, strict=True):
-        np.testing.assert_array_equal(mine, near)
-
-
 @pytest.mark.parametrize("config", [Config(1), Config(2, 2), Config(3), Config(7)])
 def test_a_config_changes_no_bit(config):
     arrays = case(1, 19, 3, 2, 32, 32, jnp.bfloat16)
@@ -232,9 +214,6 @@ def test_it_says_why_it_cannot_run():
         rope(*case(1, 2, 1, 1, 32, 32))
 
 
-TOKENS_64 = dict(enumerate(case(1, 64, 28, 4, 96, 96)))
-
-
 @pytest.mark.parametrize(
     ("change", "keywords", "sentence"),
     [
@@ -249,21 +228,7 @@ TOKENS_64 = dict(enumerate(case(1, 64, 28, 4, 96, 96)))
         ({2: jnp.ones((1, 3, 17)), 3: jnp.ones((1, 3, 17))}, {}, "34 numbers are to be turned"),
         ({}, {"config": Config(0)}, "heads and repeat must be 1 at least"),
         ({}, {"config": Config(tokens=-1)}, "tokens and lanes not negative"),
-        (
-            {},
-            {"config": Config(tokens=48)},
-            "48 tokens a block must be a multiple of 32",
-        ),
-        (
-            {},
-            {"config": Config(tokens=32)},
-            "must be a multiple of 32, and divide 3",
-        ),
-        (
-            TOKENS_64,
-            {"config": Config(tokens=64)},
-            "64 tokens of 32 heads of 96 do not lie",
-        ),
+        ({}, {"config": Config(tokens=48)}, "lanes turn numbers of 16 bits, not float32"),
         ({}, {"config": Config(1, 9)}, "288 tokens a block are more than 256, what one copy takes"),
         (
             {},
@@ -283,7 +248,7 @@ def test_configs_follow_the_sizes():
     assert default_config(*specs(**f32), device=H200) == Config(8)  # 16 heads in two groups
     assert default_config(*specs(**f32, T=1), device=H200) == Config(1)  # blocks for each head
     llama: Any = {"N": 32, "K": 8, "H": 128, "R": 128}
-    assert default_config(*specs(**llama, **f32), device=H200) == Config(tokens=1)
+    assert default_config(*specs(**llama, **f32), device=H200) == Config(10)
     for tokens in (1, 8192):  # of 16 bits by lanes
         assert default_config(*specs(**llama, T=tokens), device=H200) == Config(tokens=1, lanes=128)
     assert default_config(*specs(H=60, R=60), device=H200).lanes == 0

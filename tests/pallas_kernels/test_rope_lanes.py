@@ -123,6 +123,7 @@ def test_what_surrounds_a_block():
         (8, 120, Heads(8, 4, 120, 60), BF16, "halves of 60 of 120 numbers are no multiple of 8"),
         (2, 64, Heads(32, 32, 96, 48), BF16, "64 threads for 2 tokens are no multiple of 6 for"),
         (0, 64, Heads(32, 8, 128, 64), BF16, "64 threads for 0 tokens"),
+        (16, 0, Heads(32, 8, 128, 64), BF16, "0 threads for 16 tokens"),
         (8, 40, Heads(32, 8, 128, 64), BF16, "320 threads a block are no multiple of 128 up to"),
         (32, 64, Heads(32, 8, 128, 64), BF16, "2048 threads a block are no multiple of 128 up to"),
         (16, 8, Heads(32, 8, 128, 64), BF16, "320 words of heads do not lie in the registers of"),
