@@ -129,8 +129,6 @@ def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[
     tokens = batch["tokens"], batch.get("positions"), batch.get("segment_ids")
     hidden, _ = model.hidden(*tokens)
     head = model.embed_tokens if model.lm_head is None else model.lm_head
-    choice = model.runtime.implementation
-    unknown = isinstance(choice, str) and choice not in ops.OPS["linear_cross_entropy"][1]
     with jax.named_scope("loss"):
         if isinstance(head, (PackedLinear, PackedEmbedding)):
             weight = head.packed
@@ -144,8 +142,7 @@ def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[
             weight,
             batch["targets"],
             softcap=model.config.final_logit_softcapping,
-            # A name stands for all ops that have it: "cudnn" is none of this one's
-            implementation="auto" if unknown else choice,
+            implementation=model.runtime.implementation,
         )
 
 
