@@ -371,7 +371,7 @@ MAY_IMPORT = {
     "jaxllm.cli_quantize": "pallas_kernels.packed",
     "jaxllm.cli_inspect": (
         "jaxllm.cache jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.cli_quantize "
-        "jaxllm.config jaxllm.layers jaxllm.model jaxllm.ops jaxllm.quantize"
+        "jaxllm.config jaxllm.fusion jaxllm.layers jaxllm.model jaxllm.ops jaxllm.quantize"
     ),
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.families "
