@@ -23,6 +23,7 @@ from jaxllm.cache import KVCache
 from jaxllm.checkpoint.folder import find_folder, list_tensors, read_config, read_quantization
 from jaxllm.checkpoint.hf import pack_as_stored
 from jaxllm.config import ModelConfig, Runtime
+from jaxllm.fusion import fuse
 from jaxllm.layers import BitLinear
 from jaxllm.model import Transformer
 from jaxllm.quantize import packed_weights, quantize
@@ -31,7 +32,7 @@ from jaxllm.quantize import packed_weights, quantize
 def inspect(
     args: argparse.Namespace, checkpoint: str | os.PathLike[str], dtype: str, out: Console
 ) -> None:
-    """Prints two tables: the checkpoint's facts, and what would run a forward pass's ops here."""
+    """Prints two tables: the checkpoint's facts, and what would run the model's ops here."""
     cli_quantize.check(args)
     folder = find_folder(checkpoint)
     config, hf = read_config(folder)
@@ -60,7 +61,7 @@ def inspect(
     choice = Table(title=Text(f"on {device.device_kind}, {dtype}"), title_justify="left")
     for column in ("op", "call", "runs with", "why not the others"):
         choice.add_column(column)
-    for op, call, reasons in explained(config, dtype, _weight(model)):
+    for op, call, reasons in explained(model, dtype):
         taken = next(name for name, reason in reasons.items() if reason is None)
         others = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         choice.add_row(op, call, taken, others or "-")
@@ -95,21 +96,18 @@ def _facts(config: ModelConfig) -> dict[str, str]:
     return facts
 
 
-def explained(
-    config: ModelConfig, dtype: str, weight: Any
-) -> Iterator[tuple[str, str, dict[str, str | None]]]:
-    """The ops of a forward pass as this model calls them, not fused, with the reasons of
-    `ops.explain`.
-
-    weight: shapes of a projection's [F, D], packed or not.
+def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[str, str | None]]]:
+    """The ops of prefill, decoding and the training loss as this model calls them, with the reasons
+    of `ops.explain`. The model may be of shapes alone.
     """
+    config = model.config
 
-    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: Any = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    d, f, n, k, h = (
+    d, v, n, k, h = (
         config.hidden_size,
-        config.intermediate_size,
+        config.vocab_size,
         config.num_attention_heads,
         config.num_key_value_heads,
         config.head_dim,
@@ -121,25 +119,44 @@ def explained(
         for kind, (q, keywords) in calls.items():
             reasons = ops.explain("attention", q, **keywords)
             yield "attention", f"{call}, {kind.removesuffix('_attention')}", reasons
-    x = array(1, t, d)
+    x, row = array(1, t, d), array(1, 1, d)
     rotary = array(1, t, config.rotary_dim(config.layer_types[0]) // 2, dtype="float32")
-    gate = array(1, t, f)
-    for call, rows in (("prefill", x), ("decode", array(1, 1, d))):
-        yield "linear", call, ops.explain("linear", rows, weight)
-    for op, operands, named in (
-        ("embedding", (array(config.vocab_size, d), array(1, t, dtype="int32")), {}),
-        ("rms_norm", (x, array(d)), {"eps": config.rms_norm_eps}),
-        ("rope", (array(1, t, n, h), array(1, t, k, h), rotary, rotary), {}),
-        ("glu", (gate, gate), {"activation": config.hidden_act}),
+    head = _weight(model.embed_tokens if model.lm_head is None else model.lm_head)
+    mlp = model.layers[-1].mlp
+    projection = mlp.up_proj if mlp.gate_up_proj is None else mlp.gate_up_proj
+    # BitNet's in training run in one way alone
+    weight = head if isinstance(projection, BitLinear) else _weight(projection)
+    yield "linear", "prefill", ops.explain("linear", x, weight)
+    if model.layers[-1].is_fused(1, config.rotary_dim(config.layer_types[-1])):
+        around = {
+            "norm": ops.Norm(array(d), config.rms_norm_eps, config.zero_centered_norm),
+            "epilogue": "swiglu" if mlp.activation == "silu" else "relu2_glu",
+        }
+        yield "fused_linear", "decode", ops.explain("fused_linear", row, weight, **around)
+        yield "linear", "decode, head", ops.explain("linear", row, head)
+    else:
+        yield "linear", "decode", ops.explain("linear", row, weight)
+    gate = array(1, t, config.intermediate_size)
+    ids = array(1, t, dtype="int32")
+    filtered = [
+        array(*shape, dtype=kind) for shape in ((1, v), (1,)) for kind in ("int32", "float32")
+    ]
+    for op, call, operands, named in (
+        ("embedding", "prefill", (array(v, d), ids), {}),
+        ("rms_norm", "prefill", (x, array(d)), {"eps": config.rms_norm_eps}),
+        ("rope", "prefill", (array(1, t, n, h), array(1, t, k, h), rotary, rotary), {}),
+        ("glu", "prefill", (gate, gate), {"activation": config.hidden_act}),
+        ("sampling_threshold", "top-k, top-p", filtered, {}),
+        ("linear_cross_entropy", "training", (x, array(v, d), ids), {}),
     ):
-        yield op, "both", ops.explain(op, *operands, **named)
+        yield op, call, ops.explain(op, *operands, **named)
 
 
 def _in_memory(
     args: argparse.Namespace, folder: Path, config: ModelConfig, dtype: str
 ) -> Transformer:
-    """The model as `generate` would have it, of shapes alone: packed as it is stored, and as the
-    options say.
+    """The model as `jaxllm generate` would have it, of shapes alone: packed as it is stored and as
+    the options say, and fused.
 
     Raises: ValueError if it cannot be packed so, or packed tensors contradict the config.
     """
@@ -149,6 +166,7 @@ def _in_memory(
         pack_as_stored(model, folder)
         if (how := cli_quantize.arguments(args)) is not None:
             quantize(model, **how)
+        fuse(model)
         return model
 
     return nnx.eval_shape(build)
@@ -168,12 +186,6 @@ def _sizes(model: Transformer) -> dict[str, str]:
     return {"weights in memory": f"{total}: {', '.join(parts)}"}
 
 
-def _weight(model: Transformer) -> Any:
-    """The shapes of a projection's weight, packed or not; of the head's where the projections are
-    BitNet's in training, which run in one way alone.
-    """
-    head = model.embed_tokens if model.lm_head is None else model.lm_head
-    module: Any = model.layers[-1].mlp.up_proj
-    if isinstance(module, BitLinear):
-        module = head
+def _weight(module: Any) -> Any:
+    """The shapes of its weight, packed or not."""
     return module.packed if hasattr(module, "packed") else module.weight.get_value()

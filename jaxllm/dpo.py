@@ -21,9 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm import lora, ops
 from jaxllm.data import PreferenceExample, preference_batch
-from jaxllm.layers import Embedding, Linear
 from jaxllm.model import Transformer
-from jaxllm.train import IGNORE, Batch, Loss
+from jaxllm.train import IGNORE, Batch, Loss, head_factors
 
 KINDS = ("sigmoid", "ipo")
 
@@ -31,18 +30,16 @@ KINDS = ("sigmoid", "ipo")
 def log_probs(model: Transformer, batch: Batch) -> Float[Array, " B"]:
     """The sum of the log-probabilities in nats of each row's targets, in float32.
 
-    All logits are made where the head is no plain matrix: packed, or with an adapter beside it.
+    All logits are made only where the head is more than a matrix (an adapter beside it).
     """
     tokens = batch["tokens"], batch.get("positions"), batch.get("segment_ids")
     hidden, _ = model.hidden(*tokens)
-    head = model.embed_tokens if model.lm_head is None else model.lm_head
     targets = jnp.asarray(batch["targets"])
     with jax.named_scope("log_probs"):
-        if type(head) not in (Linear, Embedding):
+        if (factors := head_factors(model, hidden)) is None:
             return jnp.sum(_log_probs(model.head(hidden), targets), axis=-1)
         each = ops.linear_log_probs(
-            hidden,
-            head.weight[...],
+            *factors,
             targets,
             ignore_index=IGNORE,
             softcap=model.config.final_logit_softcapping,

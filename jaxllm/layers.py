@@ -356,7 +356,11 @@ class Block(nnx.Module):
         cache: LayerCache | None = None,
     ) -> tuple[Float[Array, "B T D"], Entry | None]:
         """The layer's output, and its cache entry with these tokens (None without a cache)."""
-        if cache is not None and rotary is not None and self._is_fused(x, rotary):
+        if (
+            cache is not None
+            and rotary is not None
+            and self.is_fused(x.shape[0] * x.shape[1], 2 * rotary[0].shape[-1])
+        ):
             return self._decode(x, rotary, cache)
         with jax.named_scope("attention"):
             out, entry = self.self_attn(
@@ -374,9 +378,10 @@ class Block(nnx.Module):
             x = x + out
         return x, entry
 
-    def _is_fused(self, x: Float[Array, "B T D"], rotary: Tables) -> bool:
-        """Whether the layer can be had as `_decode` does it: after `jaxllm.fuse`, of few rows, and
-        without what stands between a product and its neighbours in some families.
+    def is_fused(self, tokens: int, turned: int) -> bool:
+        """Whether the layer can be had as `_decode` does it, of so many tokens and with so much of
+        each head turned: after `jaxllm.fuse`, of few, and without what stands between a product and
+        its neighbours in some families.
         """
         attention, mlp = self.self_attn, self.mlp
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
@@ -384,11 +389,11 @@ class Block(nnx.Module):
         ternary = all(getattr(weight, "scheme", None) == "ternary" for weight in weights)
         return (
             all(weight is not None for weight in weights)
-            and ops.takes_rows(x.shape[0] * x.shape[1], *weights)
+            and ops.takes_rows(tokens, *weights)
             and attention.q_norm is None
             and not self.post_norms
             and (mlp.activation == "silu" or (mlp.activation == "relu2" and ternary))
-            and 2 * rotary[0].shape[-1] == attention.width
+            and turned == attention.width
         )
 
     def _decode(self, x: Float[Array, "B T D"], rotary: Tables, cache: LayerCache):
@@ -422,7 +427,7 @@ class Block(nnx.Module):
 def _plain_weight(linear: Any) -> Any:
     """The weight of a `Linear`, or of one whose weight is packed; None of whatever else."""
     if type(linear) is Linear:
-        return linear.weight[...]
+        return linear.weight.get_value()  # [...] would refuse shapes
     return getattr(linear, "packed", None)
 
 

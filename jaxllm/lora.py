@@ -5,8 +5,9 @@
 
 `add_adapters` replaces modules of a model in place. What it adds is trained with
 `trainable=is_adapter`; the rest of the model is frozen. One model holds one set of adapters at a
-time, in slots that keep their shapes: `set_adapters` puts another set there, and no program is
-compiled again.
+time, in slots that keep their shapes: `set_adapters` puts another set there (`no_adapters` is the
+base's), and no program is compiled again. `merge` puts the set into the weights, and
+`remove_adapters` leaves the base.
 Source: Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; Liu et al. 2024,
 arXiv:2402.09353, section 4.3.
 """

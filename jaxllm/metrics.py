@@ -41,10 +41,14 @@ class Rows:
         file = folder / "metrics.jsonl"
         if resume_at is not None and file.exists():
             self.rows = [row for row in read_rows(file) if row["step"] <= resume_at]
-        for name, write in (("metrics.jsonl", self._write_jsonl), ("metrics.csv", self._write_csv)):
+        header = dict(zip(COLUMNS, COLUMNS, strict=True))
+        for name, write, rows in (
+            ("metrics.jsonl", self._write_jsonl, self.rows),
+            ("metrics.csv", self._write_csv, [header, *self.rows]),
+        ):
             part = folder / f"{name}.part"
             with part.open("w", encoding="utf-8", newline="") as stream:
-                write(stream, self.rows, header=True)
+                write(stream, rows)
             os.replace(part, folder / name)
         self._jsonl = file.open("a", encoding="utf-8")
         self._csv = (folder / "metrics.csv").open("a", encoding="utf-8", newline="")
@@ -71,16 +75,13 @@ class Rows:
         self._csv.flush()
 
     @staticmethod
-    def _write_jsonl(stream: Any, rows: list[dict[str, Any]], header: bool = False) -> None:
+    def _write_jsonl(stream: Any, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     @staticmethod
-    def _write_csv(stream: Any, rows: list[dict[str, Any]], header: bool = False) -> None:
-        writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore")
-        if header:
-            writer.writeheader()
-        writer.writerows(rows)
+    def _write_csv(stream: Any, rows: list[dict[str, Any]]) -> None:
+        csv.DictWriter(stream, COLUMNS, extrasaction="ignore").writerows(rows)
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

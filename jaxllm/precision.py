@@ -1,7 +1,9 @@
 """Mixed precision: which dtypes a run has, and the scale of its loss.
 
-The scales are pytrees with all their state in leaves, so they pass through `jit` and checkpoints
-whole; `NoScale` has none, and the training step is written once for all three.
+A policy chooses `NoScale` or `DynamicScale`; whoever knows a scale that fits a run gives
+`train.init_state` or the `Trainer` a `StaticScale`. They are pytrees with all their state in
+leaves, so they pass through `jit` and checkpoints whole; `NoScale` has none, and the training step
+is written once for all three.
 """
 
 from __future__ import annotations

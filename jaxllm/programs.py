@@ -129,7 +129,8 @@ class DecodeState:
     """What `decode` carries.
 
     logits: float32, of the next token; left: tokens that each row may still get; ended: RUNNING,
-    STOP or LENGTH; prompt_mask and counts: what penalties look at, None where there are none.
+    STOP or LENGTH; prompt_mask and counts: what penalties look at (`sampling.token_mask` makes the
+    first, the other begins with zeros), None where there are none.
     """
 
     cache: KVCache

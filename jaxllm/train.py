@@ -30,6 +30,7 @@ from jaxllm.model import Transformer
 from jaxllm.optimizers import apply_updates_stochastically
 from jaxllm.precision import NoScale, Scale
 from jaxllm.quantize import PackedEmbedding, PackedLinear, packed_weights
+from pallas_kernels.packed import Packed
 
 IGNORE = -100  # a target that is not counted
 
@@ -128,25 +129,31 @@ def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[
     """
     tokens = batch["tokens"], batch.get("positions"), batch.get("segment_ids")
     hidden, _ = model.hidden(*tokens)
-    head = model.embed_tokens if model.lm_head is None else model.lm_head
-    choice = model.runtime.implementation
-    unknown = isinstance(choice, str) and choice not in ops.OPS["linear_cross_entropy"][1]
     with jax.named_scope("loss"):
-        if isinstance(head, (PackedLinear, PackedEmbedding)):
-            weight = head.packed
-            hidden = head.arranged(hidden) if isinstance(head, PackedLinear) else hidden
-        elif type(head) in (Linear, Embedding):
-            weight = head.weight[...]
-        else:
+        if (factors := head_factors(model, hidden)) is None:
             return ops.cross_entropy(model.head(hidden), batch["targets"])
         return ops.linear_cross_entropy(
-            hidden,
-            weight,
+            *factors,
             batch["targets"],
             softcap=model.config.final_logit_softcapping,
-            # A name stands for all ops that have it: "cudnn" is none of this one's
-            implementation="auto" if unknown else choice,
+            implementation=model.runtime.implementation,
         )
+
+
+def head_factors(
+    model: Transformer, hidden: Float[Array, "*B D"]
+) -> tuple[Float[Array, "*B D"], Float[Array, "V D"] | Packed] | None:
+    """What the head multiplies: `hidden` as its weight's columns want it, and the weight. None if
+    the head is more than a matrix.
+    """
+    head = model.embed_tokens if model.lm_head is None else model.lm_head
+    if isinstance(head, PackedLinear):
+        return head.arranged(hidden), head.packed
+    if isinstance(head, PackedEmbedding):
+        return hidden, head.packed
+    if type(head) in (Linear, Embedding):
+        return hidden, head.weight[...]
+    return None
 
 
 def train_step(

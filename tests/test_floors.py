@@ -305,7 +305,8 @@ MAY_IMPORT = {
         "jaxllm.checkpoint.tensor_names jaxllm.layers jaxllm.quantize pallas_kernels.quantize"
     ),
     "jaxllm.train": (
-        "jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision jaxllm.quantize"
+        "jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision jaxllm.quantize "
+        "pallas_kernels.packed"
     ),
     "jaxllm.quantize": f"{KERNELS} jaxllm.layers jaxllm.ops",
     "jaxllm.fp8": "jaxllm.layers jaxllm.ops jaxllm.quantize",
@@ -360,7 +361,7 @@ MAY_IMPORT = {
         "jaxllm.aot jaxllm.checkpoint.hf jaxllm.config jaxllm.fp8 jaxllm.lora jaxllm.model "
         "jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.train"
     ),
-    "jaxllm.dpo": "jaxllm.data jaxllm.layers jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
+    "jaxllm.dpo": "jaxllm.data jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
     "jaxllm.finetune": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.checkpoint.native jaxllm.config "
         "jaxllm.data jaxllm.fp8 jaxllm.generate jaxllm.lora jaxllm.metrics jaxllm.model "
@@ -370,7 +371,7 @@ MAY_IMPORT = {
     "jaxllm.cli_quantize": "pallas_kernels.packed",
     "jaxllm.cli_inspect": (
         "jaxllm.cache jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.cli_quantize "
-        "jaxllm.config jaxllm.layers jaxllm.model jaxllm.ops jaxllm.quantize"
+        "jaxllm.config jaxllm.fusion jaxllm.layers jaxllm.model jaxllm.ops jaxllm.quantize"
     ),
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.families "

@@ -14,7 +14,7 @@ import pytest
 import quantised_checkpoints
 import tiny_models
 from absent_device import absent
-from tiny_models import SLIDING, TINY
+from tiny_models import ALL, SLIDING, TINY
 
 import jaxllm
 from jaxllm import cli, cli_inspect
@@ -246,8 +246,11 @@ def test_inspect_says_what_is_there_and_what_would_run(stories, capsys, monkeypa
     assert "8 query, 4 key/value, 8 wide" in out
     assert "640 bytes a token in 16 bits, 480 bytes in 8, before windows" in out
     assert "cudnn: needs an NVIDIA GPU" in out
-    for op in ("attention", "linear", "embedding", "rms_norm", "rope", "glu"):
-        assert op in out
+    for op in (
+        *("attention", "linear", "fused_linear", "embedding", "rms_norm", "rope", "glu"),
+        *("sampling_threshold", "linear_cross_entropy"),
+    ):
+        assert f"│ {op} " in out
 
 
 def test_inspect_of_packed_weights(tmp_path, capsys, monkeypatch):
@@ -291,15 +294,28 @@ def test_inspect_of_a_bitnet(tmp_path, capsys, monkeypatch):
 
 def test_inspect_describes_the_calls_that_the_cache_makes():
     config = dataclasses.replace(SLIDING, sliding_window=33, max_position_embeddings=64)
-    weight = jax.ShapeDtypeStruct((64, 24), "bfloat16")
+    model = tiny_models.build(config, Runtime("bfloat16"))
     with absent():
-        explained = list(cli_inspect.explained(config, "bfloat16", weight))
+        explained = list(cli_inspect.explained(model, "bfloat16"))
     cudnn = {call: reasons["cudnn"] for op, call, reasons in explained if op == "attention"}
     assert cudnn == {
         "prefill, full": None,
         "prefill, sliding": "takes a mask only for even lengths, got T=64, S=97",  # ring and chunk
         "decode, full": None,
         "decode, sliding": None,  # the ring alone: the window masks nothing
+    }
+
+
+def test_inspect_tells_fused_products_where_a_layer_decodes_with_them():
+    calls = {}
+    for name, config in (("llama", TINY), ("norms behind", ALL)):
+        model = tiny_models.build(config, Runtime("bfloat16"))
+        jaxllm.fuse(model)
+        said = cli_inspect.explained(model, "bfloat16")
+        calls[name] = [(op, call) for op, call, _ in said if "linear" in op and "decode" in call]
+    assert calls == {
+        "llama": [("fused_linear", "decode"), ("linear", "decode, head")],
+        "norms behind": [("linear", "decode")],
     }
 
 

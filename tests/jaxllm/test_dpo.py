@@ -12,6 +12,7 @@ from tiny_models import TINY, build, logits
 
 from jaxllm import dpo, fp8, lora, train
 from jaxllm.data import Example, PreferenceExample, PreferenceLoader, preference_batch
+from jaxllm.model import Transformer
 from jaxllm.quantize import quantize
 
 SMALL = dataclasses.replace(TINY, num_hidden_layers=1, layer_types=TINY.layer_types[:1])
@@ -181,12 +182,21 @@ def test_batches_that_will_not_do():
         dpo.make_loss()(model, {k: jnp.asarray(v[:3]) for k, v in batch.items()})
 
 
-@pytest.mark.parametrize("head", ["packed", "fp8", "adapter"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_a_packed_head_no_array_of_all_logits_is_made(tied, monkeypatch):
+    model = build(dataclasses.replace(SMALL, tie_word_embeddings=tied))
+    quantize(model, "int4", 8, head="int4")
+    batch = preference_batch(make_pairs(), LENGTH)
+    sums = oracle_sums(model, batch)[0]
+    monkeypatch.setattr(Transformer, "head", None)  # which makes them
+    ours = nnx.jit(dpo.log_probs)(model, batch)
+    np.testing.assert_allclose(ours, sums, rtol=1e-4)  # as below
+
+
+@pytest.mark.parametrize("head", ["fp8", "adapter"])
 def test_a_head_that_is_more_than_a_matrix(head):
     model, batch = build(SMALL), preference_batch(make_pairs(), LENGTH)
-    if head == "packed":
-        quantize(model, "int4", 8, head="int4")
-    elif head == "fp8":
+    if head == "fp8":
         fp8.use_fp8(model, keep=())
     else:
         lora.add_adapters(model, rank=2, targets="lm_head", rngs=nnx.Rngs(0))
