@@ -5,6 +5,10 @@ from contextlib import AbstractContextManager
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels.device import Device
+
+H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
+
 
 def absent(
     name: str = "NVIDIA H200", num_cores: int | None = 132, platform: str = "gpu"

@@ -9,9 +9,6 @@ import oracles
 from kernels import interpreted
 
 from jaxllm.ops.attention import attention
-from pallas_kernels.device import Device
-
-H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 
 
 def numbers(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:

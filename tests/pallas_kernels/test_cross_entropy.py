@@ -10,6 +10,7 @@ import numpy as np
 import oracles
 import pytest
 import rounded
+from absent_device import H200
 from kernels import interpreted
 from numerics import ULPS, assert_as_accurate
 
@@ -28,7 +29,6 @@ from pallas_kernels.quantize import dequantize, quantize
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 needs_references = pytest.mark.skipif(
     not _compat.WRITES_REFERENCES, reason="no kernel of jax 0.10 writes into an array"
 )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_device import H200
 
 from jaxllm import aot
 from pallas_kernels import device as device_lib
@@ -23,8 +24,6 @@ from pallas_kernels.decode_attention import (
 )
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
-
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 
 
 def shapes(n=4, k=2, h=64, s=128, dtype=jnp.bfloat16, batch=2, **others) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from absent_device import H200
 from attention_cases import CASES
 from kernels import interpreted
 from numerics import assert_as_accurate
@@ -31,7 +32,6 @@ from pallas_kernels.flash_attention_blocks import block_ranges
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 SMALL = Config(kv_block=64)
 ALONE = Config(kv_block=64, consumers=1, q_stages=1)
 THREE = Config(kv_block=64, consumers=3, stages=3)

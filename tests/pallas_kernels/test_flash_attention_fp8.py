@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from absent_device import H200
 from kernels import interpreted
 from numerics import assert_as_accurate
 from tensor_cores import float8_sums
 
 from jaxllm import aot
 from pallas_kernels import attention_reference
-from pallas_kernels import device as device_lib
 from pallas_kernels.attention_fp8 import LIFT, score_scale
 from pallas_kernels.flash_attention import (
     Config,
@@ -30,7 +30,6 @@ from pallas_kernels.flash_attention import (
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
 FP8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 SMALL = Config(kv_block=64, stages=3)
 ALONE = Config(kv_block=64, consumers=1, q_stages=1)
 NO_TURNS = Config(kv_block=64, turns=False)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from absent_device import H200
 from kernels import interpreted
 from numerics import assert_as_accurate
 
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("strict_jax")
 
 BF16, F16, F32, FP8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn
 I8 = jnp.int8
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 SMALL = Config(128, 64, 64, consumers=2, stages=2)
 NARROW = Config(64, 32, 64, consumers=1, stages=2)
 GATED = Config(128, 128, 64, consumers=2, stages=2)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_device import H200
 from kernels import interpreted
 from quantized_calls import (
     BF16,
@@ -26,7 +27,6 @@ from quantized_calls import (
 from pallas_kernels import _compat
 from pallas_kernels import quantized_matmul_kernel as kernel
 from pallas_kernels.around_product import Rotary
-from pallas_kernels.device import Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_matmul import (
@@ -38,7 +38,6 @@ from pallas_kernels.quantized_tiles_config import Tiles
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
-H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 written = pytest.mark.skipif(
     not _compat.WRITES_REFERENCES, reason="jax 0.10 writes into no array that is there"
 )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from absent_device import H200
 from kernels import interpreted
 from numerics import assert_as_accurate
 from quantized_calls import (
@@ -51,8 +52,6 @@ from pallas_kernels.quantized_matmul import (
 from pallas_kernels.quantized_matmul_config import Static
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
-
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 
 
 CALLS: Any = {

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_device import H200
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels import interpreted
@@ -42,7 +43,6 @@ from pallas_kernels import (
     quantized_matmul_tiles,
     quantized_unpack,
 )
-from pallas_kernels.device import Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul import (
@@ -64,7 +64,6 @@ transposed = pytest.mark.skipif(
     not _compat.INTERPRETS_TRANSPOSED_WGMMA,
     reason="the interpreter of jax 0.10 has no transposed wgmma operand",
 )
-H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 
 
 def whole_accesses(ref: Any) -> Any:

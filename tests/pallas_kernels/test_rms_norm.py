@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from absent_device import absent
+from absent_device import H200, absent
 from kernels import interpreted
 from numerics import assert_as_accurate
 
@@ -28,7 +28,6 @@ from pallas_kernels.rms_norm import (
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 EPS = 1e-5
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_device import H200
 from kernels import interpreted
 
 from pallas_kernels import device as device_lib
@@ -21,8 +22,6 @@ from pallas_kernels.sampling_threshold import (
 )
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
-
-H200 = device_lib.Device("gpu", "NVIDIA H200", 9.0, 132)
 
 
 def case(scores: np.ndarray, top_k: Any, top_p: Any) -> tuple[jax.Array, ...]:

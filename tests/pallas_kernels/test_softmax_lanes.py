@@ -11,18 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from absent_device import H200
 from kernels import interpreted
 from lane_machine import Machine, dialects
 from numerics import assert_as_accurate
 
 from jaxllm import aot
 from pallas_kernels import lane_arithmetic, lane_code, softmax, softmax_kernel, softmax_lanes
-from pallas_kernels.device import Device
 from pallas_kernels.softmax import Config, scale_softmax, scale_softmax_reference
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
-H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_device import H200, absent
 from numerics import assert_as_accurate
 
 from pallas_kernels import triton_softmax
@@ -18,7 +19,6 @@ from pallas_kernels.softmax import scale_softmax_reference
 from pallas_kernels.triton_softmax import Config, scale_softmax, why_not
 
 A100 = Device("gpu", "NVIDIA A100", 8.0, 108)
-H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 GPUS = ["NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "NVIDIA H200"]
 
 
@@ -80,8 +80,6 @@ def test_refuses_in_a_sentence():
 
 @pytest.mark.usefixtures("installed")
 def test_a_short_block_has_one_row():
-    from absent_device import absent
-
     with absent(), pytest.raises(ValueError, match="2 rows a program, but a block that is shorter"):
         scale_softmax(jnp.ones((4, 96)), config=Config(64, 2, 1))
 

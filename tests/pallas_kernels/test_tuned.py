@@ -6,11 +6,11 @@ import importlib
 import json
 
 import pytest
+from absent_device import H200
 
 from pallas_kernels import tuned
 from pallas_kernels.device import Device
 
-H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 ROW = {"op": "toy", "key": "bf16 4096", "config": {"rows": 4}, "evidence": {"us": 1.0}}
 EVIDENCE = {"us", "spread_us", "default_us", "default_spread_us", "default", "clock", "jax", "date"}
 

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from absent_device import absent
+from absent_device import H200, absent
 from attention_calls import (
-    H200,
     NOTHING,
     SINKS,
     compare,

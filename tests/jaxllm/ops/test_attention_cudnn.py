@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from absent_device import absent
+from absent_device import H200, absent
 from attention_calls import (
     CASES,
-    H200,
     NOTHING,
     inputs,
     lengths,
