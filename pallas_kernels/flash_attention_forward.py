@@ -24,7 +24,7 @@ from pallas_kernels import _compat
 from pallas_kernels import flash_attention_tiles as tiles
 from pallas_kernels.flash_attention_plan import Config, Static, bend_and_factor, plan_of
 from pallas_kernels.flash_attention_tiles import REGISTERS, filled, wide
-from pallas_kernels.wgmma_tiles import WGMMA_ROWS, rows_as_copied, wgmma_transforms
+from pallas_kernels.wgmma_tiles import WGMMA_ROWS, wgmma_transforms
 
 
 def line_width(head_width: int) -> int:
@@ -61,31 +61,14 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
         group, i32 = block.group, jnp.int32
         slot_of, q_slot_of = block.slot_of, block.q_slot_of
 
-        def tile_as_copied(name, *index):
-            tile = scratch[name]
-            return rows_as_copied(tile, index, 0, tile.shape[-2], static.interpret)
-
-        def columns(part, traced):
-            """A part of a head, whose end may lie past its width: JAX must not know where."""
-            return pl.ds(traced * 0 + part * line if h % line else part * line, line)
-
-        def copy_queries(where, q_slot, full):
-            batch = where["batch"]
-            for consumer in range(c.consumers):
-                taken = pl.ds(where["start"] + consumer * WGMMA_ROWS, WGMMA_ROWS)
-                for part in range(parts):
-                    plgpu.copy_gmem_to_smem(
-                        q_ref.at[batch, taken, where["head"], columns(part, batch)],
-                        tile_as_copied("q", q_slot, consumer, part),
-                        full,
-                    )
-
         def copy_block(name, where, kv_head, down, slot, full):
             batch, source = where["batch"], {"k": k_ref, "v": v_ref}[name]
             for part in range(parts):
                 plgpu.copy_gmem_to_smem(
-                    source.at[batch, pl.ds(down, c.kv_block), kv_head, columns(part, batch)],
-                    tile_as_copied(name, slot, part),
+                    source.at[
+                        batch, pl.ds(down, c.kv_block), kv_head, block.columns(part, line, batch)
+                    ],
+                    block.as_copied(name, slot, part),
                     full,
                 )
 
@@ -196,12 +179,12 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 plgpu.commit_smem()
                 for part in range(parts):
                     plgpu.copy_smem_to_gmem(
-                        tile_as_copied("q", q_slot, group, part),
+                        block.as_copied("q", q_slot, group, part),
                         out_ref.at[
                             where["batch"],
                             pl.ds(where["row"], WGMMA_ROWS),
                             where["head"],
-                            columns(part, where["row"]),
+                            block.columns(part, line, where["row"]),
                         ],
                     )
                 if c.q_stages == 1:
@@ -215,7 +198,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
             plgpu.wait_smem_to_gmem(0)
             block.end_turns()
 
-        lax.cond(group == c.consumers, lambda: block.produce(copy_queries, copy_block), consume)
+        lax.cond(group == c.consumers, lambda: block.produce(q_ref, copy_block), consume)
 
     transforms = wgmma_transforms(line, dtype)
     tile_of_keys = plgpu.SMEM((c.stages, parts, c.kv_block, line), dtype, transforms=transforms)

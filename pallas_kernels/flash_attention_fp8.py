@@ -33,7 +33,7 @@ from pallas_kernels import flash_attention_tiles as tiles
 from pallas_kernels.attention_fp8 import FP8, LIFT, TWO_SUMS
 from pallas_kernels.flash_attention_plan import Config, Static, bend_and_factor, plan_of
 from pallas_kernels.flash_attention_tiles import REGISTERS, filled, wide
-from pallas_kernels.wgmma_tiles import WGMMA_ROWS, rows_as_copied, wgmma_transforms
+from pallas_kernels.wgmma_tiles import WGMMA_ROWS, wgmma_transforms
 
 OUT_LINE = 64  # of the result, of 16 bits
 
@@ -86,37 +86,18 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
         group, i32 = block.group, jnp.int32
         slot_of, q_slot_of = block.slot_of, block.q_slot_of
 
-        def tile_as_copied(name, *index):
-            tile = scratch[name]
-            return rows_as_copied(tile, index, 0, tile.shape[-2], static.interpret)
-
-        def columns(part, traced, line):
-            """A part of a head, whose end may lie past its width: JAX must not know where."""
-            return pl.ds(traced * 0 + part * line if h % line else part * line, line)
-
-        def copy_queries(where, q_slot, full):
-            batch = where["batch"]
-            for consumer in range(c.consumers):
-                taken = pl.ds(where["start"] + consumer * WGMMA_ROWS, WGMMA_ROWS)
-                for part in range(parts):
-                    plgpu.copy_gmem_to_smem(
-                        q_ref.at[batch, taken, where["head"], columns(part, batch, line)],
-                        tile_as_copied("q", q_slot, consumer, part),
-                        full,
-                    )
-
         def copy_block(name, where, kv_head, down, slot, full):
             batch = where["batch"]
             if name == "k":
                 for part in range(parts):
                     rows = pl.ds(down, c.kv_block)
-                    source = k_ref.at[batch, rows, kv_head, columns(part, batch, line)]
-                    plgpu.copy_gmem_to_smem(source, tile_as_copied("k", slot, part), full)
+                    source = k_ref.at[batch, rows, kv_head, block.columns(part, line, batch)]
+                    plgpu.copy_gmem_to_smem(source, block.as_copied("k", slot, part), full)
                 return
             for part in range(kv_parts):
                 keys = pl.ds(down + part * kv_line, kv_line)
-                source = v_ref.at[batch, kv_head, columns(0, batch, width), keys]
-                plgpu.copy_gmem_to_smem(source, tile_as_copied("v", slot, part), full)
+                source = v_ref.at[batch, kv_head, block.columns(0, width, batch), keys]
+                plgpu.copy_gmem_to_smem(source, block.as_copied("v", slot, part), full)
 
         def consume():
             if (registers := REGISTERS[c.consumers][1]) is not None:
@@ -227,12 +208,12 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
                 plgpu.commit_smem()
                 for part in range(out_parts):
                     plgpu.copy_smem_to_gmem(
-                        tile_as_copied("out", group, part),
+                        block.as_copied("out", group, part),
                         out_ref.at[
                             where["batch"],
                             pl.ds(row, WGMMA_ROWS),
                             where["head"],
-                            columns(part, row, OUT_LINE),
+                            block.columns(part, OUT_LINE, row),
                         ],
                     )
                 return at, following
@@ -242,7 +223,7 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
             plgpu.wait_smem_to_gmem(0)
             block.end_turns()
 
-        lax.cond(group == c.consumers, lambda: block.produce(copy_queries, copy_block), consume)
+        lax.cond(group == c.consumers, lambda: block.produce(q_ref, copy_block), consume)
 
     def tile(lead, rows, line, dtype=FP8):
         return plgpu.SMEM((*lead, rows, line), dtype, transforms=wgmma_transforms(line, dtype))

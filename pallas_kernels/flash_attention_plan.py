@@ -52,6 +52,7 @@ class Plan:
     t: int
     s: int
     n: int
+    h: int
     group: int  # query heads a key head
     tile_rows: int
     q_tiles: int
@@ -114,6 +115,7 @@ def plan_of(
         t,
         s,
         n,
+        h,
         n // kv_heads,
         tile_rows,
         q_tiles,

@@ -7,6 +7,7 @@ something is copied and multiplied. Imported only by those kernels and by flash_
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat, soft_cap
 from pallas_kernels.attention_reference import LOG2E
 from pallas_kernels.flash_attention_plan import Plan
-from pallas_kernels.wgmma_tiles import WGMMA_ROWS
+from pallas_kernels.wgmma_tiles import WGMMA_ROWS, rows_as_copied
 
 REGISTERS = {1: (None, None), 2: (24, 240), 3: (32, 160)}  # of the producer and each consumer
 
@@ -137,13 +138,23 @@ class Block:
     def give_back(self, name: str, at):
         plgpu.barrier_arrive(self.scratch[f"{name}_empty"].at[self.slot_of(at)])
 
-    def produce(self, copy_queries: Callable[..., None], copy_block: Callable[..., None]) -> None:
+    def as_copied(self, name: str, *index):
+        """A tile on chip, as the copy engine takes it."""
+        tile = self.scratch[name]
+        return rows_as_copied(tile, index, 0, tile.shape[-2], self.plan.static.interpret)
+
+    def columns(self, part: int, size: int, traced):
+        """A part of a head, whose end may lie past its width: JAX must not know where."""
+        return pl.ds(traced * 0 + part * size if self.plan.h % size else part * size, size)
+
+    def produce(self, q_ref, copy_block: Callable[..., None]) -> None:
         """What the warpgroup does that brings queries, keys and values.
 
-        copy_queries(tile, slot, barrier); copy_block("k" or "v", tile, key head, first key, slot,
-        barrier).
+        copy_block("k" or "v", tile, key head, first key, slot, barrier). On chip q is
+        [stages, consumers, parts of a head, queries, columns].
         """
         plan, c, scratch, i32 = self.plan, self.plan.static.config, self.scratch, jnp.int32
+        _, _, parts, _, size = scratch["q"].shape
         if (registers := REGISTERS[c.consumers][0]) is not None:
             plgpu.set_max_registers(registers, action="decrease")
 
@@ -155,7 +166,12 @@ class Block:
                 plgpu.barrier_wait(scratch["q_empty"].at[q_slot])
 
             full = scratch["q_full"].at[q_slot]
-            copy_queries(where, q_slot, full)
+            for consumer, part in itertools.product(range(c.consumers), range(parts)):
+                taken = pl.ds(where["start"] + consumer * WGMMA_ROWS, WGMMA_ROWS)
+                columns = self.columns(part, size, where["batch"])
+                source = q_ref.at[where["batch"], taken, where["head"], columns]
+                target = self.as_copied("q", q_slot, consumer, part)
+                plgpu.copy_gmem_to_smem(source, target, full)
             if plan.segmented:
                 start = where["batch"] * (plan.q_tiles * plan.tile_rows) + where["start"]
                 source = pl.ds(start, plan.tile_rows)
