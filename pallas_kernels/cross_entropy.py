@@ -41,7 +41,7 @@ from jaxtyping import Array, Float, Int, Integer
 from pallas_kernels import _compat
 from pallas_kernels import cross_entropy_kernel as kernels
 from pallas_kernels import device as device_lib
-from pallas_kernels.cross_entropy_kernel import LOG2E, TILE_K, TILE_M, TILE_N, Config
+from pallas_kernels.cross_entropy_kernel import LOG2E, TILE_K, TILE_M, TILE_N
 from pallas_kernels.device import Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
@@ -53,6 +53,16 @@ EXPS_BYTES = 2**30  # of the exponentials of a chunk, where they have memory of 
 # 2^-36 and more of a row are kept where the target is the likeliest, and losses up to 190 bits
 HEADROOM, MOST = 90.0, 2.0**100
 LEAST_WEIGHT = 2.0**-20  # of a row: z_loss may bring it to 0, by which nothing can be divided
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """chunk: tokens whose exponentials are in memory at a time. slab: rows of the head whose
+    exponentials have memory of their own where the others lie in the gradient's.
+    """
+
+    chunk: int = 8192
+    slab: int = 16896  # 2112 tiles of 4096 columns: 16 of each of 132 multiprocessors
 
 
 def linear_cross_entropy(
@@ -139,7 +149,7 @@ def why_not(hidden, head, targets, *, device: Device | None = None) -> str | Non
 def default_config(hidden, head) -> Config:
     """Chunks of equal size, the fewest that leave E within 1 GiB; one if that needs no memory.
 
-    Tiles are one for all sizes: others measure the same (see `Config`), so that no row is tuned.
+    Tiles are one for all sizes: others measure the same (see `SNAKE`), so that no row is tuned.
     """
     config = Config()
     tokens, vocab = hidden.shape[0], head.shape[0]
@@ -192,8 +202,6 @@ def as_int32(targets: Integer[Array, "*B"]) -> Int[Array, "*B"]:
 def _config_problem(config: Config) -> str | None:
     c = config
     problems = {
-        "stages must be 2 to 4": not 2 <= c.stages <= 4,
-        "snakes must be three, 1 at least": len(c.snakes) != 3 or min(c.snakes) < 1,
         f"chunk must be a multiple of {TILE_M}": c.chunk < 1 or c.chunk % TILE_M,
         f"slab must be a multiple of {TILE_N}": c.slab < 1 or c.slab % TILE_N,
     }
@@ -213,7 +221,7 @@ class _Static:
 
     def kernel(self, hidden, vocab: int, shift: int) -> kernels.Static:
         shape = (hidden.shape[0], vocab, hidden.shape[1])
-        return kernels.Static(self.config, shape, self.softcap, self.num_sms, self.interpret, shift)
+        return kernels.Static(shape, self.softcap, self.num_sms, self.interpret, shift)
 
     def shift(self, hidden, head) -> int:
         """Rows of E with memory of their own where d_head's holds the others; 0: it cannot."""

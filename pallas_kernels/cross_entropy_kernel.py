@@ -31,30 +31,18 @@ LOG2E = 1.4426950408889634
 CONSUMERS = 2
 TILE_M, TILE_N, TILE_K = CONSUMERS * WGMMA_ROWS, 256, 64
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 40 + 2 * 232 of the 512 that three share
+STAGES = 4  # loaded ahead
+# Tiles of rows that are neighbours in the order of tiles. H200, warm, 4096 x 128256 x 4096 with
+# both gradients: 19.2 to 19.5 ms with 4 to 16, where three plain products of cuBLAS take 18.8; no
+# faster where two blocks, one above the other, loaded each tile of the right operand once for both.
+SNAKE = 8
 BF16 = jnp.bfloat16
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """stages: loaded ahead. snakes: of the three products, the tiles of rows that are neighbours in
-    the order of tiles. chunk: tokens whose exponentials are in memory at a time. slab: rows of the
-    head whose exponentials have memory of their own where the others lie in the gradient's.
-    H200, warm, 4096 x 128256 x 4096 with both gradients: 19.2 to 19.5 ms with snakes of 4 to 16,
-    where three plain products of cuBLAS take 18.8; no faster where two blocks, one above the other,
-    loaded each tile of the right operand once for both.
-    """
-
-    stages: int = 4
-    snakes: tuple[int, int, int] = (8, 8, 8)
-    chunk: int = 8192
-    slab: int = 16896  # 2112 tiles of 4096 columns: 16 of each of 132 multiprocessors
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
     """What the kernels are compiled for; shape is T (whole tiles), V, D."""
 
-    config: Config
     shape: tuple[int, int, int]
     softcap: float | None
     num_sms: int
@@ -71,7 +59,6 @@ class _Product:
 
     name: str
     sizes: tuple[int, int, int]
-    snake: int
     transpose_a: bool
     transpose_b: bool
     dtype: Any
@@ -99,7 +86,6 @@ def exponentials(static: Static, hidden, head, reference, targets, marks, *, int
     product = _Product(
         "linear_cross_entropy_tops" if tops else "linear_cross_entropy",
         (t, v, d),
-        static.config.snakes[0],
         transpose_a=False,
         transpose_b=True,
         dtype=BF16,
@@ -169,7 +155,6 @@ def d_hidden(static: Static, exps, first, head, factor, dtype):
     product = _Product(
         "linear_cross_entropy_d_hidden",
         (t, d, v),
-        static.config.snakes[1],
         transpose_a=True,
         transpose_b=False,
         dtype=dtype,
@@ -236,7 +221,6 @@ def _d_head(static: Static, inputs, hidden, out_type, *, rows):
     product = _Product(
         "linear_cross_entropy_d_head",
         (rows, d, t),
-        static.config.snakes[2],
         transpose_a=False,
         transpose_b=False,
         dtype=dtype,
@@ -280,7 +264,7 @@ def _run(
     row, column, leave) does what follows the sums of a consumer's 64 rows. leave(i, y, *places)
     writes the i-th slice to the one of `(when, place)` whose `when` holds, or with `add` adds it.
     """
-    c, p, interpret = static.config, product, static.interpret
+    p, interpret = product, static.interpret
     m, n, k = p.sizes
     tiles = (-(-m // TILE_M), -(-n // TILE_N))
     k_steps = -(-k // TILE_K)
@@ -295,20 +279,20 @@ def _run(
         def each_tile(step) -> Any:
             @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block", init_carry=jnp.int32(0))
             def end(info, carry):
-                down, across = plgpu.planar_snake(info.index[0], tiles, 0, p.snake)
+                down, across = plgpu.planar_snake(info.index[0], tiles, 0, SNAKE)
                 return step(down * TILE_M, across * TILE_N, carry)
 
             return end
 
         def slot_of(at):
-            return lax.rem(at, jnp.int32(c.stages))
+            return lax.rem(at, jnp.int32(STAGES))
 
         def produce():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
             def tile(row, column, at):
                 def stage(i, at):
-                    @pl.when(at >= c.stages)
+                    @pl.when(at >= STAGES)
                     def _():
                         plgpu.barrier_wait(empty.at[slot_of(at)])
 
@@ -333,7 +317,7 @@ def _run(
                 return lax.fori_loop(0, k_steps, stage, at)
 
             end = each_tile(tile)
-            for slot in range(c.stages):  # every phase of a barrier must be seen
+            for slot in range(STAGES):  # every phase of a barrier must be seen
 
                 @pl.when(end > slot)
                 def _(slot=slot):
@@ -414,11 +398,11 @@ def _run(
         return plgpu.SMEM(shape, dtype, transforms=wgmma_transforms(shape[-1], dtype))
 
     scratch = {
-        "a": shared(c.stages, *a_tile, dtype=BF16),
-        "b": shared(c.stages, *b_tile, dtype=BF16),
+        "a": shared(STAGES, *a_tile, dtype=BF16),
+        "b": shared(STAGES, *b_tile, dtype=BF16),
         "slots": shared(CONSUMERS, 2, WGMMA_ROWS, p.slice_width, dtype=p.dtype),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
-        "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
     }
     if adds and interpret:
         scratch["more"] = plgpu.Barrier(num_barriers=CONSUMERS)

@@ -292,8 +292,6 @@ def test_wrong_calls(arrays: Any, keywords: dict[str, Any], sentence: str):
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (Config(stages=5), "stages must be 2 to 4"),
-        (Config(snakes=(8, 0, 8)), "snakes must be three, 1 at least"),
         (Config(chunk=100), "chunk must be a multiple of 128"),
         (Config(slab=128), "slab must be a multiple of 256"),
     ],
