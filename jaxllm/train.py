@@ -359,8 +359,12 @@ def cover_windows(tokens: Sequence[int], *, rows: int, length: int, stride: int)
 def catch_interrupt() -> Iterator[threading.Event]:
     """Inside, the first Ctrl-C only sets the event, for a loop to look at between two steps: a step
     that is cut off has donated the old state and not returned the new one. The second one raises.
+    In a thread beside the main one, where Python lets nobody catch signals, the event is never set.
     """
     event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
 
     def on_interrupt(*_: object) -> None:
         event.set()

@@ -1,3 +1,4 @@
+import concurrent.futures
 import dataclasses
 import signal
 from typing import Any
@@ -440,4 +441,15 @@ def test_the_first_interrupt_waits_and_the_second_does_not():
         assert stop.is_set()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_in_another_thread_nothing_is_caught():
+    def look() -> bool:
+        with train.catch_interrupt() as stop:
+            return stop.is_set()
+
+    before = signal.getsignal(signal.SIGINT)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(look).result() is False
     assert signal.getsignal(signal.SIGINT) is before
