@@ -167,7 +167,7 @@ def add_adapters(
         of such names or ends, * and ? allowed (["q_proj", "layers.1.mlp.*"]).
     alpha: 2 * rank if None.
     Call it again for other modules with another rank.
-    Raises: ValueError for a pattern that matches no Linear, a rank or kind that does not exist.
+    Raises: ValueError for a pattern that matches no Linear, a rank, alpha or kind that cannot be.
     NotImplementedError for the embedding, and so for a head that is tied to it; as `Adapted`.
     """
     if kind not in KINDS:
@@ -175,6 +175,8 @@ def add_adapters(
     if rank < 1:
         raise ValueError(f"lora: rank must be at least 1, got {rank}")
     alpha = 2 * rank if alpha is None else alpha
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"lora: alpha must be a positive number, got {alpha}")
     linears = _linears(model)
     names = _match(targets, linears, tied=model.lm_head is None)
     widest = max(max(_base_weight(linears[name]).shape) for name in names)

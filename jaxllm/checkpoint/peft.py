@@ -131,8 +131,20 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
         if type(config.get(key)) not in (int, float) or not config[key] > 0:
             raise ValueError(f"{file}: {key} must be a positive number, got {config.get(key)!r}")
     for key in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(config.get(key) or {}, dict):
-            raise ValueError(f"{file}: {key} must be an object, got {config[key]!r}")
+        pattern = config.get(key) or {}
+        if not isinstance(pattern, dict):
+            raise ValueError(f"{file}: {key} must be an object, got {pattern!r}")
+        for name, value in pattern.items():
+            if type(value) not in (int, float) or not value > 0:
+                raise ValueError(
+                    f"{file}: {key} of {name!r} must be a positive number, got {value!r}"
+                )
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(
+                    f"{file}: {key} has {name!r}, which is no regular expression: {error}"
+                ) from None
     refused = [
         f"{key} {value!r}"
         for key, value in config.items()
