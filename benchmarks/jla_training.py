@@ -54,7 +54,7 @@ def measure(
                 raise
         else:
             return {**figures(config, rows, length, row.pop("seconds")), **row}
-    raise MemoryError(f"not in {try_parts[-1]} parts either")
+    raise MemoryError(f"{NAME}: the step does not fit, not in {try_parts[-1]} parts either")
 
 
 def _measure(

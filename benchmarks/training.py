@@ -156,7 +156,7 @@ def measure(
 def in_a_row(step: Callable[[], Any], count: int) -> tuple[list[float], list[float]]:
     """The loss of each of `count` calls of `step`, and the seconds from one loss to the next.
 
-    A loss is read when the next step is under way, as the `Trainer` does it: one step more runs.
+    A loss is read when the next step is under way, as in a `Trainer`'s run: one step more runs.
     """
     losses: list[float] = []
     ends = [time.perf_counter()]

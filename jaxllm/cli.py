@@ -237,8 +237,18 @@ def _check_draws(settings: dict[str, Any]) -> None:
 
 def _standard_input() -> TextIO:
     if sys.stdin is None:
-        raise ValueError("there is no standard input")
+        raise ValueError("there is no standard input, which `chat` and `--prompt -` read")
     return sys.stdin
+
+
+def _line(terminal: bool) -> str:
+    """What was typed, or the next line of a pipe. Raises: EOFError behind the last."""
+    if terminal and None not in (sys.stdout, sys.stderr):  # without these `input` does not work
+        return input("> ")
+    line = _standard_input().readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
 
 
 def _path(args: argparse.Namespace) -> Any:
@@ -384,7 +394,7 @@ def _chat(args: argparse.Namespace) -> int:
         )
     while True:
         try:
-            line = input("> " if terminal else "")
+            line = _line(terminal)
         except EOFError:
             return 0
         if line.strip() in ("/exit", "/quit"):

@@ -136,18 +136,19 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
         yield "linear", "decode, head", ops.explain("linear", row, head)
     else:
         yield "linear", "decode", ops.explain("linear", row, weight)
-    gate = array(1, t, config.intermediate_size)
+    f = config.intermediate_size
+    gates = [array(1, t, f)] * 2 if mlp.gate_up_proj is None else [array(1, t, 2 * f)]
     ids = array(1, t, dtype="int32")
     filtered = [
         array(*shape, dtype=kind) for shape in ((1, v), (1,)) for kind in ("int32", "float32")
     ]
     for op, call, operands, named in (
-        ("embedding", "prefill", (array(v, d), ids), {}),
+        ("embedding", "prefill", (_weight(model.embed_tokens), ids), {}),
         ("rms_norm", "prefill", (x, array(d)), {"eps": config.rms_norm_eps}),
         ("rope", "prefill", (array(1, t, n, h), array(1, t, k, h), rotary, rotary), {}),
-        ("glu", "prefill", (gate, gate), {"activation": config.hidden_act}),
+        ("glu", "prefill", gates, {"activation": config.hidden_act}),
         ("sampling_threshold", "top-k, top-p", filtered, {}),
-        ("linear_cross_entropy", "training", (x, array(v, d), ids), {}),
+        ("linear_cross_entropy", "training", (x, head, ids), {}),
     ):
         yield op, call, ops.explain(op, *operands, **named)
 

@@ -30,7 +30,8 @@ KINDS = ("sigmoid", "ipo")
 def log_probs(model: Transformer, batch: Batch) -> Float[Array, " B"]:
     """The sum of the log-probabilities in nats of each row's targets, in float32.
 
-    All logits are made only where the head is more than a matrix (an adapter beside it).
+    All logits are made only where the head is more than a matrix (an adapter beside it, products
+    in fp8).
     """
     tokens = batch["tokens"], batch.get("positions"), batch.get("segment_ids")
     hidden, _ = model.hidden(*tokens)

@@ -178,7 +178,11 @@ def _gemma(hf: _Keys, *, period: int) -> dict[str, Any]:
 
 
 def _gemma3(hf: _Keys) -> dict[str, Any]:
-    """transformers leaves its attention without a soft cap, whatever the file says of one."""
+    if (cap := hf.get("attn_logit_softcapping", None)) is not None:
+        raise ValueError(
+            f"{hf.owner}: attn_logit_softcapping is {cap!r}, but transformers computes Gemma 3's "
+            "attention without one; it must be null"
+        )
     gemma = _gemma(hf, period=hf.size("sliding_window_pattern", 6))
     return {"qk_norm": True, **gemma, **_soft_cap(hf, "final_logit_softcapping", None)}
 

@@ -52,7 +52,7 @@ class Plan:
     t: int
     s: int
     n: int
-    h: int
+    h: int  # numbers of a head
     group: int  # query heads a key head
     tile_rows: int
     q_tiles: int

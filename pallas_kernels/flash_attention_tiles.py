@@ -2,7 +2,8 @@
 
 Which tiles a block of the grid has, which keys a tile meets and which of these a query sees; the
 warpgroup that brings queries, keys and values; the softmax of a block of keys. A kernel says how
-something is copied and multiplied. Imported only by those kernels and by flash_attention.py.
+keys and values are copied, and what is multiplied. Imported only by those kernels and by
+flash_attention.py.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def layer_norm(
     once at the end to x's dtype; right at a mean of 1e4 times the deviation. Gradients have the
     dtypes of their arguments.
     Raises: ValueError if shapes or dtypes disagree or eps is not positive. NotImplementedError
-    without a Hopper GPU (unless `interpret`), or for rows that are no multiple of 16 bytes.
+    without a Hopper GPU (unless `interpret`), or for rows that are no multiple of 16 bytes,
+    or a config that such rows cannot have.
     """
     check(x, weight, bias, eps)
     device = device_lib.INTERPRETED if interpret else device_lib.current()

@@ -230,8 +230,8 @@ class Block:
         words = 4 * len(self.mine) * sum(1 + (dtypes[x] == "float32") for x in self.names)
         self.early = count <= FEW_ROWS or (warps > 1 and words <= EARLY_WORDS)
         start = times_long(row, 2 * self.width)
-        rows = ("x", "out", "residual", "total")
-        self.row = {name: further(at[name], start) for name in rows if name in at}
+        names = ("x", "out", "residual", "total")
+        self.row = {name: further(at[name], start) for name in names if name in at}
 
     def run(self) -> None:
         dtype, words = self.dtypes["x"], []  # of each access four, zeros where there is none

@@ -151,9 +151,7 @@ def quantized_matmul_reference(
         x = normed
     weight = dequantize(dataclasses.replace(packed, row_scale=None), x.dtype)
     total = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
-    gate = "swiglu" if epilogue == "swiglu" else None
-    after = {"b_scale": packed.row_scale, "epilogue": gate, "out_dtype": result_dtype(x, out_dtype)}
-    y = finish(total, bias, residual, **after)
+    y = _finished(total, packed, bias, residual, epilogue == "swiglu", result_dtype(x, out_dtype))
     if rotary is None:
         return y
     q, *held = turn_and_write(y.reshape(-1, y.shape[-1]), rotary, cache)
@@ -441,9 +439,13 @@ def _quantized_matmul(static: Static, x, packed, norm, bias, residual, angles, c
     of_sums = dataclasses.replace(static, out_dtype="float32", gated=False)
     parts = products(of_sums, dataclasses.replace(packed, row_scale=None))
     total = functools.reduce(jnp.add, list(parts))  # in order
-    gate = "swiglu" if static.gated else None
-    after = {"b_scale": packed.row_scale, "epilogue": gate, "out_dtype": static.out_dtype}
-    return finish(total, bias, residual, **after)
+    return _finished(total, packed, bias, residual, static.gated, static.out_dtype)
+
+
+def _finished(total, packed, bias, residual, gated: bool, out_dtype):
+    """What follows the sums, in plain JAX."""
+    after = {"epilogue": "swiglu" if gated else None, "out_dtype": out_dtype}
+    return finish(total, bias, residual, b_scale=packed.row_scale, **after)
 
 
 def _forward(static, *arrays):

@@ -45,7 +45,8 @@ def rms_norm(
     float32; x + residual and the normalised row are rounded to x's dtype, with zero_centered the
     product is taken in float32 and rounded once. Gradients have the dtypes of their arguments.
     Raises: ValueError if shapes or dtypes disagree or eps is not positive. NotImplementedError
-    without a Hopper GPU (unless `interpret`), or for rows that are no multiple of 16 bytes.
+    without a Hopper GPU (unless `interpret`), or for rows that are no multiple of 16 bytes,
+    or a config that such rows cannot have.
     """
     check(x, weight, eps, residual)
     device = device_lib.INTERPRETED if interpret else device_lib.current()

@@ -83,7 +83,9 @@ def problem(tokens: int, lanes: int, heads: Heads, dtype: Any) -> str | None:
     if heads.half % EACH or heads.width % EACH:
         return f"halves of {heads.half} of {heads.width} numbers are no multiple of {EACH}"
     threads = tokens * lanes
-    if lanes % heads.grain or not threads:
+    if not threads:
+        return f"tokens and lanes are {tokens} and {lanes}; both must be 1 at least, or both 0"
+    if lanes % heads.grain:
         return f"{lanes} threads for {tokens} tokens are no multiple of {heads.grain} for one"
     if threads % THREADS or threads > MOST_THREADS:
         return f"{threads} threads a block are no multiple of {THREADS} up to {MOST_THREADS}"

@@ -357,7 +357,7 @@ def _groups(shape: Sequence[int], mask, queries: int) -> tuple[tuple[int, bool],
 
 
 def scale_gradient(x, y, d_y):
-    """[1]; XLA leaves it out of the program where nobody asks for it."""
+    """The scale's gradient, [1]; XLA leaves it out of the program where nobody asks for it."""
     p = y.astype(jnp.float32)
     d, x32 = (jnp.where(p == 0, 0, z.astype(jnp.float32)) for z in (d_y, x))
     d_scores = p * (d - jnp.sum(p * d, axis=-1, keepdims=True))

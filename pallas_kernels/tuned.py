@@ -38,7 +38,7 @@ class Call:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is not less: how a key rounds a size."""
+    """The smallest power of two that is not less: how a key rounds a size, and Triton a block's."""
     return 1 << max(number - 1, 0).bit_length()
 
 

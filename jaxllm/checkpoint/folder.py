@@ -237,7 +237,7 @@ def read_generation(folder: Path, hf: Mapping[str, Any]) -> GenerationDefaults:
             if value is not None:
                 values = value if isinstance(value, list) else [value]
                 if not all(type(x) is int and x < 2**31 for x in values):
-                    raise ValueError(f"{owner}: {key} must be token ids, got {value!r}")
+                    raise ValueError(f"{owner}: {key} must be token ids below 2**31, got {value!r}")
                 return tuple(x for x in values if x >= 0)  # some files say -1 for none
         return ()
 
@@ -245,8 +245,10 @@ def read_generation(folder: Path, hf: Mapping[str, Any]) -> GenerationDefaults:
         value = said.get(key)
         if value is None:
             return default
-        if type(value) not in (int, float) or not abs(value) < 3e38:  # the range of float32
-            raise ValueError(f"{file}: {key} must be a number, got {value!r}")
+        if type(value) not in (int, float) or not abs(value) < 3e38:
+            raise ValueError(
+                f"{file}: {key} must be a number between -3e38 and 3e38, got {value!r}"
+            )
         return value
 
     off = GenerationDefaults()

@@ -100,8 +100,8 @@ def test_prompts_from_standard_input_and_chats(talker, capsys, monkeypatch):
 
 
 def test_chat_follows_the_template_and_remembers(talker, capsys, monkeypatch):
-    lines = iter(["My name is Tim.", "", "What did I say?", "/reset", "Hi.", "/exit", "never"])
-    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    lines = ["My name is Tim.", "", "What did I say?", "/reset", "Hi.", "/exit", "never"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     seen = []
 
     def recorded(model, tokenizer, messages, **options):
@@ -156,8 +156,7 @@ def test_a_full_conversation_goes_on_after_a_sentence_in_a_terminal(talker, caps
 
 
 def test_a_full_conversation_ends_a_pipe(talker, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    answer_with(monkeypatch, "word " * 600, "Hi.")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 600 + "\nHi.\n"))
     assert main(["chat", str(talker), "--max-new-tokens", "4", NO_CACHE]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -166,13 +165,12 @@ def test_a_full_conversation_ends_a_pipe(talker, capsys, monkeypatch):
 
 
 def test_chat_says_when_the_positions_end_an_answer(talker, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
     tokenizer = jaxllm.load(talker, dtype="float32")[1]
     assert tokenizer is not None
     text = "word"
     while len(tokenizer.apply_chat_template([{"role": "user", "content": text}])) < 500:
         text += " word"
-    answer_with(monkeypatch, text)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     assert main(["chat", str(talker), "--temperature", "0", NO_CACHE]) == 0
     assert "the answer ended at the model's last position" in capsys.readouterr().err
 
@@ -317,6 +315,14 @@ def test_inspect_tells_fused_products_where_a_layer_decodes_with_them():
         "llama": [("fused_linear", "decode"), ("linear", "decode, head")],
         "norms behind": [("linear", "decode")],
     }
+
+
+def test_inspect_asks_with_packed_tables():
+    model = tiny_models.build(dataclasses.replace(TINY, tie_word_embeddings=True))
+    jaxllm.quantize(model, "int8", head="int8")
+    with absent():
+        said = {op: reasons for op, _, reasons in cli_inspect.explained(model, "bfloat16")}
+    assert said["embedding"]["pallas"] == "the table is packed"
 
 
 def test_brackets_in_a_path_are_printed(capsys, monkeypatch):
@@ -497,11 +503,22 @@ def test_a_closed_output_is_no_error(capfd, monkeypatch):
     assert capfd.readouterr().err.startswith("jaxllm: there is no folder")
 
 
+def test_chat_with_a_closed_output_reads_to_the_end(talker, monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    said = io.StringIO("hello\n/exit\n")
+    monkeypatch.setattr(sys, "stdin", said)
+    assert main(["chat", str(talker), NO_CACHE, "--max-new-tokens", "2"]) == 0
+    assert said.read() == ""
+
+
 @pytest.mark.parametrize("command", [["generate", "--prompt", "-"], ["chat"]])
 def test_a_closed_input_is_a_sentence(capsys, monkeypatch, command):
     monkeypatch.setattr(sys, "stdin", None)
     assert main([*command, NO_CACHE]) == 2
-    assert capsys.readouterr().err == "jaxllm: there is no standard input\n"
+    assert capsys.readouterr().err == (
+        "jaxllm: there is no standard input, which `chat` and `--prompt -` read\n"
+    )
 
 
 def test_ctrl_c_ends_without_a_traceback(talker):

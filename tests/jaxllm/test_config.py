@@ -461,13 +461,19 @@ def test_an_inert_key_passes(key, value):
         (GEMMA2, "use_bidirectional_attention", True),
         (GEMMA2, "rope_local_base_freq", 1e4),
         (GEMMA3, "use_res_clamp", True),
-        (GEMMA3, "attn_logit_softcapping", 50.0),  # transformers computes without it
         (LLAMA, "add_cross_attention", True),
     ],
 )
 def test_a_key_inert_at_one_value_stops_at_another(base, key, value):
     with pytest.raises(ValueError, match=f"could change the result: {key}="):
         from_hf({**base, key: value})
+
+
+def test_gemma_3_has_no_soft_cap_of_attention():
+    """transformers computes without it, whatever the file says."""
+    assert from_hf({**GEMMA3, "attn_logit_softcapping": None}).attn_logit_softcapping is None
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping is 50\.0, .* must be null$"):
+        from_hf({**GEMMA3, "attn_logit_softcapping": 50.0})
 
 
 @pytest.mark.parametrize(
