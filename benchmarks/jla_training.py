@@ -9,6 +9,7 @@ than 160 s. Its modules are imported when asked for.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,16 @@ import jax
 import optax
 
 from benchmarks.models import LLAMA_1B
-from benchmarks.training import LENGTH, ROWS, STEPS, WARM_UP, figures, in_a_row
+from benchmarks.training import (
+    LENGTH,
+    ROWS,
+    STEPS,
+    WARM_UP,
+    figures,
+    in_a_row,
+    in_fewest_parts,
+    planned,
+)
 from jaxllm.config import ModelConfig
 
 PARTS = (1, 2, 4)  # micro-batches: as few as fit
@@ -46,19 +56,16 @@ def measure(
     kernels: "xla" where there is no Hopper GPU.
     """
     del watch
-    for parts in (parts for parts in try_parts if rows % parts == 0):
-        try:
-            row = _measure(config, rows, length, steps, parts, kernels)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-        else:
-            return {**figures(config, rows, length, row.pop("seconds")), **row}
-    raise MemoryError(f"{NAME}: the step does not fit, not in {try_parts[-1]} parts either")
+    run = functools.partial(_measure, config, rows, length, steps, kernels)
+    return in_fewest_parts(NAME, rows, try_parts, run, _is_out_of_memory)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _measure(
-    config: ModelConfig, rows: int, length: int, steps: int, parts: int, kernels: str
+    config: ModelConfig, rows: int, length: int, steps: int, kernels: str, parts: int
 ) -> dict[str, Any]:
     import equinox as eqx  # type: ignore
     from jla.models.lm import build_model  # type: ignore
@@ -88,13 +95,12 @@ def _measure(
         return metrics["loss"]
 
     losses, seconds = in_a_row(train, WARM_UP + steps)
-    stats = jax.devices()[0].memory_stats() or {}
     return {
-        "seconds": seconds[WARM_UP:],
+        **figures(config, rows, length, seconds[WARM_UP:]),
         "losses": losses,
         "compile_s": compile_s,
         "parts": parts,
-        "peak_bytes": stats.get("peak_bytes_in_use", 0),
+        **planned(compiled.compiled),
     }
 
 

@@ -7,7 +7,6 @@ clipping. torch is imported when asked for.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib.util
@@ -24,6 +23,7 @@ from benchmarks.training import (
     WARM_UP,
     figures,
     in_a_row,
+    in_fewest_parts,
 )
 from jaxllm.config import ModelConfig
 from jaxllm.families import to_hf
@@ -164,18 +164,16 @@ def measure(
     import torch
     import torch._functorch.config
 
-    shape = rows, length, steps
-    for parts in (parts for parts in try_parts if rows % parts == 0):
+    def run(parts: int) -> dict[str, Any]:
         _forget()
-        # torch's own default; an error's frames keep what is in memory until it is let go
-        with (
-            torch._functorch.config.patch(donated_buffer=True),
-            contextlib.suppress(torch.OutOfMemoryError),
-        ):
-            row = _measure(build, compiled, parts, config, *shape, device)
-            seconds = row.pop("seconds")
-            return {**figures(config, rows, length, seconds, trains_all=trains_all), **row}
-    raise MemoryError(f"not in {try_parts[-1]} parts either")
+        with torch._functorch.config.patch(donated_buffer=True):  # torch's own default
+            row = _measure(build, compiled, parts, config, rows, length, steps, device)
+        seconds = row.pop("seconds")
+        return {**figures(config, rows, length, seconds, trains_all=trains_all), **row}
+
+    return in_fewest_parts(
+        "torch", rows, try_parts, run, lambda error: isinstance(error, torch.OutOfMemoryError)
+    )
 
 
 def _forget() -> None:

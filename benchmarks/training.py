@@ -11,7 +11,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -138,19 +138,48 @@ def measure(
         return metrics["loss"]
 
     losses, seconds = in_a_row(train, WARM_UP + steps)
-    memory = compiled.memory_analysis()
-    kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
     stats = jax.devices()[0].memory_stats() or {}
     return {
         **figures(config, rows, length, seconds[WARM_UP:], trains_all=rank is None),
         "losses": losses,
         "compile_s": compile_s,
         "parts": parts,
+        **planned(compiled),
+        "peak_bytes": stats.get("peak_bytes_in_use", 0),
+    }
+
+
+def planned(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """What XLA's plan of a step's memory says: of all, and of what is passed on or temporary."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
         "planned_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + kept,
         "temporary_bytes": memory.temp_size_in_bytes,
         "state_bytes": memory.alias_size_in_bytes,
-        "peak_bytes": stats.get("peak_bytes_in_use", 0),
     }
+
+
+def in_fewest_parts(
+    name: str,
+    rows: int,
+    try_parts: Sequence[int],
+    run: Callable[[int], dict[str, Any]],
+    is_out_of_memory: Callable[[Exception], bool],
+) -> dict[str, Any]:
+    """`run` with the first of those micro-batches that divide the rows and for which memory lasts.
+
+    MemoryError with none.
+    """
+    tried = [parts for parts in try_parts if rows % parts == 0]
+    for parts in tried:
+        try:
+            return run(parts)
+        except Exception as error:  # whose frames keep what is in memory until it is let go
+            if not is_out_of_memory(error):
+                raise
+    raise MemoryError(f"{name}: {rows} rows do not fit in {' or '.join(map(str, tried))} parts")
 
 
 def in_a_row(step: Callable[[], Any], count: int) -> tuple[list[float], list[float]]:
@@ -220,7 +249,7 @@ def lines(found: dict[str, dict[str, Any]], why: Callable[[Any], str]) -> Iterat
         "(6 parameters + 6 L T N H) a token, of 989 TFLOP/s, also for fp8. lora-8b: adapters of "
         "rank 16 beside Llama-3.1-8B, 8 rows; 4 parameters + 6 L T N H. Parts: micro-batches, "
         "torch's as few as fit where its name says none. Planned: by XLA, as `jaxllm plan` has it; "
-        "the peak is the allocator's, ours of all steps so far in the process."
+        "the peak is the allocator's: by JAX, that of all steps so far in the process."
     )
     yield ""
     yield "| step | parts | ms | tokens/s | MFU | compiled in, s | planned, GB | peak, GB |"
@@ -231,10 +260,13 @@ def lines(found: dict[str, dict[str, Any]], why: Callable[[Any], str]) -> Iterat
             yield f"| {name} | | {why(row)} | | | | | |"
             continue
         compiled = f"{row['compile_s']:.0f}" if "compile_s" in row else ""
-        planned = f"{row['planned_bytes'] / 1e9:.1f}" if "planned_bytes" in row else ""
+        gigabytes = (
+            f"{row[bytes_] / 1e9:.1f}" if bytes_ in row else ""
+            for bytes_ in ("planned_bytes", "peak_bytes")
+        )
         yield (
             f"| {name} | {row.get('parts', '')} | {1e3 * row['step_s']:.0f} | "
-            f"{row['tokens_per_s']:.0f} | {100 * row['mfu']:.1f} % | {compiled} | {planned} | "
-            f"{row['peak_bytes'] / 1e9:.1f} |"
+            f"{row['tokens_per_s']:.0f} | {100 * row['mfu']:.1f} % | {compiled} | "
+            f"{' | '.join(gigabytes)} |"
         )
     yield ""
