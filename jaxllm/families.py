@@ -89,7 +89,9 @@ class Family:
 
     `fields` returns the `ModelConfig` fields that differ from Llama's; `fused` says that q/k/v and
     gate/up are stored as one tensor each; `write` returns the keys that only this family's
-    `config.json` has.
+    `config.json` has. Of its rope: `two_ropes` says that each of `LAYER_TYPES` has a dictionary of
+    its own, `part_of_head` that it may leave the rest of a head as it is, `rope_aliases` gives
+    kinds that only its files name so.
     """
 
     architecture: str
@@ -98,6 +100,11 @@ class Family:
     fused: bool = False
     tied_by_default: bool = False
     head_dim_by_default: int | None = None
+    two_ropes: bool = False
+    part_of_head: bool = False
+    rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rope_theta_by_default: float = 1e4  # Llama 2's first files carry none: it was a constant
+    original_positions_by_default: int | None = None  # else what the rope's dictionary says
 
 
 def _llama(hf: _Keys) -> dict[str, Any]:
@@ -288,9 +295,15 @@ FAMILIES: dict[str, Family] = {
             or config.max_position_embeddings,
         },
         fused=True,
+        part_of_head=True,
+        rope_aliases={"su": "longrope", "yarn": "longrope"},  # before the field had the name
+        original_positions_by_default=4096,
     ),
     "bitnet": Family(
-        "BitNetForCausalLM", _bitnet, write=lambda config: {"attention_bias": config.o_bias}
+        "BitNetForCausalLM",
+        _bitnet,
+        write=lambda config: {"attention_bias": config.o_bias},
+        rope_theta_by_default=5e5,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -312,6 +325,8 @@ FAMILIES: dict[str, Family] = {
         write=_write_gemma,
         tied_by_default=True,
         head_dim_by_default=256,
+        two_ropes=True,
+        rope_theta_by_default=1e6,
     ),
 }
 
@@ -370,12 +385,10 @@ ROPE_INERT_AT = {"factor": 1, "attention_factor": 1, "partial_rotary_factor": 1}
 ROPE_INERT = {"original_max_position_embeddings"}
 
 
-def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, model_type: str) -> Rope:
+def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, family: Family) -> Rope:
     """One `rope_parameters` (or `rope_scaling`); `theta` and the rest of the file fill its gaps."""
-    phi = model_type == "phi3"
     kind = spec.get("rope_type") or spec.get("type") or "default"
-    if kind in ("su", "yarn") and phi:
-        kind = "longrope"  # the names Phi-3 gave it before the field had one
+    kind = family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_TYPES:
         raise ValueError(
             f"{hf.owner}: rope_type {kind!r} is not supported; supported are "
@@ -386,15 +399,17 @@ def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, model_type: str) 
         f"{hf.owner}: the {kind} rope",
     )
     values: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.number("rope_theta", theta)}
-    if phi:  # the only one of these families whose modeling file can leave part of a head as it is
+    if family.part_of_head:
         whole = hf.number("partial_rotary_factor", 1.0)
         values["partial_rotary_factor"] = rope.number("partial_rotary_factor", whole)
     positions = original = hf.size("max_position_embeddings")
     if kind in ("llama3", "yarn", "longrope"):
-        # The entry beside the dictionary wins over the one inside, and so does Phi3Config's
+        # The entry beside the dictionary wins over the one inside, and so does a family's own
         # default; but not in a family with a dictionary for each kind of layer
-        original = 4096 if phi else rope.size("original_max_position_embeddings", positions)
-        if model_type != "gemma3_text":
+        original = family.original_positions_by_default
+        if original is None:
+            original = rope.size("original_max_position_embeddings", positions)
+        if not family.two_ropes:
             original = hf.size("original_max_position_embeddings", original)
         values["original_max_position_embeddings"] = original
     if kind in ("linear", "llama3"):
@@ -436,26 +451,26 @@ def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, model_type: str) 
         raise ValueError(f"{hf.owner}: {error}") from None
 
 
-def _ropes(hf: _Keys, model_type: str) -> dict[str, Rope]:
+def _ropes(hf: _Keys, family: Family) -> dict[str, Rope]:
     """`rope`, and `sliding_rope` where the family has two."""
     scaling, parameters = hf.mapping("rope_scaling"), hf.mapping("rope_parameters")
-    if model_type != "gemma3_text":
-        # Llama 2's first files carry no rope_theta: it was a constant, 10,000.
-        theta = hf.number("rope_theta", 5e5 if model_type == "bitnet" else 1e4)
+    if not family.two_ropes:
+        theta = hf.number("rope_theta", family.rope_theta_by_default)
         if scaling and parameters and scaling != parameters:
             raise ValueError(f"{hf.owner}: rope_scaling and rope_parameters are there and differ")
-        return {"rope": _rope(hf, scaling or parameters, theta=theta, model_type=model_type)}
+        return {"rope": _rope(hf, scaling or parameters, theta=theta, family=family)}
     if unknown := sorted(set(parameters) - set(LAYER_TYPES)):
         raise ValueError(
-            f"{hf.owner}: rope_parameters has unknown keys {', '.join(unknown)}; {model_type} has "
-            f"one dictionary for each of {', '.join(LAYER_TYPES)}"
+            f"{hf.owner}: rope_parameters has unknown keys {', '.join(unknown)}; in this family it "
+            f"has one dictionary for each of {', '.join(LAYER_TYPES)}"
         )
     kinds = _Keys(parameters, f"{hf.owner}: rope_parameters")
     full, sliding = (kinds.mapping(kind) for kind in LAYER_TYPES)
-    theta, local = hf.number("rope_theta", 1e6), hf.number("rope_local_base_freq", 1e4)
+    theta = hf.number("rope_theta", family.rope_theta_by_default)
+    local = hf.number("rope_local_base_freq", 1e4)
     return {
-        "rope": _rope(hf, {**full, **scaling}, theta=theta, model_type=model_type),
-        "sliding_rope": _rope(hf, sliding, theta=local, model_type=model_type),
+        "rope": _rope(hf, {**full, **scaling}, theta=theta, family=family),
+        "sliding_rope": _rope(hf, sliding, theta=local, family=family),
     }
 
 
@@ -492,7 +507,7 @@ def from_hf(hf: Mapping[str, Any], *, owner: str = "config.json") -> ModelConfig
         "rms_norm_eps": keys.number("rms_norm_eps"),
         "hidden_act": keys.get("hidden_act", "silu"),
         "tie_word_embeddings": keys.flag("tie_word_embeddings", family.tied_by_default),
-        **_ropes(keys, model_type),
+        **_ropes(keys, family),
         **family.fields(keys),
         **_bit_linears(keys, fused=family.fused),
     }
@@ -546,12 +561,11 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
             f"{', '.join(FAMILIES)}"
         )
     family = FAMILIES[config.model_type]
-    phi = config.model_type == "phi3"
-    rope: dict[str, Any] = _write_rope(config.rope, phi=phi)
-    if config.model_type == "gemma3_text":
+    rope: dict[str, Any] = _write_rope(config.rope, family)
+    if family.two_ropes:
         rope = {
             "full_attention": rope,
-            "sliding_attention": _write_rope(config.sliding_rope or config.rope, phi=phi),
+            "sliding_attention": _write_rope(config.sliding_rope or config.rope, family),
         }
     hf = {
         "architectures": [family.architecture],
@@ -600,7 +614,7 @@ def _write_bit_linears(config: ModelConfig) -> dict[str, Any]:
     return {"quantization_config": said}
 
 
-def _write_rope(rope: Rope, *, phi: bool) -> dict[str, Any]:
+def _write_rope(rope: Rope, family: Family) -> dict[str, Any]:
     names = {
         "default": "",
         "linear": "factor",
@@ -610,7 +624,7 @@ def _write_rope(rope: Rope, *, phi: bool) -> dict[str, Any]:
         "longrope": "short_factor long_factor attention_factor original_max_position_embeddings",
     }[rope.rope_type].split()
     written = {"rope_type": rope.rope_type, "rope_theta": rope.rope_theta}
-    if phi:  # no other family reads it
+    if family.part_of_head:
         written["partial_rotary_factor"] = rope.partial_rotary_factor
     for name in names:
         value = getattr(rope, name)
