@@ -104,14 +104,13 @@ class Launch:
 
     kind: XLA's kind of thunk ("kCustomKernel", "kCopy", "kCuDnn", ...). name: of the kernel; for a
     Mosaic kernel the one it was given, for what is no kernel the HLO instruction's. opcode: of the
-    HLO instruction. results: (dtype, shape) of what it writes. in_loop: inside a `while`.
+    HLO instruction. results: (dtype, shape) of what it writes.
     """
 
     kind: str
     name: str
     opcode: str
     results: tuple[tuple[str, tuple[int, ...]], ...]
-    in_loop: bool
 
     @property
     def is_mosaic(self) -> bool:
@@ -144,10 +143,6 @@ class Program:
             if kernel.name == name:
                 return kernel
         raise KeyError(f"no kernel {name!r}; there are {[k.name for k in self.kernels]}")
-
-    def thunks(self) -> collections.Counter[str]:
-        """How many launches there are of each kind."""
-        return collections.Counter(launch.kind for launch in self.launches)
 
     def mosaic_launches(self) -> list[str]:
         """The names of the Mosaic kernels, in order, as often as each is launched."""
@@ -350,10 +345,10 @@ def _launches(
     }
     launches, shared = [], {}
     for line in sequence.splitlines():
-        thunk = re.match(r"(\s*)(\d+): (k\w+)\s*\[[^\]]*\]\s*(\S*)(.*)", line)
-        if thunk is None or thunk[3] in ("kSequential", "kWhile", "kConditional"):
+        thunk = re.match(r"\s*(\d+): (k\w+)\s*\[[^\]]*\]\s*(\S*)(.*)", line)
+        if thunk is None or thunk[2] in ("kSequential", "kWhile", "kConditional"):
             continue
-        indent, number, kind, name, rest = thunk.groups()
+        number, kind, name, rest = thunk.groups()
         instruction = instructions.get(annotations.get(int(number), ""))
         if memory := re.search(r"shared_memory: (\d+) bytes", rest):
             shared[name] = int(memory[1])
@@ -365,7 +360,6 @@ def _launches(
                 name,
                 instruction.opcode if instruction else "",
                 instruction.results() if instruction else (),
-                in_loop=bool(indent),
             )
         )
     return launches, shared

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return 141
     except (ValueError, OSError, NotImplementedError, MemoryError) as error:
-        print(f"jaxllm: {_sentence(error)}", file=sys.stderr)
+        _complain(f"jaxllm: {_sentence(error)}")
         try:
             print(end="", flush=True)
         except OSError:  # it is the output that cannot be written, to a full disk for example
@@ -75,11 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        print(f"jaxllm: {_out_of_memory(str(error))}", file=sys.stderr)
+        _complain(f"jaxllm: {_out_of_memory(str(error))}")
         return 2
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        _complain()
         return 130
+
+
+def _complain(text: str = "") -> None:
+    if sys.stderr is not None:  # as `2>&-` leaves it; print would take the output instead
+        print(text, file=sys.stderr)
 
 
 def _drop_output() -> None:
@@ -112,10 +117,9 @@ def _keep_programs() -> None:
     try:
         enable_compile_cache()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        print(
+        _complain(
             f"jaxllm: compiled programs are not kept: {_sentence(error)}; "
-            "--no-compile-cache silences this",
-            file=sys.stderr,
+            "--no-compile-cache silences this"
         )
 
 
@@ -410,7 +414,7 @@ def _chat(args: argparse.Namespace) -> int:
             _check_room(model, tokenizer, messages)
             pieces = jaxllm.stream(model, tokenizer, messages, **options | {"seed": next(seeds)})
         except (ValueError, MemoryError) as error:
-            print(f"jaxllm: {error}; /reset begins anew", file=sys.stderr)
+            _complain(f"jaxllm: {error}; /reset begins anew")
             if not terminal:
                 return 2
             messages.pop()

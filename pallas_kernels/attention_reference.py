@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.matmul_finish import precision
+
 LOG2E = math.log2(math.e)  # kernels have powers of two where the mathematics has those of e
 UNSEEN = -1e30  # a score that no query sees: finite, so that no row gives NaN
 
@@ -118,11 +120,6 @@ def weighted(
         preferred_element_type=jnp.float32,
     )
     return out.reshape(b, t, n, h).astype(dtype)
-
-
-def precision(dtype: Any) -> jax.lax.Precision | None:
-    """float32 means float32: a GPU would round the operands of the product to 10 bits (tf32)."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def visible(

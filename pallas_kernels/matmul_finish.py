@@ -17,6 +17,11 @@ BLOCK = 128  # numbers along K, and rows of a weight, that share a scale
 MOST = {"int8": 127, "float8_e4m3fn": 448}  # -128 is never made, so that negation is safe
 
 
+def precision(dtype: jnp.dtype) -> lax.Precision | None:
+    """float32 means float32: a GPU would round the operands of the product to 10 bits (tf32)."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
 def gelu_exact(x: jax.Array) -> jax.Array:
     """x (1 + erf(x / sqrt(2))) / 2."""
     return x * (0.5 + 0.5 * lax.erf(x * math.sqrt(0.5)))

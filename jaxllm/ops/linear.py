@@ -23,17 +23,13 @@ from pallas_kernels.embedding import embedding_reference
 from pallas_kernels.embedding import why_not as why_not_embedding
 from pallas_kernels.matmul import matmul as matmul_kernel
 from pallas_kernels.matmul import why_not as why_not_matmul
+from pallas_kernels.matmul_finish import precision
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, take_rows
 from pallas_kernels.quantized_matmul import not_auto as not_auto_quantized
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
-
-
-def precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """float32 means float32: a GPU would round the operands of the product to 10 bits (tf32)."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def linear(

@@ -15,11 +15,11 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
-from jaxllm.ops.linear import precision
 from pallas_kernels.cross_entropy import Config, as_int32, check, check_targets, default_config
 from pallas_kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy_kernel
 from pallas_kernels.cross_entropy import why_not as why_not_kernel
 from pallas_kernels.cross_entropy_kernel import TILE_M
+from pallas_kernels.matmul_finish import precision
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxllm.ops.linear import precision
+from pallas_kernels.matmul_finish import precision
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
 

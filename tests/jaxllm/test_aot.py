@@ -124,12 +124,12 @@ def test_launches_have_their_names_in_their_order():
     assert program.mosaic_launches() == ["double", "row_sum", "double"]
     assert [launch.is_mosaic for launch in program.launches] == [True, False, True, True]
     assert [launch.results for launch in program.launches] == [(("bf16", (64, 256)),)] * 4
-    assert program.thunks() == {"kCustomCall": 3, "kCustomKernel": 1}
+    kinds = [launch.kind for launch in program.launches]
+    assert kinds == ["kCustomCall", "kCustomKernel", "kCustomCall", "kCustomCall"]
     own = program.kernel(program.launches[1].name)
     assert own.source == "xla"
     assert own.count("LDG") > 0
     assert own.dynamic_shared_bytes == 0
-    assert not any(launch.in_loop for launch in program.launches)
     assert len(program.hlo) < 20_000  # the kernels' own code is not in it
 
 
@@ -147,8 +147,7 @@ def test_the_body_of_a_loop_is_there_once():
         return jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, double(c[1])), (0, x))
 
     program = aot.compile_for(f, ROWS, jax.ShapeDtypeStruct((), jnp.int32))
-    [inside] = [launch for launch in program.launches if launch.is_mosaic]
-    assert inside.in_loop
+    assert program.mosaic_launches() == ["double"]
 
 
 @pytest.mark.aot

@@ -503,6 +503,13 @@ def test_a_closed_output_is_no_error(capfd, monkeypatch):
     assert capfd.readouterr().err.startswith("jaxllm: there is no folder")
 
 
+def test_what_is_wrong_is_never_said_on_the_output(capfd, monkeypatch):
+    """Where `2>&-` leaves nothing for it: the exit code tells."""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["inspect", "no/such/folder"]) == 2
+    assert capfd.readouterr().out == ""
+
+
 def test_chat_with_a_closed_output_reads_to_the_end(talker, monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
