@@ -81,15 +81,6 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(scratch["q_empty"].at[q_slot_of(i)])
 
-            def multiply_keys(i, at):
-                return _compat.wgmma(
-                    None,
-                    scratch["q"].at[q_slot_of(i), group],
-                    scratch["k"].at[slot_of(at)],
-                    transpose_b=True,
-                    interpret=static.interpret,
-                )
-
             def multiply_values(sums, weights, at):
                 return _compat.wgmma(
                     sums,
@@ -117,7 +108,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     block.wait_for("v", at - 1)  # nothing but products between the products
                     block.take_turn()
                     sums, weights = _compat.wgmma_ready(sums, weights, interpret=static.interpret)
-                    scores = multiply_keys(i, at)
+                    scores = block.multiply_keys(i, at)
                     sums = multiply_values(sums, weights, at - 1)
                     block.end_turn()
                     scores = _compat.wgmma_wait(1, scores)
@@ -138,21 +129,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     weights = weights.astype(dtype)
                     return sums * wide(shrink, width), weights, top, total, at + 1
 
-                plgpu.barrier_wait(scratch["q_full"].at[q_slot])
-                block.wait_for("k", at)
-                block.take_turn()
-                _compat.wgmma_ready(interpret=static.interpret)
-                scores = multiply_keys(i, at)
-                block.end_turn()
-                scores = _compat.wgmma_wait(0, scores)
-                top = filled((WGMMA_ROWS,), -jnp.inf, block.row_layout)
-                total = filled((WGMMA_ROWS,), 0, block.row_layout)
-                weights, top, total = block.softmax(
-                    where, scores, at, end - 1, top, total, plan.masked
-                )[:3]
-                if segmented:
-                    plgpu.commit_smem()
-                block.give_back("k", at)
+                weights, top, total = block.first_weights(where, i, at)[:3]
                 if c.q_stages > 1:
 
                     @pl.when(i > 0)

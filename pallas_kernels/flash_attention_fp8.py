@@ -103,15 +103,6 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
             if (registers := REGISTERS[c.consumers][1]) is not None:
                 plgpu.set_max_registers(registers, action="increase")
 
-            def multiply_keys(i, at):
-                return _compat.wgmma(
-                    None,
-                    scratch["q"].at[q_slot_of(i), group],
-                    scratch["k"].at[slot_of(at)],
-                    transpose_b=True,
-                    interpret=static.interpret,
-                )
-
             def multiply_values(sums, weights, at):
                 return _compat.wgmma(
                     sums,
@@ -150,7 +141,7 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
                     block.wait_for("v", at - 1)  # nothing but products between the products
                     block.take_turn()
                     begun, weights = ready(sums, weights, shrink)
-                    scores = multiply_keys(i, at)
+                    scores = block.multiply_keys(i, at)
                     more = multiply_values(begun, weights, at - 1)
                     block.end_turn()
                     scores = _compat.wgmma_wait(1, scores)
@@ -171,21 +162,7 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
                     # rounded only now: no product in flight may find its registers written
                     return sums, _rounded(new_weights, static), top, total, new_shrink, at + 1
 
-                plgpu.barrier_wait(scratch["q_full"].at[q_slot])
-                block.wait_for("k", at)
-                block.take_turn()
-                _compat.wgmma_ready(interpret=static.interpret)
-                scores = multiply_keys(i, at)
-                block.end_turn()
-                scores = _compat.wgmma_wait(0, scores)
-                top = filled((WGMMA_ROWS,), -jnp.inf, block.row_layout)
-                total = filled((WGMMA_ROWS,), 0, block.row_layout)
-                weights, top, total, shrink = block.softmax(
-                    where, scores, at, end - 1, top, total, plan.masked
-                )
-                if segmented:
-                    plgpu.commit_smem()
-                block.give_back("k", at)
+                weights, top, total, shrink = block.first_weights(where, i, at)
                 sums = filled((WGMMA_ROWS, width), 0, plgpu.Layout.WGMMA)
                 carry = (sums, _rounded(weights, static), top, total, shrink, at + 1)
                 sums, weights, top, total, shrink, at = block.over_blocks(where, step, carry)

@@ -248,6 +248,34 @@ class Block:
             def _():
                 plgpu.barrier_wait(self.scratch["turn"].at[jnp.int32(0)])
 
+    def multiply_keys(self, i, at):
+        """Scores of this consumer's queries of the i-th tile, begun."""
+        return _compat.wgmma(
+            None,
+            self.scratch["q"].at[self.q_slot_of(i), self.group],
+            self.scratch["k"].at[self.slot_of(at)],
+            transpose_b=True,
+            interpret=self.plan.static.interpret,
+        )
+
+    def first_weights(self, tile, i, at):
+        """What `softmax` makes of the last block of keys, which is a tile's first."""
+        interpret = self.plan.static.interpret
+        plgpu.barrier_wait(self.scratch["q_full"].at[self.q_slot_of(i)])
+        self.wait_for("k", at)
+        self.take_turn()
+        _compat.wgmma_ready(interpret=interpret)
+        scores = self.multiply_keys(i, at)
+        self.end_turn()
+        scores = _compat.wgmma_wait(0, scores)
+        top = filled((WGMMA_ROWS,), -jnp.inf, self.row_layout)
+        total = filled((WGMMA_ROWS,), 0, self.row_layout)
+        found = self.softmax(tile, scores, at, tile["end"] - 1, top, total, self.plan.masked)
+        if self.plan.segmented:
+            plgpu.commit_smem()  # registers have read ids, which copies overwrite
+        self.give_back("k", at)
+        return found
+
     def masked_out(self, tile, scores, at, j):
         """-inf for what a query does not see; by columns of eight, of which a thread has two: so
         their places are numbers in the program and take no registers.
