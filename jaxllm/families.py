@@ -2,85 +2,19 @@
 
 Strict both ways: a key that could change the result and is not understood stops the load, and a
 config that no `config.json` of its family can say stops the save. To add a family, add a row.
-Source: the configuration and modeling files of transformers 5.23. One long file, since reading and
-writing a config.json are one idea: `to_hf` reads again what it wrote.
+Source: the configuration and modeling files of transformers 5.23. Reading and writing are one idea:
+`to_hf` reads again what it wrote.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllm.config import LAYER_TYPES, ROPE_TYPES, ModelConfig, Rope
-
-
-class _Keys:
-    """An object of a `config.json`, which remembers the keys that were read; null is absent."""
-
-    def __init__(self, hf: Mapping[str, Any], owner: str) -> None:
-        self.hf, self.owner, self.read = hf, owner, set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.read.add(key)
-        value = self.hf.get(key)
-        return default if value is None else value
-
-    def need(self, key: str, default: Any = None) -> Any:
-        value = self.get(key, default)
-        if value is None:
-            raise ValueError(f"{self.owner}: the key {key!r} is missing")
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.need(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{self.owner}: {key} must be a positive integer, got {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.need(key, default)
-        if not _is_number(value):
-            raise ValueError(f"{self.owner}: {key} must be a number, got {value!r}")
-        return float(value)
-
-    def numbers(self, key: str) -> tuple[float, ...]:
-        value = self.get(key, [])
-        if not isinstance(value, list | tuple) or not all(map(_is_number, value)):
-            raise ValueError(f"{self.owner}: {key} must be a list of numbers, got {value!r}")
-        return tuple(map(float, value))
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.owner}: {key} must be true or false, got {value!r}")
-        return value
-
-    def names(self, key: str) -> list[str]:
-        value = self.get(key, [])
-        if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
-            raise ValueError(f"{self.owner}: {key} must be a list of names, got {value!r}")
-        return list(value)
-
-    def mapping(self, key: str) -> Mapping[str, Any]:
-        value = self.get(key, {})
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{self.owner}: {key} must be a dictionary, got {value!r}")
-        return value
-
-    def unless_null(self, read: Callable[[str, Any], Any], key: str, default: Any) -> Any:
-        """What `read` makes of the key, for keys where null says "off" instead of `default`."""
-        self.read.add(key)
-        return None if self.hf.get(key, default) is None else read(key, default)
-
-    def unread(self) -> list[str]:
-        return sorted(set(self.hf) - self.read)
-
-
-def _is_number(value: Any) -> bool:
-    # The range of float32; NaN, which JSON as Python reads it may hold, is not in it.
-    return isinstance(value, int | float) and type(value) is not bool and -3e38 < value < 3e38
+from jaxllm.config import ModelConfig
+from jaxllm.config_keys import Keys
+from jaxllm.config_rope import RopeRules, read_ropes, written_ropes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,30 +23,24 @@ class Family:
 
     `fields` returns the `ModelConfig` fields that differ from Llama's; `fused` says that q/k/v and
     gate/up are stored as one tensor each; `write` returns the keys that only this family's
-    `config.json` has. Of its rope: `two_ropes` says that each of `LAYER_TYPES` has a dictionary of
-    its own, `part_of_head` that it may leave the rest of a head as it is, `rope_aliases` gives
-    kinds that only its files name so.
+    `config.json` has.
     """
 
     architecture: str
-    fields: Callable[[_Keys], dict[str, Any]]
+    fields: Callable[[Keys], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     fused: bool = False
     tied_by_default: bool = False
     head_dim_by_default: int | None = None
-    two_ropes: bool = False
-    part_of_head: bool = False
-    rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    rope_theta_by_default: float = 1e4  # Llama 2's first files carry none: it was a constant
-    original_positions_by_default: int | None = None  # else what the rope's dictionary says
+    rope: RopeRules = dataclasses.field(default_factory=RopeRules)
 
 
-def _llama(hf: _Keys) -> dict[str, Any]:
+def _llama(hf: Keys) -> dict[str, Any]:
     bias = hf.flag("attention_bias", False)
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": hf.flag("mlp_bias", False)}
 
 
-def _window_everywhere(hf: _Keys, default: int | None) -> dict[str, Any]:
+def _window_everywhere(hf: Keys, default: int | None) -> dict[str, Any]:
     window = hf.unless_null(hf.size, "sliding_window", default)
     if window is None:
         return {}
@@ -120,7 +48,7 @@ def _window_everywhere(hf: _Keys, default: int | None) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": ("sliding_attention",) * layers}
 
 
-def _window_above(hf: _Keys) -> dict[str, Any]:
+def _window_above(hf: Keys) -> dict[str, Any]:
     """Qwen: layers from max_window_layers on, or as listed, slide if use_sliding_window is set."""
     layers, first = hf.size("num_hidden_layers"), hf.number("max_window_layers", 28)
     types = hf.names("layer_types")
@@ -141,12 +69,12 @@ def _window_above(hf: _Keys) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": tuple(types)}
 
 
-def _qwen3(hf: _Keys) -> dict[str, Any]:
+def _qwen3(hf: Keys) -> dict[str, Any]:
     bias = hf.flag("attention_bias", False)
     return {"qk_norm": True, "qkv_bias": bias, "o_bias": bias, **_window_above(hf)}
 
 
-def _gemma(hf: _Keys, *, period: int) -> dict[str, Any]:
+def _gemma(hf: Keys, *, period: int) -> dict[str, Any]:
     """Gemma 2 and 3: every layer slides but the last one of each `period`."""
     types = hf.names("layer_types") or [
         "sliding_attention" if (i + 1) % period else "full_attention"
@@ -184,7 +112,7 @@ def _gemma(hf: _Keys, *, period: int) -> dict[str, Any]:
     }
 
 
-def _gemma3(hf: _Keys) -> dict[str, Any]:
+def _gemma3(hf: Keys) -> dict[str, Any]:
     if (cap := hf.get("attn_logit_softcapping", None)) is not None:
         raise ValueError(
             f"{hf.owner}: attn_logit_softcapping is {cap!r}, but transformers computes Gemma 3's "
@@ -194,18 +122,18 @@ def _gemma3(hf: _Keys) -> dict[str, Any]:
     return {"qk_norm": True, **gemma, **_soft_cap(hf, "final_logit_softcapping", None)}
 
 
-def _bitnet(hf: _Keys) -> dict[str, Any]:
+def _bitnet(hf: Keys) -> dict[str, Any]:
     bias = hf.flag("attention_bias", False)
     activation = hf.get("hidden_act", "relu2")
     return {"sub_norms": True, "qkv_bias": bias, "o_bias": bias, "hidden_act": activation}
 
 
-def _bit_linears(hf: _Keys, *, fused: bool) -> dict[str, Any]:
+def _bit_linears(hf: Keys, *, fused: bool) -> dict[str, Any]:
     """What a quantization_config of method "bitnet" says of the projections."""
     content = hf.hf.get("quantization_config")
     if not isinstance(content, Mapping) or content.get("quant_method") != "bitnet":
         return {}
-    said = _Keys(hf.mapping("quantization_config"), f"{hf.owner}: quantization_config")
+    said = Keys(hf.mapping("quantization_config"), f"{hf.owner}: quantization_config")
     said.read.add("quant_method")
     kind = said.get("linear_class", "bitlinear")
     mode = said.get("quantization_mode", "offline")
@@ -234,7 +162,7 @@ def _bit_linears(hf: _Keys, *, fused: bool) -> dict[str, Any]:
     return {"bit_linear": True, "modules_to_not_convert": kept}
 
 
-def _soft_cap(hf: _Keys, key: str, default: float | None) -> dict[str, Any]:
+def _soft_cap(hf: Keys, key: str, default: float | None) -> dict[str, Any]:
     return {key: hf.unless_null(hf.number, key, default)}
 
 
@@ -295,15 +223,17 @@ FAMILIES: dict[str, Family] = {
             or config.max_position_embeddings,
         },
         fused=True,
-        part_of_head=True,
-        rope_aliases={"su": "longrope", "yarn": "longrope"},  # before the field had the name
-        original_positions_by_default=4096,
+        rope=RopeRules(
+            part_of_head=True,
+            aliases={"su": "longrope", "yarn": "longrope"},  # before the field had the name
+            original_by_default=4096,
+        ),
     ),
     "bitnet": Family(
         "BitNetForCausalLM",
         _bitnet,
         write=lambda config: {"attention_bias": config.o_bias},
-        rope_theta_by_default=5e5,
+        rope=RopeRules(theta_by_default=5e5),
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -325,8 +255,7 @@ FAMILIES: dict[str, Family] = {
         write=_write_gemma,
         tied_by_default=True,
         head_dim_by_default=256,
-        two_ropes=True,
-        rope_theta_by_default=1e6,
+        rope=RopeRules(two=True, theta_by_default=1e6),
     ),
 }
 
@@ -380,98 +309,6 @@ INERT_AT: dict[str, tuple[Any, ...]] = {
     "use_res_clamp": (False,),
     "use_sliding_window": (False,),
 }
-# The same for keys of a rope that its kind does not read; the length says nothing by itself.
-ROPE_INERT_AT = {"factor": 1, "attention_factor": 1, "partial_rotary_factor": 1}
-ROPE_INERT = {"original_max_position_embeddings"}
-
-
-def _rope(hf: _Keys, spec: Mapping[str, Any], *, theta: float, family: Family) -> Rope:
-    """One `rope_parameters` (or `rope_scaling`); `theta` and the rest of the file fill its gaps."""
-    kind = spec.get("rope_type") or spec.get("type") or "default"
-    kind = family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in ROPE_TYPES:
-        raise ValueError(
-            f"{hf.owner}: rope_type {kind!r} is not supported; supported are "
-            f"{', '.join(ROPE_TYPES)}"
-        )
-    rope = _Keys(
-        {key: value for key, value in spec.items() if key not in ("rope_type", "type")},
-        f"{hf.owner}: the {kind} rope",
-    )
-    values: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.number("rope_theta", theta)}
-    if family.part_of_head:
-        whole = hf.number("partial_rotary_factor", 1.0)
-        values["partial_rotary_factor"] = rope.number("partial_rotary_factor", whole)
-    positions = original = hf.size("max_position_embeddings")
-    if kind in ("llama3", "yarn", "longrope"):
-        # The entry beside the dictionary wins over the one inside, and so does a family's own
-        # default; but not in a family with a dictionary for each kind of layer
-        original = family.original_positions_by_default
-        if original is None:
-            original = rope.size("original_max_position_embeddings", positions)
-        if not family.two_ropes:
-            original = hf.size("original_max_position_embeddings", original)
-        values["original_max_position_embeddings"] = original
-    if kind in ("linear", "llama3"):
-        values["factor"] = rope.number("factor")
-    if kind == "llama3":
-        for key in ("low_freq_factor", "high_freq_factor"):
-            values[key] = rope.number(key)
-    if kind in ("yarn", "longrope"):
-        factor = rope.number("factor", positions / original)
-        attention = 1.0
-        if kind == "yarn":
-            values["factor"] = factor
-            for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-                values[key] = rope.number(key, default) or default
-            values["truncate"] = rope.flag("truncate", True)
-            if factor > 1:
-                attention = 0.1 * math.log(factor) + 1.0
-        else:
-            values |= {key: rope.numbers(key) for key in ("short_factor", "long_factor")}
-            if factor > 1 and original > 1:  # Rope refuses an original of 1
-                attention = math.sqrt(1 + math.log(factor) / math.log(original))
-        values["attention_factor"] = rope.number("attention_factor", attention)
-    strange = [
-        key
-        for key in rope.unread()
-        if rope.hf[key] is not None
-        and key not in ROPE_INERT
-        and not (key in ROPE_INERT_AT and rope.hf[key] == ROPE_INERT_AT[key])
-    ]
-    if strange:
-        raise ValueError(
-            f"{rope.owner} of this family does not read "
-            + ", ".join(f"{key}={rope.hf[key]!r}" for key in strange)
-            + f"; it reads {', '.join(sorted(rope.read))}"
-        )
-    try:
-        return Rope(**values)
-    except ValueError as error:
-        raise ValueError(f"{hf.owner}: {error}") from None
-
-
-def _ropes(hf: _Keys, family: Family) -> dict[str, Rope]:
-    """`rope`, and `sliding_rope` where the family has two."""
-    scaling, parameters = hf.mapping("rope_scaling"), hf.mapping("rope_parameters")
-    if not family.two_ropes:
-        theta = hf.number("rope_theta", family.rope_theta_by_default)
-        if scaling and parameters and scaling != parameters:
-            raise ValueError(f"{hf.owner}: rope_scaling and rope_parameters are there and differ")
-        return {"rope": _rope(hf, scaling or parameters, theta=theta, family=family)}
-    if unknown := sorted(set(parameters) - set(LAYER_TYPES)):
-        raise ValueError(
-            f"{hf.owner}: rope_parameters has unknown keys {', '.join(unknown)}; in this family it "
-            f"has one dictionary for each of {', '.join(LAYER_TYPES)}"
-        )
-    kinds = _Keys(parameters, f"{hf.owner}: rope_parameters")
-    full, sliding = (kinds.mapping(kind) for kind in LAYER_TYPES)
-    theta = hf.number("rope_theta", family.rope_theta_by_default)
-    local = hf.number("rope_local_base_freq", 1e4)
-    return {
-        "rope": _rope(hf, {**full, **scaling}, theta=theta, family=family),
-        "sliding_rope": _rope(hf, sliding, theta=local, family=family),
-    }
 
 
 def from_hf(hf: Mapping[str, Any], *, owner: str = "config.json") -> ModelConfig:
@@ -481,7 +318,7 @@ def from_hf(hf: Mapping[str, Any], *, owner: str = "config.json") -> ModelConfig
     Raises: ValueError for a `model_type` that is not in `FAMILIES`, a missing key, a value that
     cannot be, or a key that is not understood.
     """
-    keys = _Keys(hf, owner)
+    keys = Keys(hf, owner)
     model_type = keys.need("model_type")
     if model_type == "gemma3":
         if hf.get("text_config") is not None:
@@ -507,7 +344,7 @@ def from_hf(hf: Mapping[str, Any], *, owner: str = "config.json") -> ModelConfig
         "rms_norm_eps": keys.number("rms_norm_eps"),
         "hidden_act": keys.get("hidden_act", "silu"),
         "tie_word_embeddings": keys.flag("tie_word_embeddings", family.tied_by_default),
-        **_ropes(keys, family),
+        **read_ropes(keys, family.rope),
         **family.fields(keys),
         **_bit_linears(keys, fused=family.fused),
     }
@@ -518,7 +355,7 @@ def from_hf(hf: Mapping[str, Any], *, owner: str = "config.json") -> ModelConfig
         raise ValueError(f"{owner}: {error}") from None
 
 
-def _from_wrapped(hf: _Keys) -> ModelConfig:
+def _from_wrapped(hf: Keys) -> ModelConfig:
     """The text model of a multimodal Gemma 3 file; what else the file says must not concern it."""
     text = {"model_type": "gemma3_text", **GEMMA3_TEXT, **hf.mapping("text_config")}
     if text["model_type"] != "gemma3_text":
@@ -533,7 +370,7 @@ def _from_wrapped(hf: _Keys) -> ModelConfig:
     return config
 
 
-def _refuse_unread(keys: _Keys, *, also_inert: frozenset[str] = frozenset()) -> None:
+def _refuse_unread(keys: Keys, *, also_inert: frozenset[str] = frozenset()) -> None:
     strange = [
         key
         for key in keys.unread()
@@ -561,12 +398,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
             f"{', '.join(FAMILIES)}"
         )
     family = FAMILIES[config.model_type]
-    rope: dict[str, Any] = _write_rope(config.rope, family)
-    if family.two_ropes:
-        rope = {
-            "full_attention": rope,
-            "sliding_attention": _write_rope(config.sliding_rope or config.rope, family),
-        }
     hf = {
         "architectures": [family.architecture],
         "model_type": config.model_type,
@@ -581,7 +412,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "hidden_act": config.hidden_act,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "rope_parameters": rope,
+        "rope_parameters": written_ropes(config, family.rope),
         **family.write(config),
         **_write_bit_linears(config),
     }
@@ -612,21 +443,3 @@ def _write_bit_linears(config: ModelConfig) -> dict[str, Any]:
         "modules_to_not_convert": kept,
     }
     return {"quantization_config": said}
-
-
-def _write_rope(rope: Rope, family: Family) -> dict[str, Any]:
-    names = {
-        "default": "",
-        "linear": "factor",
-        "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
-        "yarn": "factor beta_fast beta_slow truncate attention_factor "
-        "original_max_position_embeddings",
-        "longrope": "short_factor long_factor attention_factor original_max_position_embeddings",
-    }[rope.rope_type].split()
-    written = {"rope_type": rope.rope_type, "rope_theta": rope.rope_theta}
-    if family.part_of_head:
-        written["partial_rotary_factor"] = rope.partial_rotary_factor
-    for name in names:
-        value = getattr(rope, name)
-        written[name] = list(value) if isinstance(value, tuple) else value
-    return written
