@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, soft_cap
+from pallas_kernels.ring import Ring
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 LOG2E = 1.4426950408889634
@@ -274,7 +275,7 @@ def _run(
         refs = dict(zip(names, given, strict=True))
         group = lax.axis_index("group")
         a, b, slots = scratch["a"], scratch["b"], scratch["slots"]
-        full, empty = scratch["full"], scratch["empty"]
+        ring = Ring(scratch["full"], scratch["empty"], STAGES)
 
         def each_tile(step) -> Any:
             @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block", init_carry=jnp.int32(0))
@@ -284,25 +285,19 @@ def _run(
 
             return end
 
-        def slot_of(at):
-            return lax.rem(at, jnp.int32(STAGES))
-
         def produce():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
             def tile(row, column, at):
                 def stage(i, at):
-                    @pl.when(at >= STAGES)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot_of(at)])
-
-                    slot = slot_of(at)
+                    slot = ring.claim(at)
+                    full = ring.full.at[slot]
 
                     def copy(ref, rows, transposed):
                         target = ref.at[slot]
                         if not transposed:  # K innermost: any number of rows
                             target = rows_as_copied(ref, (slot,), 0, rows, interpret)
-                        return lambda source: plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+                        return lambda source: plgpu.copy_gmem_to_smem(source, target, full)
 
                     load(
                         refs,
@@ -316,12 +311,7 @@ def _run(
 
                 return lax.fori_loop(0, k_steps, stage, at)
 
-            end = each_tile(tile)
-            for slot in range(STAGES):  # every phase of a barrier must be seen
-
-                @pl.when(end > slot)
-                def _(slot=slot):
-                    plgpu.barrier_wait(empty.at[jnp.int32(slot)])
+            ring.drain(each_tile(tile))
 
         def consume():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
@@ -329,8 +319,7 @@ def _run(
 
             def multiply(at, acc):
                 def issue(at):
-                    slot = slot_of(at)
-                    plgpu.barrier_wait(full.at[slot])
+                    slot = ring.wait(at)
                     left, right = a.at[slot], b.at[slot]
                     left = left.at[:, mine].T if p.transpose_a else left.at[mine]
                     plgpu.wgmma(acc, left, right.T if p.transpose_b else right)
@@ -338,13 +327,13 @@ def _run(
                 def next_stage(_, at):
                     issue(at)
                     plgpu.wgmma_wait(1)  # the one before this is done
-                    plgpu.barrier_arrive(empty.at[slot_of(at - 1)])
+                    ring.give_back(at - 1)
                     return at + 1
 
                 issue(at)
                 end = lax.fori_loop(1, k_steps, next_stage, at + 1)
                 total = acc[...]
-                plgpu.barrier_arrive(empty.at[slot_of(end - 1)])
+                ring.give_back(end - 1)
                 return total
 
             def leave(i, y, *places, transpose=False, add=False):

@@ -59,7 +59,7 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
     def body(q_ref, k_ref, v_ref, rest, out_ref, lse_ref, **scratch):
         block = tiles.Block(plan, rest, scratch)
         group, i32 = block.group, jnp.int32
-        slot_of, q_slot_of = block.slot_of, block.q_slot_of
+        q_ring, k_ring, v_ring = (block.rings[name] for name in "qkv")
 
         def copy_block(name, where, kv_head, down, slot, full):
             batch, source = where["batch"], {"k": k_ref, "v": v_ref}[name]
@@ -79,13 +79,13 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
             def give_back_queries(i):
                 """The result, which lies in the place of a tile's queries, has left it."""
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(scratch["q_empty"].at[q_slot_of(i)])
+                q_ring.give_back(i)
 
             def multiply_values(sums, weights, at):
                 return _compat.wgmma(
                     sums,
                     weights,
-                    scratch["v"].at[slot_of(at)],
+                    scratch["v"].at[v_ring.slot(at)],
                     interpret=static.interpret,
                 )
 
@@ -97,15 +97,15 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 at, index = carry
                 following = block.tile_at(i + 1)
                 where = where_is(index)
-                q_slot = q_slot_of(i)
+                q_slot = q_ring.slot(i)
                 where["q_ids"] = q_slot * tile_rows + group * WGMMA_ROWS
                 where |= {"bend": bend, "factor": factor}
                 end = where["end"]
 
                 def step(is_masked, step, carry):
                     sums, weights, top, total, at = carry
-                    block.wait_for("k", at)
-                    block.wait_for("v", at - 1)  # nothing but products between the products
+                    k_ring.wait(at)
+                    v_ring.wait(at - 1)  # nothing but products between the products
                     block.take_turn()
                     sums, weights = _compat.wgmma_ready(sums, weights, interpret=static.interpret)
                     scores = block.multiply_keys(i, at)
@@ -113,18 +113,18 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                     block.end_turn()
                     scores = _compat.wgmma_wait(1, scores)
                     if not (segmented and is_masked):
-                        block.give_back("k", at)
+                        k_ring.give_back(at)
                     weights, top, total, shrink = block.softmax(
                         where, scores, at, end - 1 - step, top, total, is_masked
                     )
                     if segmented and is_masked:
                         plgpu.commit_smem()  # registers have read ids, which copies overwrite
-                        block.give_back("k", at)
+                        k_ring.give_back(at)
                     weights, top, total, shrink = lax.optimization_barrier(
                         (weights, top, total, shrink)
                     )
                     sums = _compat.wgmma_wait(0, sums)
-                    block.give_back("v", at - 1)
+                    v_ring.give_back(at - 1)
                     # rounded only now: no product in flight may find its registers written
                     weights = weights.astype(dtype)
                     return sums * wide(shrink, width), weights, top, total, at + 1
@@ -142,12 +142,12 @@ def forward(static: Static, q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, 
                 # worked out anew: kept through the loops it takes three registers, which heads of
                 # 256 and a window would spill
                 where = where_is(lax.optimization_barrier(index))
-                block.wait_for("v", at - 1)
+                v_ring.wait(at - 1)
                 sums, weights = _compat.wgmma_ready(sums, weights, interpret=static.interpret)
                 sums = multiply_values(sums, weights, at - 1)
                 share = block.shares(where, top, total, lse_ref)
                 sums = _compat.wgmma_wait(0, sums)
-                block.give_back("v", at - 1)
+                v_ring.give_back(at - 1)
                 sums = (sums * wide(share, width)).astype(dtype)
                 for part in range(parts):
                     scratch["q"].at[q_slot, group, part][...] = sums[

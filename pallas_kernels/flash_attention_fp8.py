@@ -84,7 +84,7 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
     def body(q_ref, k_ref, v_ref, rest, out_ref, lse_ref, **scratch):
         block = tiles.Block(plan, rest, scratch, lift=LIFT)
         group, i32 = block.group, jnp.int32
-        slot_of, q_slot_of = block.slot_of, block.q_slot_of
+        q_ring, k_ring, v_ring = (block.rings[name] for name in "qkv")
 
         def copy_block(name, where, kv_head, down, slot, full):
             batch = where["batch"]
@@ -107,7 +107,7 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
                 return _compat.wgmma(
                     sums,
                     weights,
-                    scratch["v"].at[slot_of(at)],
+                    scratch["v"].at[v_ring.slot(at)],
                     transpose_b=True,
                     interpret=static.interpret,
                 )
@@ -125,7 +125,7 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
                 at, index = carry
                 following = block.tile_at(i + 1)
                 where = block.tile_of(index)
-                q_slot = q_slot_of(i)
+                q_slot = q_ring.slot(i)
                 row = where["start"] + group * WGMMA_ROWS
                 where |= {"row": row, "q_ids": q_slot * plan.tile_rows + group * WGMMA_ROWS}
                 score_scale = rest["score_scale"][where["head"]]
@@ -137,8 +137,8 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
 
                 def step(is_masked, step, carry):
                     sums, weights, top, total, shrink, at = carry
-                    block.wait_for("k", at)
-                    block.wait_for("v", at - 1)  # nothing but products between the products
+                    k_ring.wait(at)
+                    v_ring.wait(at - 1)  # nothing but products between the products
                     block.take_turn()
                     begun, weights = ready(sums, weights, shrink)
                     scores = block.multiply_keys(i, at)
@@ -146,18 +146,18 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
                     block.end_turn()
                     scores = _compat.wgmma_wait(1, scores)
                     if not (segmented and is_masked):
-                        block.give_back("k", at)
+                        k_ring.give_back(at)
                     new_weights, top, total, new_shrink = block.softmax(
                         where, scores, at, end - 1 - step, top, total, is_masked
                     )
                     if segmented and is_masked:
                         plgpu.commit_smem()  # registers have read ids, which copies overwrite
-                        block.give_back("k", at)
+                        k_ring.give_back(at)
                     new_weights, top, total, new_shrink = lax.optimization_barrier(
                         (new_weights, top, total, new_shrink)
                     )
                     more = _compat.wgmma_wait(0, more)
-                    block.give_back("v", at - 1)
+                    v_ring.give_back(at - 1)
                     sums = added(sums, more, shrink)
                     # rounded only now: no product in flight may find its registers written
                     return sums, _rounded(new_weights, static), top, total, new_shrink, at + 1
@@ -168,14 +168,14 @@ def forward(static: Static, arrays: tuple[Any, ...], score_scale: jax.Array, v_s
                 sums, weights, top, total, shrink, at = block.over_blocks(where, step, carry)
                 if segmented:
                     plgpu.commit_smem()
-                plgpu.barrier_arrive(scratch["q_empty"].at[q_slot])
-                block.wait_for("v", at - 1)
+                q_ring.give_back(i)
+                v_ring.wait(at - 1)
                 begun, weights = ready(sums, weights, shrink)
                 more = multiply_values(begun, weights, at - 1)
                 share = block.shares(where, top, total, lse_ref)
                 share = share * rest["v_scale"][where["head"] // i32(plan.group)]
                 more = _compat.wgmma_wait(0, more)
-                block.give_back("v", at - 1)
+                v_ring.give_back(at - 1)
                 sums = (added(sums, more, shrink) * wide(share, width)).astype(jnp.bfloat16)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
                 for part in range(out_parts):

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat, soft_cap
 from pallas_kernels.attention_reference import LOG2E
 from pallas_kernels.flash_attention_plan import Plan
+from pallas_kernels.ring import Ring
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS, rows_as_copied
 
 REGISTERS = {1: (None, None), 2: (24, 240), 3: (32, 160)}  # of the producer and each consumer
@@ -76,6 +77,11 @@ class Block:
         self.group = lax.axis_index("group")
         self.block = lax.axis_index("block")
         self.row_layout = plgpu.Layout.WGMMA.reduce(1)
+        c = plan.static.config
+        self.rings = {
+            name: Ring(scratch[f"{name}_full"], scratch[f"{name}_empty"], slots)
+            for name, slots in (("q", c.q_stages), ("k", c.stages), ("v", c.stages))
+        }
 
     @property
     def tiles(self):
@@ -127,18 +133,6 @@ class Block:
                 high = jnp.minimum(at + (static.window - 1), high)
         return low, high
 
-    def slot_of(self, at):
-        return lax.rem(at, jnp.int32(self.plan.static.config.stages))
-
-    def q_slot_of(self, i):
-        return lax.rem(i, jnp.int32(self.plan.static.config.q_stages))
-
-    def wait_for(self, name: str, at):
-        plgpu.barrier_wait(self.scratch[f"{name}_full"].at[self.slot_of(at)])
-
-    def give_back(self, name: str, at):
-        plgpu.barrier_arrive(self.scratch[f"{name}_empty"].at[self.slot_of(at)])
-
     def as_copied(self, name: str, *index):
         """A tile on chip, as the copy engine takes it."""
         tile = self.scratch[name]
@@ -160,13 +154,8 @@ class Block:
             plgpu.set_max_registers(registers, action="decrease")
 
         def load_queries(i, where):
-            q_slot = self.q_slot_of(i)
-
-            @pl.when(i >= c.q_stages)
-            def _():
-                plgpu.barrier_wait(scratch["q_empty"].at[q_slot])
-
-            full = scratch["q_full"].at[q_slot]
+            q_slot = self.rings["q"].claim(i)
+            full = self.rings["q"].full.at[q_slot]
             for consumer, part in itertools.product(range(c.consumers), range(parts)):
                 taken = pl.ds(where["start"] + consumer * WGMMA_ROWS, WGMMA_ROWS)
                 columns = self.columns(part, size, where["batch"])
@@ -181,13 +170,8 @@ class Block:
 
         def load_block(name, where, step, at):
             kv_head = where["head"] // i32(plan.group)
-            down, slot = (where["end"] - 1 - step) * c.kv_block, self.slot_of(at)
-
-            @pl.when(at >= c.stages)
-            def _():
-                plgpu.barrier_wait(scratch[f"{name}_empty"].at[slot])
-
-            full = scratch[f"{name}_full"].at[slot]
+            down, slot = (where["end"] - 1 - step) * c.kv_block, self.rings[name].claim(at)
+            full = self.rings[name].full.at[slot]
             copy_block(name, where, kv_head, down, slot, full)
             if plan.segmented and name == "k":
                 ids = pl.ds(where["batch"] * (plan.kv_blocks * c.kv_block) + down, c.kv_block)
@@ -209,17 +193,8 @@ class Block:
             return at, following
 
         done, _ = lax.fori_loop(i32(0), self.tiles, tile, (i32(0), self.tile_at(0)))
-        # every phase of a barrier must be seen
-        for name, size, count in (
-            ("q_empty", c.q_stages, self.tiles),
-            ("k_empty", c.stages, done),
-            ("v_empty", c.stages, done),
-        ):
-            for slot in range(size):
-
-                @pl.when(count > slot)
-                def _(name=name, slot=slot):
-                    plgpu.barrier_wait(scratch[name].at[i32(slot)])
+        for name, count in (("q", self.tiles), ("k", done), ("v", done)):
+            self.rings[name].drain(count)
 
     @property
     def _has_turns(self) -> bool:
@@ -252,8 +227,8 @@ class Block:
         """Scores of this consumer's queries of the i-th tile, begun."""
         return _compat.wgmma(
             None,
-            self.scratch["q"].at[self.q_slot_of(i), self.group],
-            self.scratch["k"].at[self.slot_of(at)],
+            self.scratch["q"].at[self.rings["q"].slot(i), self.group],
+            self.scratch["k"].at[self.rings["k"].slot(at)],
             transpose_b=True,
             interpret=self.plan.static.interpret,
         )
@@ -261,8 +236,8 @@ class Block:
     def first_weights(self, tile, i, at):
         """What `softmax` makes of the last block of keys, which is a tile's first."""
         interpret = self.plan.static.interpret
-        plgpu.barrier_wait(self.scratch["q_full"].at[self.q_slot_of(i)])
-        self.wait_for("k", at)
+        self.rings["q"].wait(i)
+        self.rings["k"].wait(at)
         self.take_turn()
         _compat.wgmma_ready(interpret=interpret)
         scores = self.multiply_keys(i, at)
@@ -273,7 +248,7 @@ class Block:
         found = self.softmax(tile, scores, at, tile["end"] - 1, top, total, self.plan.masked)
         if self.plan.segmented:
             plgpu.commit_smem()  # registers have read ids, which copies overwrite
-        self.give_back("k", at)
+        self.rings["k"].give_back(at)
         return found
 
     def masked_out(self, tile, scores, at, j):
@@ -297,7 +272,7 @@ class Block:
         scores = jnp.concatenate(parts, axis=1)
         if plan.segmented:
             mine = self._ids("q_ids", tile["q_ids"], WGMMA_ROWS, 0)
-            theirs = self._ids("kv_ids", self.slot_of(at) * kv_block, kv_block, 1)
+            theirs = self._ids("kv_ids", self.rings["k"].slot(at) * kv_block, kv_block, 1)
             scores = jnp.where(mine == theirs, scores, -jnp.inf)
         return scores
 

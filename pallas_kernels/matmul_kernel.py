@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.matmul_finish import BLOCK, GELUS, saturated
+from pallas_kernels.ring import Ring
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 VECTOR_BYTES = 1024  # a bias or scales of a tile, as aligned on chip
@@ -130,7 +131,7 @@ def product(
             "out_scale": out_scale_ref,
         }
         a_stages, b_stages, slots = scratch["a"], scratch["b"], scratch["out"]
-        full, empty = scratch["full"], scratch["empty"]
+        ring = Ring(scratch["full"], scratch["empty"], c.stages)
         group = lax.axis_index("group")
 
         def each_tile(step) -> Any:
@@ -142,9 +143,6 @@ def product(
                 return step(down * c.tile_m, across * tile_width, carry)
 
             return end
-
-        def slot_of(at):
-            return lax.rem(at, jnp.int32(c.stages))
 
         def load_chunk(row, column, inner, to, barrier):
             """128 bytes of K, or as many rows of an operand that lies the other way."""
@@ -173,14 +171,10 @@ def product(
 
             def tile(row, column, at):
                 def load(i, at):
-                    @pl.when(at >= c.stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot_of(at)])
-
-                    slot = slot_of(at)
+                    slot = ring.claim(at)
                     for chunk in range(chunks):
                         inner = pl.ds(i * c.tile_k + chunk * step, step)
-                        load_chunk(row, column, inner, (slot, chunk), full.at[slot])
+                        load_chunk(row, column, inner, (slot, chunk), ring.full.at[slot])
                     return at + 1
 
                 end = lax.fori_loop(0, k_steps, load, at)
@@ -207,18 +201,13 @@ def product(
                 return end
 
             end = each_tile(tile)
-            # every phase of a barrier must be seen
-            if vectors:
+            if vectors:  # as in `Ring.drain`
 
                 @pl.when(end > 0)
                 def _():
                     plgpu.barrier_wait(scratch["vectors_empty"])
 
-            for slot in range(c.stages):
-
-                @pl.when(end > slot)
-                def _(slot=slot):
-                    plgpu.barrier_wait(empty.at[jnp.int32(slot)])
+            ring.drain(end)
 
         def consume():
             if c.consumers > 1:
@@ -227,8 +216,7 @@ def product(
 
             def multiply(at, acc):
                 def issue(at):
-                    slot = slot_of(at)
-                    plgpu.barrier_wait(full.at[slot])
+                    slot = ring.wait(at)
                     for chunk in range(chunks):
                         left, right = a_stages.at[slot, chunk], b_stages.at[slot, chunk]
                         left = left.at[:, mine].T if static.transpose_a else left.at[mine]
@@ -237,13 +225,13 @@ def product(
                 def next_stage(_, at):
                     issue(at)
                     plgpu.wgmma_wait(chunks)  # those before this stage's are done
-                    plgpu.barrier_arrive(empty.at[slot_of(at - 1)])
+                    ring.give_back(at - 1)
                     return at + 1
 
                 issue(at)
                 end = lax.fori_loop(1, k_steps, next_stage, at + 1)
                 total = acc[...]
-                plgpu.barrier_arrive(empty.at[slot_of(end - 1)])
+                ring.give_back(end - 1)
                 return total
 
             def multiply_blocks(at, row, column):
@@ -254,7 +242,6 @@ def product(
 
                 def next_stage(i, carry):
                     at, *totals = carry
-                    slot = slot_of(at)
                     # asked for before the product, which takes longer than they
                     of_rows = _compat.load(
                         a_scale_ref.at[i, pl.ds(row, rows)],
@@ -262,7 +249,7 @@ def product(
                         optimized=False,
                     )
                     of_columns = [b_scale_ref[place, i] for place in places]
-                    plgpu.barrier_wait(full.at[slot])
+                    slot = ring.wait(at)
 
                     def multiply(acc):
                         left, right = a_stages.at[slot, 0], b_stages.at[slot, 0]
@@ -271,7 +258,7 @@ def product(
 
                     acc = plgpu.WGMMAAccumulatorRef((rows, c.tile_n), jnp.float32)
                     part = pl.run_scoped(multiply, acc)
-                    plgpu.barrier_arrive(empty.at[slot])
+                    ring.give_back(at)
                     for half, of_column in enumerate(of_columns):
                         scale = lax.broadcast_in_dim(of_rows * of_column, (rows, tile_width), (0,))
                         scale = plgpu.layout_cast(scale, plgpu.Layout.WGMMA)

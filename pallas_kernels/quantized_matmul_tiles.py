@@ -39,6 +39,7 @@ from pallas_kernels.quantized_tiles_config import (
     too_early,
     whole_copies,
 )
+from pallas_kernels.ring import Ring
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 # 40 + 88 + 2 * 184 of the 512 that four warpgroups share; with one consumer all have enough
@@ -79,7 +80,8 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
         *given, residual_ref, out_ref = refs
         given = dict(zip((*grouped, *vectors), given, strict=True))
         x_s, codes_s, numbers_s, slots = (scratch[n] for n in ("x", "codes", "numbers", "out"))
-        full, empty, ready, free = (scratch[n] for n in ("full", "empty", "ready", "free"))
+        stages = Ring(scratch["full"], scratch["empty"], c.stages)
+        buffers = Ring(scratch["ready"], scratch["free"], c.buffers)
         group = lax.axis_index("group")
 
         def each_tile(step_of) -> Any:
@@ -98,31 +100,14 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
 
             return end
 
-        def stage_of(at):
-            return lax.rem(at, jnp.int32(c.stages))
-
-        def buffer_of(turn):
-            return lax.rem(turn, jnp.int32(c.buffers))
-
-        def drain(barriers, count, end):
-            """Waits for what is still given back: every phase of a barrier must be seen."""
-            for slot in range(count):
-                pl.when(end > slot)(
-                    functools.partial(plgpu.barrier_wait, barriers.at[jnp.int32(slot)])
-                )
-
         def produce():
             if c.consumers > 1:
                 plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
             def tile(_part, row, column, inner, at):
                 def load(i, at):
-                    slot = stage_of(at)
-
-                    @pl.when(at >= c.stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot])
-
+                    slot = stages.claim(at)
+                    full = stages.full.at[slot]
                     for half in range(halves):
                         start = column + half * width
                         source = codes_ref.at[
@@ -131,7 +116,7 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                         target = rows_as_copied(
                             codes_s, (slot,), half * tile_width, tile_width, interpret
                         )
-                        plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+                        plgpu.copy_gmem_to_smem(source, target, full)
                         for each in grouped:
                             first = i * groups if per == 1 else lax.div(i, jnp.int32(per))
                             target = scratch[each].at[slot, half]
@@ -139,11 +124,11 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                                 pl.ds(first, groups),
                                 pl.ds(start - half * early[each], target.shape[1]),
                             ]
-                            plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+                            plgpu.copy_gmem_to_smem(source, target, full)
                     for chunk in range(chunks):
                         source = x_ref.at[pl.ds(row, few), pl.ds(i * size + chunk * CHUNK, CHUNK)]
                         target = rows_as_copied(x_s, (slot, chunk), 0, few, interpret)
-                        plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+                        plgpu.copy_gmem_to_smem(source, target, full)
                     return at + 1
 
                 end = lax.fori_loop(inner[0], inner[1], load, at)
@@ -168,7 +153,7 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                 def _():
                     plgpu.barrier_wait(scratch["vectors_empty"])
 
-            drain(empty, c.stages, end)
+            stages.drain(end)
 
         def expand():
             if c.consumers > 1:
@@ -188,26 +173,19 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
 
             def tile(_part, _row, _column, inner, at):
                 def stage(_, at):
-                    slot = stage_of(at)
-                    plgpu.barrier_wait(full.at[slot])
+                    slot = stages.wait(at)
                     for chunk in range(chunks):
-                        turn = at * chunks + chunk
-                        buffer = buffer_of(turn)
-
-                        @pl.when(turn >= c.buffers)
-                        def _(buffer=buffer):
-                            plgpu.barrier_wait(free.at[buffer])
-
+                        buffer = buffers.claim(at * chunks + chunk)
                         for i in range(blocks):
                             block(i, slot, buffer, chunk)
                         plgpu.commit_smem()
-                        plgpu.barrier_arrive(ready.at[buffer])
-                    plgpu.barrier_arrive(empty.at[slot])
+                        plgpu.barrier_arrive(buffers.full.at[buffer])
+                    stages.give_back(at)
                     return at + 1
 
                 return lax.fori_loop(inner[0], inner[1], stage, at)
 
-            drain(free, c.buffers, each_tile(tile) * chunks)
+            buffers.drain(each_tile(tile) * chunks)
 
         def consume():
             if c.consumers > 1:
@@ -216,27 +194,25 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
 
             def multiply(inner, at, acc):
                 def stage(at, *, first):
-                    slot = stage_of(at)
-                    plgpu.barrier_wait(full.at[slot])
+                    slot = stages.wait(at)
                     for chunk in range(chunks):
                         turn = at * chunks + chunk
-                        buffer = buffer_of(turn)
-                        plgpu.barrier_wait(ready.at[buffer])
+                        buffer = buffers.wait(turn)
                         plgpu.wgmma(acc, x_s.at[slot, chunk].at[mine], numbers_s.at[buffer].T)
                         if first and chunk == 0:
                             continue
                         plgpu.wgmma_wait(1)  # the one before is done
-                        plgpu.barrier_arrive(free.at[buffer_of(turn - 1)])
+                        buffers.give_back(turn - 1)
                         if chunk == 0:
-                            plgpu.barrier_arrive(empty.at[stage_of(at - 1)])
+                            stages.give_back(at - 1)
                     return at + 1
 
                 begin, end = inner
                 at = stage(at, first=True)
                 at = lax.fori_loop(begin + 1, end, lambda _, at: stage(at, first=False), at)
                 total = acc[...]
-                plgpu.barrier_arrive(free.at[buffer_of(at * chunks - 1)])
-                plgpu.barrier_arrive(empty.at[stage_of(at - 1)])
+                buffers.give_back(at * chunks - 1)
+                stages.give_back(at - 1)
                 return total
 
             def finished(total, row, column, half):

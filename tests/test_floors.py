@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "pallas_kernels.device": "",
     "pallas_kernels._wgmma": "pallas_kernels.wgmma_tiles",
     "pallas_kernels._compat": "pallas_kernels._wgmma",
+    "pallas_kernels.ring": "",
     "pallas_kernels.rows": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.over_rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows",
     "pallas_kernels.rms_norm": (
@@ -60,7 +61,8 @@ MAY_IMPORT = {
     "pallas_kernels.wgmma_tiles": "",
     "pallas_kernels.matmul_finish": "",
     "pallas_kernels.matmul_kernel": (
-        "pallas_kernels._compat pallas_kernels.matmul_finish pallas_kernels.wgmma_tiles"
+        "pallas_kernels._compat pallas_kernels.matmul_finish pallas_kernels.ring "
+        "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.matmul_few_rows": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.matmul_kernel "
@@ -114,7 +116,7 @@ MAY_IMPORT = {
     "pallas_kernels.quantized_matmul_tiles": (
         "pallas_kernels._compat pallas_kernels.packed pallas_kernels.quantized_expand "
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_tiles_config "
-        "pallas_kernels.quantized_unpack pallas_kernels.wgmma_tiles"
+        "pallas_kernels.quantized_unpack pallas_kernels.ring pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_matmul_check": "pallas_kernels.around_product pallas_kernels.packed",
     "pallas_kernels.quantized_matmul": (
@@ -161,7 +163,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.flash_attention_tiles": (
         "pallas_kernels._compat pallas_kernels.attention_reference "
-        "pallas_kernels.flash_attention_plan pallas_kernels.soft_cap pallas_kernels.wgmma_tiles"
+        "pallas_kernels.flash_attention_plan pallas_kernels.ring pallas_kernels.soft_cap "
+        "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_forward": (
         "pallas_kernels._compat pallas_kernels.flash_attention_plan "
@@ -207,7 +210,8 @@ MAY_IMPORT = {
         "pallas_kernels.decode_attention_parts pallas_kernels.device pallas_kernels.tuned"
     ),
     "pallas_kernels.cross_entropy_kernel": (
-        "pallas_kernels._compat pallas_kernels.soft_cap pallas_kernels.wgmma_tiles"
+        "pallas_kernels._compat pallas_kernels.ring pallas_kernels.soft_cap "
+        "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.cast_transpose": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code"

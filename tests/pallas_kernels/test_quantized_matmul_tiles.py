@@ -42,6 +42,7 @@ from pallas_kernels import (
     quantized_expand,
     quantized_matmul_tiles,
     quantized_unpack,
+    ring,
 )
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
@@ -182,7 +183,7 @@ def test_the_interpreter_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
     """The twin of all tests that see no race: nobody waits for the numbers to be there."""
     config = Tiles(64, 128, 2)
 
-    class WithoutReady(Watched):
+    class WithoutReady(Watched):  # the ring waits
         def barrier_wait(self, barrier: Any) -> None:
             whole = getattr(barrier, "ref", barrier)
             kind = (whole.shape, whole.dtype.num_arrivals)
@@ -191,7 +192,8 @@ def test_the_interpreter_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
 
     arrays, _ = call(17, 128, 64 * config.buffers, "int8")
     run = partial(quantized_matmul, config=config, interpret=True)
-    monkeypatch.setattr(quantized_matmul_tiles, "plgpu", WithoutReady())
+    monkeypatch.setattr(quantized_matmul_tiles, "plgpu", Watched())
+    monkeypatch.setattr(ring, "plgpu", WithoutReady())
     jax.block_until_ready(jax.jit(lambda arrays: run(**arrays))(arrays))
     assert _compat.races_found()
 
