@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -221,19 +221,24 @@ def _parts(config: Config, width: int) -> dict[str, int]:
     return {"PART": part, "PARTS": -(-width // part)}
 
 
+def _call(static: _Static, width: int, **constants: Any) -> Callable[..., Any]:
+    """Of any of the kernels, for rows of that width."""
+    return functools.partial(
+        _triton_call.call,
+        warps=static.config.warps,
+        device=static.device,
+        WIDTH=width,
+        BLOCK=static.config.block,
+        QUERIES=static.queries,
+        **constants,
+    )
+
+
 def _forward(static: _Static, x, scale, mask):
     count, width = x.shape
     config = static.config
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    call: Any = functools.partial(
-        _triton_call.call,
-        warps=config.warps,
-        device=static.device,
-        WIDTH=width,
-        BLOCK=config.block,
-        QUERIES=static.queries,
-        **static.mask_constants(),
-    )
+    call = _call(static, width, **static.mask_constants())
     arrays = (x, scale, x if mask is None else mask)  # without a mask, a pointer that is not used
     if config.parts == 1 or config.block >= width:
         return call(
@@ -267,14 +272,7 @@ def _backward(static: _Static, y, scale, d_y):
     count, width = y.shape
     config = static.config
     out = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    call: Any = functools.partial(
-        _triton_call.call,
-        warps=config.warps,
-        device=static.device,
-        WIDTH=width,
-        BLOCK=config.block,
-        QUERIES=static.queries,
-    )
+    call = _call(static, width)
     if config.parts == 1 or config.block >= width:
         return call(
             "scale_softmax_backward",

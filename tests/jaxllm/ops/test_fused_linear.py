@@ -76,6 +76,19 @@ def test_the_parts_are_told_apart():
         np.testing.assert_allclose(right, wrong, atol=0.06)
 
 
+def assert_as_in_parts(scheme, epilogue, implementation, atol, dtype):
+    x, weight, bias, around = case(epilogue, dtype)
+    packed = quantize(weight, scheme)
+    run = interpreted if "interpret" in implementation else lambda f, *args: jax.jit(f)(*args)
+    ours = run(
+        lambda *a: fused_linear(*a, **around, implementation=implementation), x, packed, bias
+    )
+    parts = jax.jit(lambda *a: in_parts(*a, **around))(x, packed, bias)
+    for y, part in zip(jax.tree.leaves(ours), parts, strict=True):
+        assert (y.shape, y.dtype) == (part.shape, dtype)
+        np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol)
+
+
 @pytest.mark.parametrize("epilogue", [None, "swiglu", "rope"])
 @pytest.mark.parametrize(
     ("implementation", "atol"),
@@ -84,16 +97,7 @@ def test_the_parts_are_told_apart():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_packed_weight(epilogue, implementation, atol, dtype):
     """With the norm in the product, and, in float16, where the product takes none, before it."""
-    x, weight, bias, around = case(epilogue, dtype)
-    packed = quantize(weight, "int8")
-    run = interpreted if "interpret" in implementation else lambda f, *args: jax.jit(f)(*args)
-    ours = run(
-        lambda *a: fused_linear(*a, **around, implementation=implementation), x, packed, bias
-    )
-    parts = jax.jit(lambda *a: in_parts(*a, **around))(x, packed, bias)
-    for y, part in zip(jax.tree.leaves(ours), parts, strict=True):
-        assert (y.shape, y.dtype) == (part.shape, dtype)
-        np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol)
+    assert_as_in_parts("int8", epilogue, implementation, atol, dtype)
 
 
 @pytest.mark.parametrize("epilogue", [None, "swiglu", "relu2_glu", "rope"])
@@ -102,16 +106,7 @@ def test_a_packed_weight(epilogue, implementation, atol, dtype):
     [("xla", jnp.float32, 1e-4), ("pallas-interpret", jnp.float16, 0.06)],
 )
 def test_a_ternary_weight(epilogue, implementation, dtype, atol):
-    x, weight, bias, around = case(epilogue, dtype)
-    packed = quantize(weight, "ternary")
-    run = interpreted if "interpret" in implementation else lambda f, *args: jax.jit(f)(*args)
-    ours = run(
-        lambda *a: fused_linear(*a, **around, implementation=implementation), x, packed, bias
-    )
-    parts = jax.jit(lambda *a: in_parts(*a, **around))(x, packed, bias)
-    for y, part in zip(jax.tree.leaves(ours), parts, strict=True):
-        assert (y.shape, y.dtype) == (part.shape, dtype)
-        np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol)
+    assert_as_in_parts("ternary", epilogue, implementation, atol, dtype)
 
 
 def test_what_only_ternary_weights_have():
