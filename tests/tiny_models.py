@@ -104,3 +104,9 @@ def logits(model: Transformer, *args: Any, **kwargs: Any) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(graph: Any, state: Any, args: Any, kwargs: Any) -> jax.Array:
     return nnx.merge(graph, state)(*args, **kwargs)
+
+
+def shapes(config: ModelConfig) -> dict[tuple[Any, ...], tuple[int, ...]]:
+    """Of every parameter; nothing is allocated."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return {path: p.shape for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param))}
