@@ -221,10 +221,15 @@ class Run:
 
     def compile(self) -> None:
         """Run each program that the call needs once, on nothing."""
-        lengths = {max(len(row.prompt) for row in self.rows)}
-        for row in self.rows:
-            if len(row.prompt) <= self.crossing < len(row.prompt) + row.budget:
-                lengths.add(self.crossing + 1)
+        longest = max(len(row.prompt) for row in self.rows)
+        end = max(len(row.prompt) + row.budget for row in self.rows)
+        lengths = {longest}
+        if self.crossing < end:
+            # Where a row crosses, all are read again: one that is alone with one token over the
+            # boundary; of several the longest may have any length, and sizes repeat every chunk.
+            first = max(longest, self.crossing + 1)
+            last = min(end, first + self.chunk) if len(self.rows) > 1 else first
+            lengths.update(range(first, last + 1))
         self._start([[0]] * len(self.rows))
         for size in sorted({size for length in lengths for _, size in self.chunks(length)}):
             self._append(np.zeros((self.batch, size), np.int32), np.zeros(self.batch, np.int32))
