@@ -155,8 +155,40 @@ def test_how_far_codes_are_from_the_cache_of_numbers(stories):
 def test_a_warm_up_fits_the_model(tiny):
     """Without lengths, whatever its positions; and says what was wrong under its own names."""
     jaxllm.warmup(tiny, None, max_new_tokens=4)
-    with pytest.raises(ValueError, match="^warmup: batch_size must be at least 1, got 0"):
-        jaxllm.warmup(tiny, None, batch_size=0)
+    for wrong, words in (
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, got 2.5"),
+        ({"prompt_lengths": [0]}, "a prompt's length must be an integer of at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^warmup: {words}$"):
+            jaxllm.warmup(tiny, None, **wrong)
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer .*, got '4'"):
+        jaxllm.warmup(tiny, None, max_new_tokens="4")  # type: ignore[arg-type]
+
+
+def test_a_warm_up_takes_one_number_of_new_tokens_a_row(tiny):
+    jaxllm.warmup(tiny, None, batch_size=2, max_new_tokens=[3, 200])
+    before = jaxllm.compile_count()
+    jaxllm.generate(tiny, None, [[1] * 312, [2]], max_new_tokens=[3, 200])
+    assert jaxllm.compile_count() == before
+
+
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_arrays_for_lists_and_numbers(tiny, array):
+    prompts = [[5, 9], [7, 1]]
+    expected = jaxllm.generate(tiny, None, prompts, max_new_tokens=[3, 2]).tokens
+    found = jaxllm.generate(tiny, None, array(prompts), max_new_tokens=array([3, 2])).tokens
+    assert found == expected
+    one = jaxllm.generate(tiny, None, array([5, 9]), max_new_tokens=array(3)).tokens
+    assert one == expected[:1]
+    for bad, words in ((array(5), "got 5"), ([[1], array(5)], "prompt 1 is 5; a prompt is a text")):
+        with pytest.raises(ValueError, match=words):
+            jaxllm.generate(tiny, None, bad)
+
+
+def test_steps_without_end_are_those_of_the_models_positions(tiny):
+    result = jaxllm.generate(tiny, None, [5], max_new_tokens=3, steps_per_dispatch=2**40)
+    assert result.tokens == jaxllm.generate(tiny, None, [5], max_new_tokens=3).tokens
 
 
 def test_streams_and_warmed_up_calls_over_codes(stories):
