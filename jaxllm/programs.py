@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -82,6 +83,8 @@ def flatten(model: Transformer) -> Weights:
     model.generation = GenerationDefaults()
     graph, state = nnx.split(model)
     arrays, tree = jax.tree.flatten(state)
+    # What somebody read back as NumPy arrays goes to the device once, not at every call
+    arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]
     return Weights(tuple(arrays), _interned(_Structure(graph, tree)))
 
 

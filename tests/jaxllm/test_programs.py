@@ -108,6 +108,16 @@ def test_flattening_changes_nothing_that_another_thread_could_see(tiny, monkeypa
     assert weights.model().generation == GenerationDefaults()
 
 
+def test_parameters_that_were_put_back_as_numpy_arrays(tiny):
+    model = nnx.clone(tiny)
+    nnx.update(model, jax.device_get(nnx.state(model)))
+    assert isinstance(model.norm.weight.get_value(), np.ndarray)
+    expected = jaxllm.generate(tiny, None, [5, 9, 2], max_new_tokens=4).tokens
+    before = jaxllm.compile_count()
+    assert jaxllm.generate(model, None, [5, 9, 2], max_new_tokens=4).tokens == expected
+    assert jaxllm.compile_count() == before
+
+
 @pytest.mark.parametrize("limit", [8, 20, 300])
 def test_any_number_of_positions(limit):
     model = build(dataclasses.replace(TINY, max_position_embeddings=limit), FP32)

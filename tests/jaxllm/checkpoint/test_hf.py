@@ -667,6 +667,15 @@ def test_a_failed_save_leaves_the_folder_as_it_was(folder, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_parameters_that_were_put_back_as_numpy_arrays_are_saved(folder, tmp_path):
+    model, _ = load(folder)
+    nnx.update(model, jax.device_get(nnx.state(model)))
+    assert isinstance(model.norm.weight.get_value(), np.ndarray)
+    save(model, None, tmp_path / "copy")
+    save(load(folder)[0], None, tmp_path / "other")
+    assert (tmp_path / "copy" / WEIGHTS).read_bytes() == (tmp_path / "other" / WEIGHTS).read_bytes()
+
+
 def test_saving_over_a_checkpoint_leaves_none_of_its_weights(folder):
     model, _ = load(folder)
     (folder / "notes.safetensors").write_text("mine")
