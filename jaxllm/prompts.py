@@ -68,10 +68,8 @@ def _encode(i: int, prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -
         ids = tokenizer.apply_chat_template(messages)
     elif tokenizer is not None and isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
-        if not ids:  # a tokenizer may have no token for a text, such as one of control characters
-            raise ValueError(
-                f"generate: the tokenizer makes no token of prompt {i}, {prompt!r:.40}"
-            )
+    if not ids:  # of a text of control characters, say, or of a chat that its template leaves out
+        raise ValueError(f"generate: the tokenizer makes no token of prompt {i}, {prompt!r:.40}")
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
             raise ValueError(f"generate: prompt {i} holds {token!r:.60}; a prompt is {_KINDS}")

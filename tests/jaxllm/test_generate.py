@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_tokenizers
 from flax import nnx
 from tiny_models import LONGROPE, TINY, build
+from tokenizers import normalizers
 
 import jaxllm
 from jaxllm.cache import KV_DTYPES
 from jaxllm.config import GenerationDefaults, Runtime
 from jaxllm.programs import MOST_COMPARED
+from jaxllm.tokenizer import Tokenizer
 
 FP32 = Runtime(dtype="float32")
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [3, 3]]
@@ -415,3 +418,15 @@ def test_bad_calls_with_a_tokenizer(stories):
         jaxllm.stream(model, None, [1, 2])
     with pytest.raises(ValueError, match="temperature"):
         jaxllm.stream(model, tokenizer, "a", temperature=-1.0)  # before the first piece
+
+
+@pytest.mark.parametrize(
+    "prompt", ["\ufeff", [{"role": "user", "content": "hi"}]], ids=["text", "chat"]
+)
+def test_prompts_of_which_no_token_is_made(tiny, prompt):
+    """Even beside one that has tokens, where nothing else would stop it."""
+    library = tiny_tokenizers.byte_level()
+    library.normalizer = normalizers.Replace("\ufeff", "")
+    tokenizer = Tokenizer(tiny_tokenizers.files(library, chat_template="{{ '' }}"))
+    with pytest.raises(ValueError, match=r"^generate: the tokenizer makes no token of prompt 1, "):
+        jaxllm.generate(tiny, tokenizer, [[1, 2], prompt], max_new_tokens=2)
