@@ -229,6 +229,13 @@ def test_a_sampled_row_does_not_depend_on_its_batch(tiny):
     assert other.tokens != together.tokens
 
 
+def test_64_bit_types_change_no_token(tiny):
+    settings = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 4}
+    expected = jaxllm.generate(tiny, None, PROMPTS, max_new_tokens=6, **settings).tokens
+    with jax.enable_x64(True):
+        assert jaxllm.generate(tiny, None, PROMPTS, max_new_tokens=6, **settings).tokens == expected
+
+
 def test_settings_are_one_value_a_row(tiny):
     mixed = jaxllm.generate(
         tiny, None, [PROMPTS[0]] * 2, max_new_tokens=[3, 12], temperature=[0.0, 2.0], seed=3
