@@ -138,6 +138,19 @@ class RingKV:
         return RingKV(**held, window=self.window), {**held, "kv_lengths": seen}
 
 
+def _dtype(dtype: Any) -> Any:
+    """The dtype, if keys and values can be stored in it."""
+    try:
+        stored = jnp.dtype(dtype)
+        if stored in _LARGEST or (jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1):
+            return stored
+    except TypeError:  # what is no dtype at all
+        pass
+    raise ValueError(
+        f"cache: dtype must be a float of 16 bits or more, int8 or float8_e4m3fn, got {dtype!r:.60}"
+    )
+
+
 def _arrays(entry: FullKV | RingKV) -> dict[str, Array]:
     """What an entry holds, by the names that `ops.attention` has for it."""
     found = {"k": entry.k, "v": entry.v, "k_scale": entry.k_scale, "v_scale": entry.v_scale}
@@ -248,13 +261,14 @@ class KVCache:
 
         Only the device knows how full a row is, so nothing stops a caller who appends more: the
         tokens beyond `capacity` are lost, and the logits after them are wrong.
-        Raises: ValueError if batch or capacity is no positive integer.
+        Raises: ValueError if batch or capacity is no positive integer, or for another dtype than
+        those codes and floats of 16 bits or more.
         """
         for name, value in (("batch", batch), ("capacity", capacity)):
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise ValueError(f"cache: {name} must be a positive integer, got {value!r}")
-        dtype = jnp.dtype(dtype)
-        coded = dtype in _LARGEST
+        stored = _dtype(dtype)
+        coded = stored in _LARGEST
 
         def entry(layer: int) -> Entry:
             window = config.window(layer)
@@ -263,7 +277,7 @@ class KVCache:
             if coded:
                 size = -(-size // _LINE) * _LINE
             shape = (batch, size, config.num_key_value_heads, config.head_dim)
-            arrays = {name: jnp.zeros(shape, dtype) for name in ("k", "v")}
+            arrays = {name: jnp.zeros(shape, stored) for name in ("k", "v")}
             if coded:
                 arrays |= {f"{name}_scale": jnp.ones(shape[:3], jnp.float32) for name in arrays}
             return RingKV(**arrays, window=window) if ring else FullKV(**arrays)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 
 def enable_compile_cache(folder: str | os.PathLike[str] | None = None) -> Path:
@@ -18,11 +19,12 @@ def enable_compile_cache(folder: str | os.PathLike[str] | None = None) -> Path:
     """
     if folder is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxllm"
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):  # else JAX warns at every program that it cannot write
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()  # JAX would go on with the folder that it began with
     # The small programs around the large ones count too when a process lives for one prompt.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return folder

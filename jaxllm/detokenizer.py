@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import functools
 import json
+import operator
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -57,10 +58,14 @@ class StreamDecoder:
 
 def checked_ids(ids: Iterable[int]) -> list[int]:
     """The ids as integers; ValueError if one cannot be a token's."""
-    found = [int(i) for i in ids]
-    wrong = next((i for i in found if not 0 <= i < 2**32), None)
-    if wrong is not None:
-        raise ValueError(f"tokenizer: {wrong} is not a token id; ids are from 0 to 2**32 - 1")
+    found = []
+    for i in ids:
+        try:
+            found.append(operator.index(i))
+        except TypeError:  # a list of ids, say, where there were several
+            found.append(-1)
+        if not 0 <= found[-1] < 2**32:
+            raise ValueError(f"tokenizer: {i!r:.60} is not a token id; ids are from 0 to 2**32 - 1")
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 from jaxllm.model import Transformer
 from jaxllm.prompts import Prompt
 from jaxllm.results import GenerationResult
-from jaxllm.run import Run
+from jaxllm.run import Run, integer, per_row
 from jaxllm.tokenizer import Tokenizer
 
 
@@ -165,7 +165,7 @@ def warmup(
     *,
     batch_size: int = 1,
     prompt_lengths: Sequence[int] | None = None,
-    max_new_tokens: int = 64,
+    max_new_tokens: int | Sequence[int] = 64,
     top_logprobs: int = 0,
     steps_per_dispatch: int = 64,
     prefill_chunk: int = 512,
@@ -179,12 +179,12 @@ def warmup(
     values; give the tokenizer and the options of the call to come. Each program runs once, on
     nothing.
     """
-    if batch_size < 1:
-        raise ValueError(f"warmup: batch_size must be at least 1, got {batch_size}")
+    batch_size = integer("batch_size", batch_size, 1, who="warmup")
     if prompt_lengths is None:
-        left = model.config.max_position_embeddings - max_new_tokens
-        prompt_lengths = (max(1, min(512, left)),)
+        most = max(per_row("max_new_tokens", max_new_tokens, batch_size))
+        prompt_lengths = (max(1, min(512, model.config.max_position_embeddings - most)),)
     for length in prompt_lengths:
+        length = integer("a prompt's length", length, 1, who="warmup")
         Run(
             model,
             tokenizer,

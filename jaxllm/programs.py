@@ -7,12 +7,14 @@ take `Weights`, a model as a flat tuple of arrays: `flatten` once, then call as 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -75,13 +77,14 @@ class Weights:
 
 def flatten(model: Transformer) -> Weights:
     """The arrays of a model, for `prefill`, `decode_step` and `decode`: once, not at every call."""
-    # No program reads `generation`: models that differ in nothing else share their programs.
-    kept, model.generation = model.generation, GenerationDefaults()
-    try:
-        graph, state = nnx.split(model)
-    finally:
-        model.generation = kept
+    # No program reads `generation`: models that differ in nothing else share their programs. Of a
+    # copy, for another thread may be reading the model's own.
+    model = copy.copy(model)
+    model.generation = GenerationDefaults()
+    graph, state = nnx.split(model)
     arrays, tree = jax.tree.flatten(state)
+    # What somebody read back as NumPy arrays goes to the device once, not at every call
+    arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]
     return Weights(tuple(arrays), _interned(_Structure(graph, tree)))
 
 

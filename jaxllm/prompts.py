@@ -15,8 +15,8 @@ from jaxllm.tokenizer import Tokenizer
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
-# What a prompt and a list of them may be; str is a Sequence, and bytes are refused below.
-Listed = list | tuple | str | np.ndarray | jax.Array
+# What a prompt and a list of them may be, beside arrays; str is a Sequence, bytes are refused.
+Listed = list | tuple | str
 _KINDS = "a text, a chat (a list of messages), a list of token ids"
 
 
@@ -35,6 +35,8 @@ def encode_prompts(
 
     Raises: ValueError for an empty prompt, an id out of range, or a text without a tokenizer.
     """
+    if isinstance(prompts, jax.Array | np.ndarray):
+        prompts = prompts.tolist()
     if isinstance(prompts, Mapping) or not isinstance(prompts, Listed):
         raise ValueError(f"generate: prompts are {_KINDS} or a list of those, got {prompts!r:.60}")
     several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -47,10 +49,10 @@ def encode_prompts(
 
 
 def _encode(i: int, prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Encoded:
-    if isinstance(prompt, Mapping) or not isinstance(prompt, Listed):
-        raise ValueError(f"generate: prompt {i} is {prompt!r:.60}; a prompt is {_KINDS}")
     if isinstance(prompt, jax.Array | np.ndarray):
         prompt = prompt.tolist()
+    if isinstance(prompt, Mapping) or not isinstance(prompt, Listed):
+        raise ValueError(f"generate: prompt {i} is {prompt!r:.60}; a prompt is {_KINDS}")
     text = isinstance(prompt, str)
     chat = not text and bool(prompt) and isinstance(prompt[0], Mapping)
     if tokenizer is None and (chat or text):
@@ -66,10 +68,8 @@ def _encode(i: int, prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -
         ids = tokenizer.apply_chat_template(messages)
     elif tokenizer is not None and isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
-        if not ids:  # a tokenizer may have no token for a text, such as one of control characters
-            raise ValueError(
-                f"generate: the tokenizer makes no token of prompt {i}, {prompt!r:.40}"
-            )
+    if not ids:  # of a text of control characters, say, or of a chat that its template leaves out
+        raise ValueError(f"generate: the tokenizer makes no token of prompt {i}, {prompt!r:.40}")
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
             raise ValueError(f"generate: prompt {i} holds {token!r:.60}; a prompt is {_KINDS}")

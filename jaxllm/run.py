@@ -72,9 +72,9 @@ class Run:
             )
         config = self.config = model.config
         limit = config.max_position_embeddings
-        self.steps = _integer("steps_per_dispatch", steps_per_dispatch, 1)
-        self.chunk = min(_integer("prefill_chunk", prefill_chunk, 1), limit)
-        self.top_logprobs = _integer("top_logprobs", top_logprobs, 0, config.vocab_size)
+        self.steps = min(integer("steps_per_dispatch", steps_per_dispatch, 1), limit)
+        self.chunk = min(integer("prefill_chunk", prefill_chunk, 1), limit)
+        self.top_logprobs = integer("top_logprobs", top_logprobs, 0, config.vocab_size)
         if kv_dtype not in (None, *KV_DTYPES):
             raise ValueError(
                 f"generate: kv_dtype {kv_dtype!r} is not one of {', '.join(KV_DTYPES)}, None"
@@ -82,7 +82,7 @@ class Run:
         stop = _stop_strings(stop, tokenizer)
         encoded = encode_prompts(prompts, tokenizer, config.vocab_size)
         self.rows = []
-        budgets = _per_row("max_new_tokens", max_new_tokens, len(encoded))
+        budgets = per_row("max_new_tokens", max_new_tokens, len(encoded))
         for i, (prompt, budget) in enumerate(zip(encoded, budgets, strict=True)):
             room = limit - len(prompt.ids)
             if room < 1:
@@ -221,10 +221,15 @@ class Run:
 
     def compile(self) -> None:
         """Run each program that the call needs once, on nothing."""
-        lengths = {max(len(row.prompt) for row in self.rows)}
-        for row in self.rows:
-            if len(row.prompt) <= self.crossing < len(row.prompt) + row.budget:
-                lengths.add(self.crossing + 1)
+        longest = max(len(row.prompt) for row in self.rows)
+        end = max(len(row.prompt) + row.budget for row in self.rows)
+        lengths = {longest}
+        if self.crossing < end:
+            # Where a row crosses, all are read again: one that is alone with one token over the
+            # boundary; of several the longest may have any length, and sizes repeat every chunk.
+            first = max(longest, self.crossing + 1)
+            last = min(end, first + self.chunk) if len(self.rows) > 1 else first
+            lengths.update(range(first, last + 1))
         self._start([[0]] * len(self.rows))
         for size in sorted({size for length in lengths for _, size in self.chunks(length)}):
             self._append(np.zeros((self.batch, size), np.int32), np.zeros(self.batch, np.int32))
@@ -330,29 +335,35 @@ def _sharding(weights: Weights) -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(next(iter(weights.arrays[0].devices())))
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+def integer(
+    name: str, value: Any, low: int, high: int | None = None, *, who: str = "generate"
+) -> int:
+    """The value, if it is an integer from low to high. Raises: ValueError by `who`."""
     allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None or number < low or (high is not None and number > high):
-        raise ValueError(f"generate: {name} must be an integer {allowed}, got {value!r}")
+        raise ValueError(f"{who}: {name} must be an integer {allowed}, got {value!r}")
     return number
 
 
-def _per_row(name: str, value: Any, rows: int) -> list[int]:
-    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
-        return [_integer(name, value, 1)] * rows
+def per_row(name: str, value: Any, rows: int) -> list[int]:
+    """One positive integer a row, of one for all or one a row. Raises: ValueError."""
+    if isinstance(value, np.ndarray | jax.Array):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [integer(name, value, 1)] * rows
     if len(value) != rows:
         raise ValueError(f"generate: {name} has {len(value)} entries for {rows} prompts")
-    return [_integer(name, x, 1) for x in value]
+    return [integer(name, x, 1) for x in value]
 
 
 def _ids(name: str, value: Any, vocab_size: int) -> list[int]:
     if isinstance(value, str | Mapping) or not hasattr(value, "__iter__"):
         raise ValueError(f"generate: {name} must be a list of token ids or None, got {value!r}")
-    return [_integer(name, x, 0, vocab_size - 1) for x in value]
+    return [integer(name, x, 0, vocab_size - 1) for x in value]
 
 
 def _stop_strings(stop: Any, tokenizer: Tokenizer | None) -> tuple[str, ...]:

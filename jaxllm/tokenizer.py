@@ -21,6 +21,15 @@ _SPECIAL, _TEMPLATES = "special_tokens_map.json", "additional_chat_templates"
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
+def tokenizer_files(folder: str | Path) -> list[str]:
+    """What a tokenizer is read from, of the files that a folder has."""
+    folder = Path(folder)
+    named = (_TOKENIZER, _CONFIG, _SPECIAL, _TEMPLATE)
+    templates = sorted((folder / _TEMPLATES).glob("*.jinja"))
+    found = [name for name in named if (folder / name).is_file()]
+    return found + [file.relative_to(folder).as_posix() for file in templates if file.is_file()]
+
+
 class Tokenizer:
     """The tokenizer of a checkpoint.
 
@@ -79,9 +88,7 @@ class Tokenizer:
                 f"tokenizer: {folder} has no {_TOKENIZER}; other formats (tokenizer.model, "
                 "vocab.json) must be converted to it first"
             )
-        paths = [folder / name for name in (_TOKENIZER, _CONFIG, _SPECIAL, _TEMPLATE)]
-        paths += sorted((folder / _TEMPLATES).glob("*.jinja"))
-        files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths if p.is_file()}
+        files = {name: (folder / name).read_bytes() for name in tokenizer_files(folder)}
         return cls(files, f"tokenizer of {folder}")
 
     @classmethod
@@ -111,7 +118,12 @@ class Tokenizer:
         return cls({name: text.encode() for name, text in files.items()})
 
     def save(self, folder: str | Path) -> None:
-        """Writes the files that this tokenizer was read from, bit for bit."""
+        """Writes the files that this tokenizer was read from, bit for bit, and removes what else
+        the folder has of another one, which would be read with them.
+        """
+        for name in tokenizer_files(folder):
+            if name not in self._files:
+                (Path(folder) / name).unlink()
         for name, content in self._files.items():
             path = Path(folder) / name
             path.parent.mkdir(parents=True, exist_ok=True)

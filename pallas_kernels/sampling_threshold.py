@@ -86,9 +86,10 @@ def _threshold(keys, weights, wanted):
     """Each row's largest T with sum(weights[keys >= T]) >= wanted."""
 
     def fix_bit(i, lowest):
-        candidate = lowest + lax.shift_left(jnp.int32(1), 31 - i)  # the first wraps: -2**31 to 0
-        reached = jnp.sum(jnp.where(keys >= candidate[:, None], weights, jnp.uint32(0)), axis=-1)
-        return jnp.where(reached >= wanted, candidate, lowest)
+        bit = lax.shift_left(jnp.int32(1), 31 - i.astype(jnp.int32))
+        candidate = lowest + bit  # the first wraps: -2**31 to 0
+        reached = jnp.where(keys >= candidate[:, None], weights, jnp.uint32(0))
+        return jnp.where(_total(reached) >= wanted, candidate, lowest)
 
     return lax.fori_loop(0, 32, fix_bit, jnp.full(keys.shape[:1], LOWEST, jnp.int32))
 
@@ -106,7 +107,12 @@ def _mass_threshold(keys, ratio, top_p):
     mass = (ratio * scale[:, None] + _dither(ids)).astype(jnp.uint32)  # rounds down
     # Less than p lies strictly above a key just if the key is not below the largest T with p at or
     # above it. At least 1: p -> 0 keeps the largest. With p < 1 rounding never exceeds the total.
-    return _threshold(keys, mass, _wanted(jnp.sum(mass, axis=-1), top_p))
+    return _threshold(keys, mass, _wanted(_total(mass), top_p))
+
+
+def _total(masses):
+    """Each row's sum, which 32 bits hold, with jax_enable_x64 too."""
+    return jnp.sum(masses, axis=-1, dtype=jnp.uint32)
 
 
 def _scale(total):

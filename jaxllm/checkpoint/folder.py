@@ -172,6 +172,12 @@ def list_tensors(folder: Path) -> dict[str, Tensor]:
         return read_header(folder / WEIGHTS)
     if (folder / INDEX).is_file():
         return _list_sharded(folder)
+    for name in (WEIGHTS, INDEX):
+        if (folder / name).is_symlink():  # what a hub's cache has of which a part was removed
+            raise FileNotFoundError(
+                f"{folder}: {name} is a link to {os.readlink(folder / name)}, which is not there; "
+                "download it again"
+            )
     others = sorted(file.name for file in folder.iterdir())
     if any(name.endswith(".safetensors") for name in others):
         found = ", ".join(name for name in others if name.endswith(".safetensors"))

@@ -40,7 +40,7 @@ from jaxllm.config import DTYPES, GenerationDefaults, ModelConfig, Runtime
 from jaxllm.families import FAMILIES, to_hf
 from jaxllm.model import Transformer
 from jaxllm.quantize import PackedEmbedding, packed_weights
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.tokenizer import Tokenizer, tokenizer_files
 from pallas_kernels.packed import Packed
 
 Shape = tuple[int, ...]
@@ -159,7 +159,10 @@ def _with_weight_dtype(
 ) -> Runtime:
     """The runtime with the dtype that parameters get."""
     runtime = runtime or Runtime()
-    asked = None if dtype is None else dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    try:
+        asked = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
+    except TypeError:  # of torch, say
+        asked = str(dtype)
     if asked is not None and asked not in DTYPES:
         raise ValueError(f"load: dtype {asked!r} is not one of {', '.join(DTYPES)}, None")
     if asked and runtime.param_dtype and asked != runtime.param_dtype:
@@ -202,11 +205,14 @@ def save(
     compressed-tensors (nvfp4 the reciprocal of the tensor's scale); a table that is packed for both
     embedding and head becomes a plain embedding and a packed head of its own. More than
     `max_shard_size` bytes go to several files. Files get their names only when all are written;
-    what other weights the folder had under those names is removed.
-    Raises: ValueError if the path is a file, the config cannot be said in a config.json, or the
-    model has adapters; NotImplementedError if a parameter is spread over several processes, or a
-    packed weight is one that compressed-tensors cannot say, or has an order of inputs.
+    what other weights the folder had under those names is removed, and with a tokenizer what else
+    it had of another one.
+    Raises: ValueError if the path is a file or empty, the config cannot be said in a config.json,
+    or the model has adapters; NotImplementedError if a parameter is spread over several processes,
+    or a packed weight is one that compressed-tensors cannot say, or has an order of inputs.
     """
+    if not os.fspath(path):
+        raise ValueError("save: the path is empty; give a folder")
     folder = Path(os.path.expanduser(path))
     existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
     if existing is not None and not existing.is_dir():
@@ -248,12 +254,17 @@ def save(
             tokenizer.save(stage)
         _write_json(stage / "generation_config.json", ids | _sampling(model.generation))
         _write_json(stage / "config.json", config)
-        names = sorted(file.name for file in stage.iterdir())
-        for name in names:
-            os.replace(stage / name, folder / name)
-        for file in folder.iterdir():
-            if file.name not in names and _WEIGHT_FILE.fullmatch(file.name):
-                file.unlink()  # a reader would take the old weights for the new model's
+        new_files = [file for file in sorted(stage.rglob("*")) if file.is_file()]
+        names = [file.relative_to(stage).as_posix() for file in new_files]
+        for file, name in zip(new_files, names, strict=True):
+            (folder / name).parent.mkdir(exist_ok=True)
+            os.replace(file, folder / name)
+        # A reader would take the old weights, or templates, for the new model's
+        old = [file.name for file in folder.iterdir() if _WEIGHT_FILE.fullmatch(file.name)]
+        if tokenizer is not None:
+            old += tokenizer_files(folder)
+        for name in set(old) - set(names):
+            (folder / name).unlink()
     finally:
         shutil.rmtree(stage)
         if new and not any(folder.iterdir()):

@@ -142,7 +142,13 @@ class Checkpoints:
 
         The state's `frozen` parameters are not written. `key` is a typed random key. `position` is
         what else a resumed run needs, as JSON: how far it had read its data.
+        Raises: ValueError if the position is not JSON.
         """
+        position = dict(position or {})
+        try:
+            json.dumps(position)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"checkpoints: position must be plain JSON values: {error}") from None
         self.wait()
         step = int(state.step)
         if step in self._manager.all_steps():
@@ -156,7 +162,7 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(jax.tree.map(_own, leaves)),
-                    notes=ocp.args.JsonSave({"position": dict(position or {}), "key": _kind(key)}),
+                    notes=ocp.args.JsonSave({"position": position, "key": _kind(key)}),
                 ),
                 metrics={"loss": measure},
             )

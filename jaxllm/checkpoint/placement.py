@@ -114,11 +114,13 @@ def check_memory(folder: Path, placements: Iterable[Placement], packed_bytes: in
             )
 
 
-def to_host(array: jax.Array) -> np.ndarray:
+def to_host(array: jax.Array | np.ndarray) -> np.ndarray:
     """The values of an array, on the CPU without a copy.
 
     Raises: NotImplementedError if other processes hold a part of it.
     """
+    if isinstance(array, np.ndarray):
+        return array
     if not (array.is_fully_addressable or array.is_fully_replicated):
         raise NotImplementedError("save: a parameter is spread over several processes; gather it")
     shards = {str(shard.index): shard for shard in array.addressable_shards}.values()

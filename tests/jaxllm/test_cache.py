@@ -239,6 +239,13 @@ def test_sizes_that_are_none(sizes, words):
         KVCache.create(TINY, *sizes, jnp.float32)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, "int4", jnp.float8_e5m2, "fp8", bool])
+def test_dtypes_that_would_not_hold_the_numbers(dtype):
+    """They were cast to them, and the logits were wrong."""
+    with pytest.raises(ValueError, match="^cache: dtype must be a float of 16 bits or more, int8"):
+        KVCache.create(TINY, 2, 8, dtype)
+
+
 def test_every_array_has_a_buffer_of_its_own():
     """They are donated together, and a buffer can be donated once."""
     cache = KVCache.create(TINY, 2, 8, jnp.float32)

@@ -10,10 +10,12 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 import quantised_checkpoints
 import tiny_models
 from absent_device import absent
+from jax.experimental.compilation_cache import compilation_cache
 from tiny_models import ALL, SLIDING, TINY
 
 import jaxllm
@@ -430,6 +432,23 @@ def test_the_compilation_cache_needs_a_folder_to_write_to(tmp_path, monkeypatch)
     with pytest.raises(PermissionError, match="Permission denied"):
         jaxllm.enable_compile_cache(tmp_path)
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_the_compilation_cache_moves_to_the_folder_named_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # where a folder called ~ would be made
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    try:
+        for number, name in enumerate(("first", "second")):
+            folder = jaxllm.enable_compile_cache(f"~/{name}")
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+            jax.jit(lambda x, n=number: x * n + 5)(jnp.ones(7)).block_until_ready()
+            assert folder == tmp_path / name
+            assert any(folder.iterdir())
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+        compilation_cache.reset_cache()
 
 
 def test_the_systems_errors_are_sentences(capsys, monkeypatch):

@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_tokenizers
 from flax import nnx
 from tiny_models import LONGROPE, TINY, build
+from tokenizers import normalizers
 
 import jaxllm
 from jaxllm.cache import KV_DTYPES
 from jaxllm.config import GenerationDefaults, Runtime
 from jaxllm.programs import MOST_COMPARED
+from jaxllm.tokenizer import Tokenizer
 
 FP32 = Runtime(dtype="float32")
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [3, 3]]
@@ -155,8 +158,40 @@ def test_how_far_codes_are_from_the_cache_of_numbers(stories):
 def test_a_warm_up_fits_the_model(tiny):
     """Without lengths, whatever its positions; and says what was wrong under its own names."""
     jaxllm.warmup(tiny, None, max_new_tokens=4)
-    with pytest.raises(ValueError, match="^warmup: batch_size must be at least 1, got 0"):
-        jaxllm.warmup(tiny, None, batch_size=0)
+    for wrong, words in (
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, got 2.5"),
+        ({"prompt_lengths": [0]}, "a prompt's length must be an integer of at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^warmup: {words}$"):
+            jaxllm.warmup(tiny, None, **wrong)
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer .*, got '4'"):
+        jaxllm.warmup(tiny, None, max_new_tokens="4")  # type: ignore[arg-type]
+
+
+def test_a_warm_up_takes_one_number_of_new_tokens_a_row(tiny):
+    jaxllm.warmup(tiny, None, batch_size=2, max_new_tokens=[3, 200])
+    before = jaxllm.compile_count()
+    jaxllm.generate(tiny, None, [[1] * 312, [2]], max_new_tokens=[3, 200])
+    assert jaxllm.compile_count() == before
+
+
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_arrays_for_lists_and_numbers(tiny, array):
+    prompts = [[5, 9], [7, 1]]
+    expected = jaxllm.generate(tiny, None, prompts, max_new_tokens=[3, 2]).tokens
+    found = jaxllm.generate(tiny, None, array(prompts), max_new_tokens=array([3, 2])).tokens
+    assert found == expected
+    one = jaxllm.generate(tiny, None, array([5, 9]), max_new_tokens=array(3)).tokens
+    assert one == expected[:1]
+    for bad, words in ((array(5), "got 5"), ([[1], array(5)], "prompt 1 is 5; a prompt is a text")):
+        with pytest.raises(ValueError, match=words):
+            jaxllm.generate(tiny, None, bad)
+
+
+def test_steps_without_end_are_those_of_the_models_positions(tiny):
+    result = jaxllm.generate(tiny, None, [5], max_new_tokens=3, steps_per_dispatch=2**40)
+    assert result.tokens == jaxllm.generate(tiny, None, [5], max_new_tokens=3).tokens
 
 
 def test_streams_and_warmed_up_calls_over_codes(stories):
@@ -192,6 +227,13 @@ def test_a_sampled_row_does_not_depend_on_its_batch(tiny):
         tiny, None, PROMPTS, max_new_tokens=12, seed=0, presence_penalty=0.3, **settings
     )
     assert other.tokens != together.tokens
+
+
+def test_64_bit_types_change_no_token(tiny):
+    settings = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 4}
+    expected = jaxllm.generate(tiny, None, PROMPTS, max_new_tokens=6, **settings).tokens
+    with jax.enable_x64(True):
+        assert jaxllm.generate(tiny, None, PROMPTS, max_new_tokens=6, **settings).tokens == expected
 
 
 def test_settings_are_one_value_a_row(tiny):
@@ -383,3 +425,15 @@ def test_bad_calls_with_a_tokenizer(stories):
         jaxllm.stream(model, None, [1, 2])
     with pytest.raises(ValueError, match="temperature"):
         jaxllm.stream(model, tokenizer, "a", temperature=-1.0)  # before the first piece
+
+
+@pytest.mark.parametrize(
+    "prompt", ["\ufeff", [{"role": "user", "content": "hi"}]], ids=["text", "chat"]
+)
+def test_prompts_of_which_no_token_is_made(tiny, prompt):
+    """Even beside one that has tokens, where nothing else would stop it."""
+    library = tiny_tokenizers.byte_level()
+    library.normalizer = normalizers.Replace("\ufeff", "")
+    tokenizer = Tokenizer(tiny_tokenizers.files(library, chat_template="{{ '' }}"))
+    with pytest.raises(ValueError, match=r"^generate: the tokenizer makes no token of prompt 1, "):
+        jaxllm.generate(tiny, tokenizer, [[1, 2], prompt], max_new_tokens=2)

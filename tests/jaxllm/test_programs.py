@@ -93,6 +93,31 @@ def test_models_that_differ_in_their_defaults_alone_share_programs(tiny):
     assert other.generation.stop_ids == (3,)
 
 
+def test_flattening_changes_nothing_that_another_thread_could_see(tiny, monkeypatch):
+    model, split = nnx.clone(tiny), nnx.split
+    own = model.generation = GenerationDefaults(stop_ids=(3,), temperature=0.5)
+    seen = []
+
+    def looking(*arguments):
+        seen.append(model.generation)
+        return split(*arguments)
+
+    monkeypatch.setattr(nnx, "split", looking)
+    weights = jaxllm.flatten(model)
+    assert [*seen, model.generation] == [own, own]
+    assert weights.model().generation == GenerationDefaults()
+
+
+def test_parameters_that_were_put_back_as_numpy_arrays(tiny):
+    model = nnx.clone(tiny)
+    nnx.update(model, jax.device_get(nnx.state(model)))
+    assert isinstance(model.norm.weight.get_value(), np.ndarray)
+    expected = jaxllm.generate(tiny, None, [5, 9, 2], max_new_tokens=4).tokens
+    before = jaxllm.compile_count()
+    assert jaxllm.generate(model, None, [5, 9, 2], max_new_tokens=4).tokens == expected
+    assert jaxllm.compile_count() == before
+
+
 @pytest.mark.parametrize("limit", [8, 20, 300])
 def test_any_number_of_positions(limit):
     model = build(dataclasses.replace(TINY, max_position_embeddings=limit), FP32)

@@ -41,6 +41,16 @@ def test_compiling_a_stream_compiles_longropes_second_reading_too():
     assert run.result().timings.prefill_tokens == 3 + 10
 
 
+def test_a_warm_up_compiles_longropes_second_reading_of_a_ragged_batch():
+    """The other row has grown when the short one crosses: to 37 tokens, which 64 places hold."""
+    model = build(dataclasses.replace(TINY, rope=LONGROPE), FP32)
+    jaxllm.warmup(model, None, batch_size=2, prompt_lengths=(30,), max_new_tokens=20)
+    before = jaxllm.compile_count()
+    result = jaxllm.generate(model, None, [[1] * 30, [1, 2, 3]], max_new_tokens=20)
+    assert jaxllm.compile_count() == before
+    assert result.timings.prefill_tokens == 33 + 37 + 10
+
+
 def test_a_batch_that_does_not_fit_is_refused_before_it_is_made():
     wide = dataclasses.replace(TINY, max_position_embeddings=2**20)
     model = build(wide, FP32)

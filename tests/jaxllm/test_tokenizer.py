@@ -1,6 +1,7 @@
 """Tokenizers of checkpoints: ids as transformers makes them, one BOS, errors in one sentence."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -357,11 +358,12 @@ def test_wrong_texts_and_ids():
         tokenizer.encode(b"the")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"half a surrogate pair, U\+DCFF, at character 1"):
         tokenizer.encode("a\udcff")
-    for wrong in (-1, 2**32):
-        with pytest.raises(ValueError, match=f"{wrong} is not a token id"):
-            tokenizer.decode([1, wrong])
-        with pytest.raises(ValueError, match=f"{wrong} is not a token id"):
-            tokenizer.stream().push([1, wrong])
+    for wrong in (-1, 2**32, [2, 3], 1.5, "a"):
+        sentence = f"^tokenizer: {re.escape(repr(wrong))} is not a token id"
+        with pytest.raises(ValueError, match=sentence):
+            tokenizer.decode([1, wrong])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match=sentence):
+            tokenizer.stream().push([1, wrong])  # type: ignore[list-item]
     assert tokenizer.decode([10**6]) == ""
 
 

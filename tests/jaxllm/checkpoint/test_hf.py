@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiny_tokenizers
 from flax import nnx
 from tiny_checkpoints import GOLDENS, make_weights, read_golden, write_checkpoint
 
@@ -22,10 +23,12 @@ from jaxllm.checkpoint import hf, load, save
 from jaxllm.checkpoint.folder import find_folder, list_tensors, read_config
 from jaxllm.config import GenerationDefaults, Runtime
 from jaxllm.model import Transformer
+from jaxllm.tokenizer import Tokenizer
 
 REPO = Path(__file__).resolve().parents[3]
 CASES = sorted(file.stem for file in GOLDENS.glob("*.json"))
 BF16 = ml_dtypes.bfloat16
+CHAT = [{"role": "user", "content": "hi"}]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -155,6 +158,11 @@ def test_dtype_none_is_what_the_checkpoint_says(folder):
     assert dtype_of() == "float16"
 
 
+class OtherLibrarys:
+    def __repr__(self):
+        return "torch.bfloat16"
+
+
 def test_the_runtime_is_kept_and_must_agree(folder):
     runtime = Runtime(dtype="float32", remat="full")
     model, _ = load(folder, runtime=runtime)
@@ -165,6 +173,8 @@ def test_the_runtime_is_kept_and_must_agree(folder):
         load(folder, runtime=Runtime(param_dtype="float32"))
     with pytest.raises(ValueError, match="'int8' is not one of float32, bfloat16, float16, None"):
         load(folder, dtype="int8")
+    with pytest.raises(ValueError, match="'torch.bfloat16' is not one of float32, bfloat16"):
+        load(folder, dtype=OtherLibrarys())
 
 
 def test_mixed_and_unusual_float_dtypes_are_cast(folder):
@@ -493,6 +503,14 @@ def test_no_safetensors(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("name", [WEIGHTS, INDEX])
+def test_a_link_to_weights_that_are_gone(folder, name):
+    (folder / WEIGHTS).unlink()
+    (folder / name).symlink_to("../blobs/0123")
+    with pytest.raises(FileNotFoundError, match=f"{name} is a link to ../blobs/0123, which is not"):
+        load(folder)
+
+
 @pytest.mark.parametrize("kept", [0, 5, 100, -1])
 def test_truncated_weights(folder, kept):
     content = (folder / WEIGHTS).read_bytes()
@@ -649,6 +667,15 @@ def test_a_failed_save_leaves_the_folder_as_it_was(folder, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_parameters_that_were_put_back_as_numpy_arrays_are_saved(folder, tmp_path):
+    model, _ = load(folder)
+    nnx.update(model, jax.device_get(nnx.state(model)))
+    assert isinstance(model.norm.weight.get_value(), np.ndarray)
+    save(model, None, tmp_path / "copy")
+    save(load(folder)[0], None, tmp_path / "other")
+    assert (tmp_path / "copy" / WEIGHTS).read_bytes() == (tmp_path / "other" / WEIGHTS).read_bytes()
+
+
 def test_saving_over_a_checkpoint_leaves_none_of_its_weights(folder):
     model, _ = load(folder)
     (folder / "notes.safetensors").write_text("mine")
@@ -663,8 +690,31 @@ def test_saving_over_a_checkpoint_leaves_none_of_its_weights(folder):
     load(folder)
 
 
-def test_saving_where_a_file_is(folder, tmp_path):
+def test_saving_over_a_checkpoint_leaves_none_of_its_templates(folder):
+    """They would be read before the template in the new tokenizer_config.json."""
     model, _ = load(folder)
+    plain = tiny_tokenizers.files(tiny_tokenizers.byte_level(), chat_template="new")
+    extra = "additional_chat_templates/tool_use.jinja"
+    templates = {"chat_template.jinja": b"old", extra: b"tools", "special_tokens_map.json": b"{}"}
+    with_templates = Tokenizer(plain | templates)
+    for _ in range(2):  # the second time into a folder that has them
+        save(model, with_templates, folder)
+        assert load(folder)[1].apply_chat_template(CHAT, tools=[], tokenize=False) == "tools"
+    save(model, None, folder)
+    assert load(folder)[1].apply_chat_template(CHAT, tokenize=False) == "old"
+    save(model, Tokenizer(plain), folder)
+    assert load(folder)[1].apply_chat_template(CHAT, tools=[], tokenize=False) == "new"
+    assert {name for name in templates if (folder / name).exists()} == set()
+    with_templates.save(folder)
+    Tokenizer(plain).save(folder)
+    assert Tokenizer.from_folder(folder).apply_chat_template(CHAT, tokenize=False) == "new"
+
+
+def test_saving_where_a_file_is(folder, tmp_path, monkeypatch):
+    model, _ = load(folder)
+    monkeypatch.chdir(tmp_path)  # which an empty path would mean
+    with pytest.raises(ValueError, match="^save: the path is empty; give a folder$"):
+        save(model, None, "")
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match="file is a file; give a folder"):

@@ -289,6 +289,16 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_last_good_checkpoint(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_position_that_is_not_json_is_refused_before_anything_is_written(tmp_path):
+    state, _ = start()
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(
+            ValueError, match="^checkpoints: position must be plain JSON values: .*"
+        ):
+            checkpoints.save(state, key=jax.random.key(0), position={"row": np.int64(3)})
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_the_state_may_be_donated_while_it_is_written(tmp_path):
     state, step = start()
     state, _ = run(state, step, jax.random.key(3), 1)
