@@ -96,6 +96,8 @@ def gemv(
     if rotary is not None:
         static = dataclasses.replace(static, heads=(rotary.q_heads, rotary.kv_heads))
         angles = tuple(a.reshape(-1, a.shape[-1]) for a in (rotary.cos, rotary.sin))
+    if cache is not None:
+        cache = cache._replace(slots=cache.slots.astype(jnp.int32))
     rows, residual = (None if a is None else a.reshape(-1, a.shape[-1]) for a in (x, residual))
     scale = None if norm is None else norm.weight
     y: Any = _gemv(static, rows, weight, scale, bias, residual, angles, cache)
