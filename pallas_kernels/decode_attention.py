@@ -100,7 +100,11 @@ def decode_attention(
     if problem := config_problem(config, q, k_cache):
         raise ValueError(f"{NAME}: {config}: {problem}")
     static = Static(
-        config, interpret, q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap
+        config,
+        interpret,
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        None if window is None else min(window, 2**30),  # beside a key it fits 32 bits
+        softcap,
     )
     return _decode(static, *arrays, sinks, page_table, k_scale, v_scale, new_k, new_v)
 
