@@ -305,6 +305,8 @@ def check(
                 f"result's dtype, and {[own[0]]}, got {cache.k.dtype}{list(cache.k.shape)}, "
                 f"{cache.v.dtype}{list(cache.v.shape)} and {list(cache.slots.shape)}"
             )
+        if not jnp.issubdtype(cache.slots.dtype, jnp.integer):
+            raise ValueError(f"{who}: slots must be integers, got {cache.slots.dtype}")
     if jnp.dtype(out_dtype or x.dtype) not in OUT_DTYPES + (x.dtype,):
         raise ValueError(f"{who}: out_dtype {out_dtype} is not bfloat16, float16 or float32")
 
