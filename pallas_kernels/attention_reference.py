@@ -150,9 +150,10 @@ def visible(
         rules.append(key < ends[:, None, None])
     # A length beyond kv_len places queries further from the first keys than there are keys
     if window is not None and (kv_lengths is not None or window < max(q_len, kv_len)):
-        rules.append(key > at - window)
+        near = min(window, 2**30)  # beside a key it fits 32 bits
+        rules.append(key > at - near)
         if not causal:
-            rules.append(key < at + window)
+            rules.append(key < at + near)
     if q_segment_ids is not None and kv_segment_ids is not None:
         rules.append(q_segment_ids[:, :, None] == kv_segment_ids[:, None, :])
     mask = None

@@ -38,7 +38,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Integer
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, soft_cap
 from pallas_kernels import cross_entropy_kernel as kernels
 from pallas_kernels import device as device_lib
 from pallas_kernels.cross_entropy_kernel import LOG2E, TILE_K, TILE_M, TILE_N
@@ -100,7 +100,7 @@ def linear_cross_entropy(
     if isinstance(head, Packed):
         head = jax.lax.stop_gradient(dequantize(head, hidden.dtype))
     device = device_lib.INTERPRETED if interpret else device_lib.current()
-    if reason := why_not(hidden, head, targets, device=device):
+    if reason := why_not(hidden, head, targets, softcap=softcap, device=device):
         raise NotImplementedError(f"linear_cross_entropy: cannot run this call: {reason}")
     if config is not None and (problem := _config_problem(config)):
         raise ValueError(f"linear_cross_entropy: {config}: {problem}")
@@ -132,7 +132,7 @@ def linear_cross_entropy_reference(
     return jnp.sum(losses) / jnp.maximum(jnp.sum(counted, dtype=jnp.int32), 1).astype(jnp.float32)
 
 
-def why_not(hidden, head, targets, *, device: Device | None = None) -> str | None:
+def why_not(hidden, head, targets, *, softcap=None, device: Device | None = None) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
     del targets
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
@@ -143,7 +143,7 @@ def why_not(hidden, head, targets, *, device: Device | None = None) -> str | Non
         return f"D = {hidden.shape[1]} is no multiple of {TILE_K}"
     if 0 in (*hidden.shape, *head.shape):
         return f"nothing to multiply: hidden is {list(hidden.shape)}, head is {list(head.shape)}"
-    return _compat.why_not_written()
+    return soft_cap.why_not(softcap) or _compat.why_not_written()
 
 
 def default_config(hidden, head) -> Config:

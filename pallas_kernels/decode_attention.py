@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _compat, tuned
+from pallas_kernels import _compat, soft_cap, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.attention_reference import attention_reference, check
 from pallas_kernels.decode_attention_config import (
@@ -89,7 +89,7 @@ def decode_attention(
             f"{NAME}: splits and config both say how many blocks share a row; give one"
         )
     device = device_lib.INTERPRETED if interpret else device_lib.current()
-    reason = why_not(*arrays, **rest, scale=scale, device=device)
+    reason = why_not(*arrays, **rest, scale=scale, softcap=softcap, device=device)
     if reason is not None:
         raise NotImplementedError(f"{NAME}: cannot run this call: {reason}")
     if config is None and splits is None:
@@ -100,7 +100,11 @@ def decode_attention(
     if problem := config_problem(config, q, k_cache):
         raise ValueError(f"{NAME}: {config}: {problem}")
     static = Static(
-        config, interpret, q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap
+        config,
+        interpret,
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        None if window is None else min(window, 2**30),  # beside a key it fits 32 bits
+        softcap,
     )
     return _decode(static, *arrays, sinks, page_table, k_scale, v_scale, new_k, new_v)
 
@@ -158,7 +162,7 @@ def why_not(
     device: Device | None = None,
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
-    del kv_lengths, window, softcap, sinks, v_scale, new_k, new_v, splits
+    del kv_lengths, window, sinks, v_scale, new_k, new_v, splits
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
     width, group = q.shape[-1], q.shape[2] // k_cache.shape[2]
@@ -184,7 +188,7 @@ def why_not(
         return f"a cache with scales wants a multiple of 64 keys, has {what} {k_cache.shape[1]}"
     if problem := config_problem(SMALLEST, q, k_cache):  # of very many heads
         return f"even the smallest tile is too large: {problem}"
-    return None
+    return soft_cap.why_not(softcap)
 
 
 def tuning_calls() -> list[tuned.Call]:

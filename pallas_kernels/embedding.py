@@ -83,7 +83,7 @@ def _check_ids(table, ids) -> None:
     if isinstance(ids, Tracer) or not hasattr(ids, "__array__") or not ids.size:
         return
     with jax.ensure_compile_time_eval():
-        least, most = int(jnp.min(ids)), int(jnp.max(ids))
+        least, most = int(ids.min()), int(ids.max())  # jnp would cut off 64 bits
     if least < 0 or most >= table.shape[0]:
         raise ValueError(
             f"embedding: ids go from {least} to {most}, but the table has rows 0 to "

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import attention_fp8, flash_attention_fp8, tuned
+from pallas_kernels import attention_fp8, flash_attention_fp8, soft_cap, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.attention_fp8 import FP8
 from pallas_kernels.attention_reference import attention_reference, check
@@ -140,7 +140,7 @@ def why_not(
     device: Device | None = None,
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
-    del causal, window, softcap, q_segment_ids, kv_segment_ids, kv_lengths, sinks, return_lse
+    del causal, window, q_segment_ids, kv_segment_ids, kv_lengths, sinks, return_lse
     del q_scale, k_scale, v_scale
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
@@ -157,7 +157,7 @@ def why_not(
         return f"nothing to attend to: q is {list(q.shape)}, k is {list(k.shape)}"
     if isinstance(scale, Tracer):
         return "the scale is part of the kernel, and here it is traced"
-    return None
+    return soft_cap.why_not(softcap)
 
 
 def default_config(

@@ -96,6 +96,8 @@ def gemv(
     if rotary is not None:
         static = dataclasses.replace(static, heads=(rotary.q_heads, rotary.kv_heads))
         angles = tuple(a.reshape(-1, a.shape[-1]) for a in (rotary.cos, rotary.sin))
+    if cache is not None:
+        cache = cache._replace(slots=cache.slots.astype(jnp.int32))
     rows, residual = (None if a is None else a.reshape(-1, a.shape[-1]) for a in (x, residual))
     scale = None if norm is None else norm.weight
     y: Any = _gemv(static, rows, weight, scale, bias, residual, angles, cache)
@@ -303,6 +305,8 @@ def check(
                 f"result's dtype, and {[own[0]]}, got {cache.k.dtype}{list(cache.k.shape)}, "
                 f"{cache.v.dtype}{list(cache.v.shape)} and {list(cache.slots.shape)}"
             )
+        if not jnp.issubdtype(cache.slots.dtype, jnp.integer):
+            raise ValueError(f"{who}: slots must be integers, got {cache.slots.dtype}")
     if jnp.dtype(out_dtype or x.dtype) not in OUT_DTYPES + (x.dtype,):
         raise ValueError(f"{who}: out_dtype {out_dtype} is not bfloat16, float16 or float32")
 

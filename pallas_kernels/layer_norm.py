@@ -65,7 +65,7 @@ def layer_norm(
         interpret,
     )
     flat = x.reshape(-1, x.shape[-1])
-    weights = (weight,) if bias is None else (weight, bias)
+    weights = tuple(rows.copied(w) for w in (weight, bias) if w is not None)
     return _norm(static, flat, weights).reshape(x.shape)
 
 

@@ -57,15 +57,17 @@ def quantize(
         smallest that lets nothing saturate.
     Scales of int8, int4 and fp8 groups take w's dtype, row scales float32. Groups and rows of
     zeros have scale 1 (0 in MX: 2^-127), and so does a tensor of zeros in nvfp4.
-    Raises: ValueError for another scheme, a group size that does not divide I or that the scheme
-    has not, zero points without int4, an unknown rule, and concrete weights that are NaN or
-    infinite (traced ones make scales of NaN).
+    Raises: ValueError for another scheme, an empty weight, a group size that does not divide I or
+    that the scheme has not, zero points without int4, an unknown rule, and concrete weights that
+    are NaN or infinite (traced ones make scales of NaN).
     """
     check_scheme(scheme)
     if w.ndim != 2 or not jnp.issubdtype(w.dtype, jnp.floating):
         raise ValueError(
             f"quantize: a weight is [out, in] of floating point; got {list(w.shape)} of {w.dtype}"
         )
+    if w.size == 0:
+        raise ValueError(f"quantize: a weight {list(w.shape)} holds no numbers")
     if zero_points and scheme != "int4":
         raise ValueError(f"quantize: {scheme} has no zero points; int4 has")
     if mx_rule not in ("floor", "even", "ceil"):

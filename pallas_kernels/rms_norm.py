@@ -57,7 +57,7 @@ def rms_norm(
     key = bucket(x, weight, **kwargs)
     config = config or norm_lanes.tuned_config("rms_norm", key, x, device)
     static = _Static(float(eps), zero_centered, config, device.num_sms, interpret)
-    flat = x.reshape(-1, x.shape[-1])
+    flat, weight = x.reshape(-1, x.shape[-1]), rows.copied(weight)
     if residual is None:
         return _norm(static, flat, weight).reshape(x.shape)
     y, total = _norm_residual(static, flat, residual.reshape(flat.shape), weight)

@@ -46,6 +46,7 @@ def rope_into_cache(
     if (reason := why_not(heads, rotary, cache, device=device)) is not None:
         raise NotImplementedError(f"rope_into_cache: cannot run this call: {reason}")
     static = _Static(rotary.q_heads, rotary.kv_heads, interpret)
+    cache = cache._replace(slots=cache.slots.astype(jnp.int32))  # 8 bits have no comparison on chip
     return _write(static, heads, rotary.cos, rotary.sin, cache)
 
 
@@ -89,13 +90,16 @@ def _turned(static: _Static, heads, cos, sin, cache):
 
     def load(ref):
         value = ref[...] if static.interpret else _compat.load(ref, column, optimized=False)
-        return value.astype(dtype).astype(jnp.float32)
+        return value.astype(jnp.float32)
+
+    def angle(ref):
+        return load(ref).astype(dtype).astype(jnp.float32)
 
     def body(heads_ref, cos_ref, sin_ref, held, out_ref):
         row = lax.axis_index("row")
         places = HeadPlaces(lax.axis_index("head"), half, half, (n, k))
         both = (load(heads_ref.at[row, pl.ds(start, half)]) for start in places.starts)
-        turned = places.turned(both, load(cos_ref.at[row]), load(sin_ref.at[row]))
+        turned = places.turned(both, angle(cos_ref.at[row]), angle(sin_ref.at[row]))
         for whether, *targets in places.targets([out_ref], held, row):
 
             @pl.when(whether)

@@ -250,6 +250,13 @@ def why_not_rows(width: int, itemsize: int, *weight_itemsizes: int) -> str | Non
     return None
 
 
+def copied(weight: jax.Array) -> jax.Array:
+    """A row beside rows of float32, as the copy engine takes it: its own bytes may be too few."""
+    if device_lib.why_not_copied("a weight", weight.size * weight.dtype.itemsize) is None:
+        return weight
+    return weight.astype(jnp.float32)
+
+
 def default_config(
     width: int,
     itemsize: int,
@@ -341,12 +348,14 @@ class Staged:
     def store(self, part: Part, value: jax.Array) -> None:
         ref = self._of(part)
         if part.tile.interpret:
-            ref[...] = value.reshape(part.rows, part.chunks, part.tile.inner)
+            ref[...] = value.reshape(ref.shape)
         else:
             ref.reshape(*value.shape)[...] = value
 
     def _of(self, part: Part) -> Any:
-        return self.ref.at[pl.ds(part.row, part.rows), pl.ds(part.chunk, part.chunks)]
+        # JAX cuts a piece of a row into lines only where no axis of one row stands before it
+        row = part.row if part.tile.lines > 1 else pl.ds(part.row, part.rows)
+        return self.ref.at[row, pl.ds(part.chunk, part.chunks)]
 
 
 def _at_tile(ref: Any, index: jax.Array, first: int, chunks: int, *, tile: RowTile) -> Any:

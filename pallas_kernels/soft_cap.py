@@ -15,6 +15,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_reference import LOG2E
 
+WRONG = 4e-7  # a tanh, at most
+MOST = 1024.0  # a cap: its scores are then wrong by 0.0004, as much as float16 rounds a weight
+
+
+def why_not(cap: float | None) -> str | None:
+    """What keeps a kernel from scores under this cap."""
+    if cap is None or cap <= MOST:
+        return None
+    wrong = f"{WRONG * cap:.2g}"
+    return f"scores under a soft cap of {cap} would be wrong by {wrong}; takes {MOST:g} at most"
+
 
 def tanh(
     x: jax.Array, factor: Any, *, interpret: bool, layout: Any = plgpu.Layout.WGMMA

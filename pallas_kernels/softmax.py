@@ -87,7 +87,7 @@ def scale_softmax(
     groups = _groups(moved.shape, mask, queries)
     if mask is not None and not groups[-1][1] and _is_short(moved):
         mask = jnp.broadcast_to(mask, moved.shape)
-        groups = _groups(moved.shape, mask, queries)
+        groups = tuple((n, True) for n, _ in _groups(moved.shape, None, queries))
     if config is None:
         config = tuned.lookup("softmax", bucket(x, **kwargs), device, Config)
         if config is None or misfit(config, groups, moved.shape[-1], x.dtype.itemsize):

@@ -188,7 +188,7 @@ MAY_IMPORT = {
         "pallas_kernels.flash_attention_backward pallas_kernels.flash_attention_forward "
         "pallas_kernels.flash_attention_fp8 "
         "pallas_kernels.flash_attention_plan pallas_kernels.flash_attention_tiles "
-        "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
+        "pallas_kernels.soft_cap pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.decode_attention_bytes": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
     "pallas_kernels.decode_attention_parts": (
@@ -207,7 +207,8 @@ MAY_IMPORT = {
     "pallas_kernels.decode_attention": (
         "pallas_kernels._compat pallas_kernels.attention_reference "
         "pallas_kernels.decode_attention_config pallas_kernels.decode_attention_kernel "
-        "pallas_kernels.decode_attention_parts pallas_kernels.device pallas_kernels.tuned"
+        "pallas_kernels.decode_attention_parts pallas_kernels.device pallas_kernels.soft_cap "
+        "pallas_kernels.tuned"
     ),
     "pallas_kernels.cross_entropy_kernel": (
         "pallas_kernels._compat pallas_kernels.ring pallas_kernels.soft_cap "
@@ -218,7 +219,7 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.cross_entropy": (
         "pallas_kernels._compat pallas_kernels.cross_entropy_kernel pallas_kernels.device "
-        "pallas_kernels.packed pallas_kernels.quantize"
+        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.soft_cap"
     ),
     "pallas_kernels.rope_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "

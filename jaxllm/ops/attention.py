@@ -209,7 +209,8 @@ def _why_not_pallas(
     if _decodes(q, kwargs["q_segment_ids"]):
         lengths = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
-        return why_not_decode(q, k, v, lengths, **scales, scale=kwargs["scale"], device=device)
+        scores = {"scale": kwargs["scale"], "softcap": kwargs["softcap"]}
+        return why_not_decode(q, k, v, lengths, **scales, **scores, device=device)
     keys = (k, v) if q.dtype == FP8 else _like_numbers(q, k, v, k_scale)
     return why_not_flash(q, *keys, **kwargs, device=device)
 

@@ -291,10 +291,10 @@ def _pallas(
     return total, jnp.sum(ids != ignore_index, dtype=jnp.int32)
 
 
-def _pallas_why_not(hidden, head, targets, *, device, **kwargs) -> str | None:
+def _pallas_why_not(hidden, head, targets, *, softcap, device, **kwargs) -> str | None:
     del kwargs
     rows, ids = _rows(hidden, targets)
-    return why_not_kernel(rows, head, ids, device=device)
+    return why_not_kernel(rows, head, ids, softcap=softcap, device=device)
 
 
 LINEAR_CROSS_ENTROPY: Table = {

@@ -105,6 +105,10 @@ def test_a_mask_is_made_where_one_is_needed():
     assert visible(1, 9, causal=True, window=9) is None
     mask = np.asarray(visible(3, 5, causal=True, window=None))
     np.testing.assert_array_equal(mask, np.tri(3, 5, 2, bool)[None])
+    lengths = jnp.asarray([5, 1], jnp.int32)
+    for window in (2**31 - 1, 10**12):  # all keys, though their sum with a key is beyond 32 bits
+        mask: Any = visible(3, 5, causal=False, window=window, kv_lengths=lengths)
+        np.testing.assert_array_equal(mask[:, 0].sum(axis=1), [5, 1])
 
 
 def test_shapes_suffice_for_the_check():

@@ -118,6 +118,7 @@ CASES = {
     "40 wide, more blocks than tiles": Case(3, 3, 40, 192, (65,), config=Config(64, 3, 8)),
     "256 wide": Case(2, 1, 256, 65, (65,), config=Config(64, 1, 1)),
     "window": Case(4, 2, 64, 257, (250, 3), numbers=(("window", 100),), config=Config(64, 2, 2)),
+    "a window beyond 32 bits": Case(4, 4, 64, 1, (1,), numbers=(("window", 10**12),)),
     "soft cap": Case(4, 1, 64, 64, (60,), numbers=(("softcap", 2.0), ("scale", 0.5))),
     "sinks": Case(7, 1, 64, 70, (70, 0), sinks=True, config=Config(64, 2, 1)),
     "pages, sinks, parts": Case(

@@ -214,6 +214,12 @@ def test_concrete_ids_are_looked_at_inside_a_jitted_function_too():
         jax.jit(lambda table: embedding(table, ids, interpret=True))(table)
 
 
+def test_ids_of_64_bits_are_not_cut_off():
+    ids: Any = np.asarray([2**32], np.int64)
+    with pytest.raises(ValueError, match="ids go from 4294967296 to 4294967296"):
+        embedding(jnp.ones((3, 32)), ids, interpret=True)
+
+
 def test_configs_follow_the_sizes():
     assert default_config(*specs(), device=H200) == Config(4)
     assert default_config(*specs(d=4096), device=H200) == Config(4, 4)  # 2 KB each

@@ -164,6 +164,8 @@ def test_a_cache_that_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=r"^gemv: the cache's keys, values and slots must be"):
             gemv(x, weight, **around, cache=wrong)
+    with pytest.raises(ValueError, match="^gemv: slots must be integers, got float32"):
+        gemv(x, weight, **around, cache=cache._replace(slots=jnp.zeros(2)))
 
 
 @pytest.mark.parametrize("name", ["swiglu", "rope"])

@@ -411,6 +411,8 @@ def test_default_group_sizes():
     [
         ((2, 64), ("int3",), {}, "scheme 'int3' is not one of int8, int4, fp8, nvfp4, mxfp4, mxfp"),
         ((64,), ("int8",), {}, r"a weight is \[out, in\] of floating point; got \[64\] of float32"),
+        ((0, 64), ("int8",), {}, r"a weight \[0, 64\] holds no numbers"),
+        ((2, 0), ("nvfp4",), {}, r"a weight \[2, 0\] holds no numbers"),
         ((2, 64), ("int4", 48), {}, "groups of 48 do not divide the 64 inputs evenly; the si"),
         (
             (2, 63),

@@ -13,8 +13,10 @@ from absent_device import H200, absent
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+from jaxllm import aot
 from pallas_kernels import device as device_lib
 from pallas_kernels import norm_lanes
+from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.rms_norm import (
     Config,
     bucket,
@@ -108,6 +110,35 @@ def test_rms_norm(shape, dtypes, residual, zero_centered):
 def test_wide_rows(width, residual):
     arrays = case(3, width, dtype=jnp.bfloat16 if width > 8192 else jnp.float32)
     assert_right(run(*arrays, residual=residual), arrays, residual)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("norm", [rms_norm, functools.partial(layer_norm, bias=None)])
+def test_a_weight_of_half_the_rows_bytes_compiles(norm):
+    x = jax.ShapeDtypeStruct((5, 260), jnp.float32)
+    weight = jax.ShapeDtypeStruct((260,), jnp.bfloat16)
+
+    def gradients(x, weight):
+        y, pull = jax.vjp(functools.partial(norm, eps=EPS), x, weight)
+        return pull(y)
+
+    program = aot.compile_for(gradients, x, weight)
+    assert len(program.mosaic_launches()) == 2
+    assert program.compiled.out_info[1].dtype == weight.dtype
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("width", [8448, 9216, 12800])
+def test_gradients_of_rows_in_parts_compile(width):
+    """Numbers that no warpgroup holds at once, and that two do not share evenly."""
+    x, weight = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((33, width), (width,)))
+
+    def loss(x, weight):
+        return jnp.sum(rms_norm(x, weight, eps=EPS).astype(jnp.float32) ** 2)
+
+    program = aot.compile_for(jax.grad(loss, argnums=(0, 1)), x, weight)
+    assert program.mosaic_launches() == ["rms_norm", "rms_norm_backward"]
+    assert program.kernel("rms_norm_backward").spill_store_bytes == 0
 
 
 def test_the_check_can_fail():

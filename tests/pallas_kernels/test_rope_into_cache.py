@@ -11,9 +11,11 @@ from absent_device import H200
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+from jaxllm import aot
 from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Rotary
+from pallas_kernels.gemv import gemv
 from pallas_kernels.rope_into_cache import (
     rope_into_cache,
     rope_into_cache_reference,
@@ -121,6 +123,22 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=f"^rope_into_cache: .*{said}"):
             rope_into_cache(*wrong)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("slots", ["int32", "uint8"])
+def test_narrow_numbers_compile(slots):
+    heads, rotary, cache = case(1, 2, 1, 32, [0])
+    cache = cache._replace(slots=cache.slots.astype(slots))
+    narrow = rotary._replace(cos=rotary.cos.astype("float8_e5m2"))
+    program = aot.compile_for(lambda *x: rope_into_cache(x[0], narrow, x[1]), heads, cache)
+    assert program.mosaic_launches() == ["rope_into_cache"]
+    x, weight = jnp.ones((1, 128), heads.dtype), jnp.ones((heads.shape[1], 128), heads.dtype)
+
+    def run(x, weight, cache):
+        return gemv(x, weight, epilogue="rope", rotary=rotary, cache=cache)
+
+    assert aot.compile_for(run, x, weight, cache).mosaic_launches() == ["gemv_rope"]
 
 
 @pytest.mark.gpu

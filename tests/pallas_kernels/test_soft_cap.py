@@ -10,7 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels import interpreted
 
 from jaxllm import aot
-from pallas_kernels import _compat, soft_cap
+from pallas_kernels import (
+    _compat,
+    decode_attention,
+    flash_attention,
+    linear_cross_entropy,
+    soft_cap,
+)
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
@@ -53,6 +59,21 @@ def assert_right(found: Any, factor: float) -> None:
 @pytest.mark.parametrize("factor", [1.0, -0.02])
 def test_interpreted(factor: float):
     assert_right(interpreted(call(factor, interpret=True), jnp.asarray(NUMBERS)), factor)
+
+
+def test_a_cap_that_leaves_no_digits_is_refused():
+    """A cap of 1e30 does nothing, but kernels would make 0 of every score."""
+    assert soft_cap.why_not(None) is soft_cap.why_not(50.0) is soft_cap.why_not(1024.0) is None
+    heads, ids = jnp.zeros((1, 1, 1, 64), jnp.bfloat16), jnp.zeros((1,), jnp.int32)
+    calls = (
+        (flash_attention, (heads, heads, heads)),
+        (decode_attention, (heads, heads, heads, ids)),
+        (linear_cross_entropy, (heads[0, 0], heads[0, 0], ids)),
+    )
+    for f, arrays in calls:
+        said = rf"^{f.__name__}: .*under a soft cap of 1e\+30 would be wrong by 4e\+23; takes 1024"
+        with pytest.raises(NotImplementedError, match=said):
+            f(*arrays, softcap=1e30, interpret=True)
 
 
 @pytest.mark.aot

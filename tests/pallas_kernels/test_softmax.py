@@ -14,6 +14,7 @@ from absent_device import H200
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+from jaxllm import aot
 from pallas_kernels import softmax
 from pallas_kernels.device import Device
 from pallas_kernels.softmax import (
@@ -50,6 +51,8 @@ CASES: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...] | None, dict[str, A
     "causal, a row a batch": ((3, 2, 4, 32), BF16, (3, 1, 1, 32), {"causal": True}),
     "a mask of keys": ((2, 3, 4, 48), F32, (48,), {"scale": np.float32(1.5)}),
     "a mask of rows": ((2, 3, 4, 16), F16, (3, 4, 1), {}),
+    "one row with a mask": ((1, 16), BF16, (1, 16), {}),
+    "causal, one query with a mask": ((3, 1, 16), BF16, (16,), {"causal": True}),
     "a mask of heads": ((2, 3, 2, 2, 16), F32, (3, 1, 2, 16), {}),
     "middle axis": ((3, 16, 5), BF16, (3, 16, 1), {"axis": 1}),
     "first axis": ((16, 7), F32, None, {"axis": -2, "scale": np.float32(1.0)}),
@@ -378,6 +381,15 @@ def test_arguments_that_make_no_sense(x, kwargs, sentence):
 def test_concrete_nan_scale_of_an_array():
     with pytest.raises(ValueError, match="scale_softmax: scale is NaN"):
         scale_softmax(jnp.zeros((4, 16)), scale=jnp.float32("nan"), interpret=True)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["one row with a mask", "causal, one query with a mask"])
+def test_a_mask_of_one_short_row_compiles(name):
+    shape, dtype, mask, keywords = CASES[name]
+    arrays = (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(mask, bool))
+    program = aot.compile_for(lambda x, mask: scale_softmax(x, mask=mask, **keywords), *arrays)
+    assert program.mosaic_launches() == ["scale_softmax"]
 
 
 def test_config_is_tiling():
