@@ -353,7 +353,15 @@ def _functional(model: Transformer, loss: Loss) -> Callable[[Params, Batch], Any
 def draw_windows(
     tokens: Int[Array, " S"], key: Array, *, rows: int, length: int
 ) -> dict[str, Int[Array, "B T"]]:
-    """A batch of `rows` windows of a long text, each from a place drawn with `key`."""
+    """A batch of `rows` windows of a long text, each from a place drawn with `key`.
+
+    Raises: ValueError if the text is too short for one and its last target.
+    """
+    if len(tokens) <= length:
+        raise ValueError(
+            f"train: windows of {length} tokens and a target need a text of at least {length + 1} "
+            f"tokens, got {len(tokens)}"
+        )
     starts = jax.random.randint(key, (rows, 1), 0, len(tokens) - length)
     text = tokens[starts + jnp.arange(length + 1)[None, :]]
     return {"tokens": text[:, :-1], "targets": text[:, 1:]}

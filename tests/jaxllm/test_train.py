@@ -472,6 +472,9 @@ def test_windows_are_refused_that_cannot_be():
         train.cover_windows([1, 2, 3], rows=1, length=8, stride=9)
     with pytest.raises(ValueError, match="a text of 1 tokens holds no target"):
         train.cover_windows([1], rows=1, length=8, stride=8)
+    for count in (0, 1, 8):
+        with pytest.raises(ValueError, match=f"a text of at least 9 tokens, got {count}"):
+            train.draw_windows(jnp.arange(count), jax.random.key(0), rows=1, length=8)
 
 
 def test_drawn_windows_lie_in_the_text_and_reach_its_end():
@@ -481,6 +484,8 @@ def test_drawn_windows_lie_in_the_text_and_reach_its_end():
     assert set(starts.tolist()) == {0, 1, 2, 3}
     np.testing.assert_array_equal(batch["tokens"], starts[:, None] + np.arange(8))
     np.testing.assert_array_equal(batch["targets"], batch["tokens"] + 1)
+    [only] = train.draw_windows(tokens, jax.random.key(0), rows=1, length=11)["targets"]
+    np.testing.assert_array_equal(only, tokens[1:])
 
 
 def test_the_first_interrupt_waits_and_the_second_does_not():
