@@ -48,6 +48,9 @@ class Rope:
             raise ValueError(
                 f"rope: rope_type {self.rope_type!r} is not one of {', '.join(ROPE_TYPES)}"
             )
+        for name in ("short_factor", "long_factor"):
+            if (factors := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(factors))  # a list has no hash
         for name in (
             "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow "
             "attention_factor"
@@ -130,6 +133,8 @@ class ModelConfig:
     modules_to_not_convert: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("layer_types", "modules_to_not_convert"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list has no hash
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
         sizes = (

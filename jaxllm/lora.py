@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import math
+import numbers
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -172,8 +173,8 @@ def add_adapters(
     """
     if kind not in KINDS:
         raise ValueError(f"lora: kind {kind!r} is not one of {', '.join(KINDS)}")
-    if rank < 1:
-        raise ValueError(f"lora: rank must be at least 1, got {rank}")
+    if not isinstance(rank, numbers.Integral) or rank < 1:
+        raise ValueError(f"lora: rank must be an integer of at least 1, got {rank!r}")
     alpha = 2 * rank if alpha is None else alpha
     if not 0 < alpha < math.inf:
         raise ValueError(f"lora: alpha must be a positive number, got {alpha}")
@@ -220,6 +221,8 @@ def _match(targets: str | Sequence[str], linears: Mapping[str, Any], *, tied: bo
             raise ValueError("lora: every Linear has an adapter already")
         return found
     patterns = [targets] if isinstance(targets, str) else list(targets)
+    if not patterns:
+        raise ValueError("lora: targets is empty; name modules, or give 'all-linear'")
     found = set()
     for pattern in patterns:
         expression = pattern if isinstance(targets, str) else fnmatch.translate(pattern)

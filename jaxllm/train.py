@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from jaxllm import ops
@@ -89,7 +90,9 @@ def init_state(
 
     It takes the model's arrays over: the first step donates them, and the model cannot be used
     again until `update` has put parameters back. `trainable` tells by its name whether a parameter
-    is trained (None: all are). The optimiser's moments are float32, also those of bfloat16 weights.
+    is trained (None: all are). The optimiser's moments are float32, also those of bfloat16 weights,
+    and lie where their parameter does. Of a model that was put on devices (`load(sharding=)`) the
+    rest of the state, and adapters that were added to it, are on all of those.
     Of a model of shapes alone (`nnx.eval_shape`) it is a state of shapes, to compile steps for.
     Raises: ValueError if nothing is to be trained, or a packed weight, or something else that is no
     floating-point array.
@@ -116,10 +119,35 @@ def init_state(
         zero = jnp.zeros((), jnp.int32)
         return optimizer.init(_float32(params)), zero, scale, jnp.zeros((), jnp.int32)
 
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in every.values()):
+        return TrainState(params, frozen, *jax.eval_shape(start, params, scale))
+    places = None  # JAX puts it on the default device, free to follow other arrays
+    if (whole := _whole_sharding(every)) is not None:
+        params = {n: x if x.committed else jax.device_put(x, whole) for n, x in params.items()}
+        places = _places(jax.eval_shape(start, params, scale), params, whole)
     # In a program of its own, so that no array of the optimiser's is one of the parameters
-    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in every.values())
-    run = functools.partial(jax.eval_shape, start) if abstract else jax.jit(start)
-    return TrainState(params, frozen, *run(params, scale))
+    return TrainState(params, frozen, *jax.jit(start, out_shardings=places)(params, scale))
+
+
+def _whole_sharding(params: Params) -> Sharding | None:
+    """All of an array on each device of the first parameter that was put on some; None if none."""
+    for x in params.values():
+        if x.committed and isinstance(x.sharding, NamedSharding):
+            return NamedSharding(x.sharding.mesh, PartitionSpec())
+        if x.committed:
+            return SingleDeviceSharding(next(iter(x.devices())))
+    return None
+
+
+def _places(state: Any, params: Params, whole: Sharding) -> Any:
+    """Where the arrays of a new state go, of which the shapes are given."""
+
+    def place(path: tuple[Any, ...], x: Any) -> Sharding:
+        names = {key.key for key in path if isinstance(key, jax.tree_util.DictKey)}
+        alike = (params[n].sharding for n in names & params.keys() if params[n].shape == x.shape)
+        return next(alike, whole)
+
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def token_loss(model: Transformer, batch: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
@@ -325,7 +353,15 @@ def _functional(model: Transformer, loss: Loss) -> Callable[[Params, Batch], Any
 def draw_windows(
     tokens: Int[Array, " S"], key: Array, *, rows: int, length: int
 ) -> dict[str, Int[Array, "B T"]]:
-    """A batch of `rows` windows of a long text, each from a place drawn with `key`."""
+    """A batch of `rows` windows of a long text, each from a place drawn with `key`.
+
+    Raises: ValueError if the text is too short for one and its last target.
+    """
+    if len(tokens) <= length:
+        raise ValueError(
+            f"train: windows of {length} tokens and a target need a text of at least {length + 1} "
+            f"tokens, got {len(tokens)}"
+        )
     starts = jax.random.randint(key, (rows, 1), 0, len(tokens) - length)
     text = tokens[starts + jnp.arange(length + 1)[None, :]]
     return {"tokens": text[:, :-1], "targets": text[:, 1:]}

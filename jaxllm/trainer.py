@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.util
+import json
 import math
 import os
 import resource
@@ -87,10 +88,12 @@ class Trainer:
     save_every: steps between two checkpoints (None: with each evaluation). An evaluation with the
         lowest loss so far is saved in any case. keep: how many are kept beside the best.
     schedule: the learning rate by the count of updates before, for the metrics.
-    settings: what JSON can say, and a resumed run must have been given alike.
+    settings: what JSON can say (a tuple is a list there), and a resumed run must have been given
+        alike.
     writers: `metrics.tensorboard(...)` and the like; one with a `close` is closed after `fit`.
     profile: how many steps, from the third on, are traced into `out/profile`; 0: none.
-    Raises: ValueError for numbers below what they must be, and without matplotlib.
+    Raises: ValueError for numbers below what they must be, settings that JSON cannot say, and
+    without matplotlib.
     """
 
     def __init__(
@@ -127,6 +130,10 @@ class Trainer:
         ):
             if value is not None and value < least:
                 raise ValueError(f"trainer: {name} must be at least {least}, got {value}")
+        try:  # as a checkpoint will have them
+            said = json.loads(json.dumps(dict(settings or {})))
+        except TypeError as error:
+            raise ValueError(f"trainer: settings must be what JSON can say: {error}") from None
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError(
                 "trainer: matplotlib, which draws loss.png, is not installed: pip install "
@@ -150,7 +157,7 @@ class Trainer:
         self.evaluate = train.make_evaluate(model, loss)
         self.state = train.init_state(model, optimizer, trainable=trainable, scale=scale)
         base = fingerprint(self.state.frozen or self.state.params)
-        self.settings = {"base weights": base, **(settings or {}), "steps": steps}
+        self.settings = {"base weights": base, **said, "steps": steps}
 
     def fit(self, *, resume: bool = False) -> Fitted:
         """Trains to the last step; with `resume`, from the newest good checkpoint of the folder on.

@@ -39,9 +39,10 @@ class Placement:
         try:
             if self.sharding is not None:
                 self.sharding.shard_shape(self.shape)
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
+            why = "it has more axes" if isinstance(error, IndexError) else error
             raise ValueError(
-                f"{self.path} of shape {self.shape} cannot be spread as {self.sharding}: {error}"
+                f"{self.path} of shape {self.shape} cannot be spread as {self.sharding}: {why}"
             ) from None
 
     def shards(self) -> dict[Any, Bounds]:

@@ -54,5 +54,5 @@ def linear_log_probs(
         found = logits_at(logits, wanted, counted) - jax.nn.logsumexp(logits, axis=1)
         return jnp.where(counted, found, jnp.float32(0))
 
-    chunks = rows.reshape(parts, size, -1), padded.reshape(parts, size)
+    chunks = rows.reshape(parts, size, rows.shape[-1]), padded.reshape(parts, size)
     return jax.lax.map(one, chunks).reshape(-1)[: len(ids)].reshape(targets.shape)

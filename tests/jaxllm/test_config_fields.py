@@ -212,3 +212,7 @@ def test_configs_and_runtimes_are_hashable_by_value():
     assert hash(one) == hash(two)
     assert one != Runtime(implementation={"attention": "xla"})
     assert hash(ALL) == hash(copy.deepcopy(ALL))
+    rope = dataclasses.replace(LONGROPE, short_factor=list(LONGROPE.short_factor))
+    lists = dataclasses.replace(ALL, layer_types=list(ALL.layer_types), modules_to_not_convert=[])
+    assert (rope, lists) == (LONGROPE, ALL)
+    assert (hash(rope), hash(lists)) == (hash(LONGROPE), hash(ALL))

@@ -1,6 +1,9 @@
 import concurrent.futures
 import dataclasses
+import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -146,6 +149,53 @@ def test_what_cannot_be_trained_is_named():
     model.norm.weight.set_value(jnp.ones(24, jnp.int8))
     with pytest.raises(ValueError, match=r"norm\.weight is int8, which has no gradient"):
         train.init_state(model, optax.sgd(0.5))
+
+
+ON_FOUR_DEVICES = """
+import sys, numpy as np, jax, optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+import jaxllm
+from jaxllm import lora, train
+from jaxllm.checkpoint.native import Checkpoints
+
+mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+last = jax.devices()[-1]
+of_rows = lambda path, shape: NamedSharding(mesh, P("x", None) if len(shape) == 2 else P())
+text = np.random.default_rng(0).integers(0, 60, (4, 9)).astype(np.int32)
+batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+optimizer = optax.adam(1e-2)
+losses = []
+for sharding, trainable in (
+    (None, None), (of_rows, None), (SingleDeviceSharding(last), None), (of_rows, lora.is_adapter)
+):
+    model, _ = jaxllm.load(sys.argv[1], dtype="float32", sharding=sharding)
+    lora.add_adapters(model, rank=2, rngs=nnx.Rngs(0))
+    state = train.init_state(model, optimizer, trainable=trainable)
+    if sharding is not None:
+        devices = set(mesh.devices.flat) if sharding is of_rows else {last}
+        assert all(x.devices() == devices for x in jax.tree.leaves(state))
+        for name, x in state.opt_state[0].mu.items():
+            assert x.sharding == state.params[name].sharding, name
+    with Checkpoints(f"{sys.argv[1]}/{len(losses)}") as checkpoints:
+        checkpoints.save(state, key=jax.random.key(0))
+        state = checkpoints.restore(state).state
+    step = train.make_train_step(model, optimizer)
+    state, metrics = step(state, batch)
+    losses.append(float(metrics["loss"]))
+np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_the_state_lies_where_the_model_does(tmp_path):
+    one_layer = {"num_hidden_layers": 1, "layer_types": ()}
+    jaxllm.save(make_model(hidden_size=32, vocab_size=64, **one_layer), None, tmp_path)
+    subprocess.run(
+        [sys.executable, "-c", ON_FOUR_DEVICES, tmp_path],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        check=True,
+    )
 
 
 def test_a_model_of_shapes_has_a_state_of_shapes():
@@ -422,6 +472,9 @@ def test_windows_are_refused_that_cannot_be():
         train.cover_windows([1, 2, 3], rows=1, length=8, stride=9)
     with pytest.raises(ValueError, match="a text of 1 tokens holds no target"):
         train.cover_windows([1], rows=1, length=8, stride=8)
+    for count in (0, 1, 8):
+        with pytest.raises(ValueError, match=f"a text of at least 9 tokens, got {count}"):
+            train.draw_windows(jnp.arange(count), jax.random.key(0), rows=1, length=8)
 
 
 def test_drawn_windows_lie_in_the_text_and_reach_its_end():
@@ -431,6 +484,8 @@ def test_drawn_windows_lie_in_the_text_and_reach_its_end():
     assert set(starts.tolist()) == {0, 1, 2, 3}
     np.testing.assert_array_equal(batch["tokens"], starts[:, None] + np.arange(8))
     np.testing.assert_array_equal(batch["targets"], batch["tokens"] + 1)
+    [only] = train.draw_windows(tokens, jax.random.key(0), rows=1, length=11)["targets"]
+    np.testing.assert_array_equal(only, tokens[1:])
 
 
 def test_the_first_interrupt_waits_and_the_second_does_not():

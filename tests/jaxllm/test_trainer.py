@@ -370,6 +370,14 @@ def test_what_a_resumed_run_must_have_alike(tmp_path):
     assert {p: p.read_bytes() for p in before} == before
 
 
+def test_settings_are_compared_as_json_has_them(tmp_path):
+    settings = {"betas": (0.9, 0.95), "ranks": {1: 8}}
+    first = trainer(tmp_path, settings=settings).fit()
+    assert trainer(tmp_path, settings=settings).fit(resume=True).loss == first.loss
+    with pytest.raises(ValueError, match="settings must be what JSON can say: .*PosixPath"):
+        trainer(tmp_path / "other", settings={"data": Path("x")})
+
+
 def test_batches_that_end_early_are_a_sentence(tmp_path):
     class Short(Counting):
         def __next__(self):

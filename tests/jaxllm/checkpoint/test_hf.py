@@ -825,12 +825,13 @@ for sharding in (by_shape, NamedSharding(mesh, P()), one):
     save(model, None, copy)
     for x, y in zip(values(load(copy)[0]), plain, strict=True):
         np.testing.assert_array_equal(np.asarray(x), y)
-try:
-    load(folder, sharding=NamedSharding(mesh, P("a", "b")))
-except ValueError as error:
-    assert "cannot be spread as" in str(error), error
-else:
-    raise AssertionError("a vector over two axes")
+for spec in (P("a", "b"), P(None, "a")):
+    try:
+        load(folder, sharding=NamedSharding(mesh, spec))
+    except ValueError as error:
+        assert "cannot be spread as" in str(error), error
+    else:
+        raise AssertionError("a vector over two axes")
 """
 
 

@@ -48,6 +48,14 @@ def test_each_token(chunk, softcap):
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
+def test_no_tokens_have_no_log_probs(chunk):
+    hidden, head, targets = (x[:0] if i != 1 else x for i, x in enumerate(make()))
+    of = lambda h, w: linear_log_probs(h, w, targets, chunk=chunk)  # noqa: E731
+    assert of(hidden, head).shape == (0, 5)
+    assert not jax.grad(lambda w: jnp.sum(of(hidden, w)))(head).any()
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
 def test_gradients_of_a_weighted_sum(chunk):
     hidden, head, targets = make()
     weights = jnp.asarray(np.random.default_rng(1).standard_normal((3, 5)), jnp.float32)
