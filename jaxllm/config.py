@@ -134,7 +134,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("layer_types", "modules_to_not_convert"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list has no hash
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))  # a list has no hash
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
         sizes = (

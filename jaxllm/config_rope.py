@@ -27,8 +27,8 @@ class RopeRules:
 
 
 # Keys that a kind does not read, harmless at these values; the length says nothing by itself.
-INERT_AT = {"factor": 1, "attention_factor": 1, "partial_rotary_factor": 1}
-INERT = {"original_max_position_embeddings"}
+ROPE_INERT_AT = {"factor": 1, "attention_factor": 1, "partial_rotary_factor": 1}
+ROPE_INERT = {"original_max_position_embeddings"}
 
 
 def read_ropes(hf: Keys, rules: RopeRules) -> dict[str, Rope]:
@@ -114,8 +114,8 @@ def _rope(hf: Keys, spec: Mapping[str, Any], *, theta: float, rules: RopeRules) 
         key
         for key in rope.unread()
         if rope.hf[key] is not None
-        and key not in INERT
-        and not (key in INERT_AT and rope.hf[key] == INERT_AT[key])
+        and key not in ROPE_INERT
+        and not (key in ROPE_INERT_AT and rope.hf[key] == ROPE_INERT_AT[key])
     ]
     if strange:
         raise ValueError(

@@ -61,11 +61,14 @@ def checked_ids(ids: Iterable[int]) -> list[int]:
     found = []
     for i in ids:
         try:
-            found.append(operator.index(i))
+            number = operator.index(i)
         except TypeError:  # a list of ids, say, where there were several
-            found.append(-1)
-        if not 0 <= found[-1] < 2**32:
-            raise ValueError(f"tokenizer: {i!r:.60} is not a token id; ids are from 0 to 2**32 - 1")
+            number = None
+        if number is None or not 0 <= number < 2**32:
+            raise ValueError(
+                f"tokenizer: {i!r:.60} is not a token id; ids are integers from 0 to 2**32 - 1"
+            )
+        found.append(number)
     return found
 
 

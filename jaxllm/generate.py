@@ -181,7 +181,7 @@ def warmup(
     """
     batch_size = integer("batch_size", batch_size, 1, who="warmup")
     if prompt_lengths is None:
-        most = max(per_row("max_new_tokens", max_new_tokens, batch_size))
+        most = max(per_row("max_new_tokens", max_new_tokens, batch_size, who="warmup"))
         prompt_lengths = (max(1, min(512, model.config.max_position_embeddings - most)),)
     for length in prompt_lengths:
         length = integer("a prompt's length", length, 1, who="warmup")

@@ -220,7 +220,7 @@ class Run:
         self.state = dataclasses.replace(state, logits=logits, cache=cache)
 
     def compile(self) -> None:
-        """Run each program that the call needs once, on nothing."""
+        """Run each program once that the call needs, or one with shorter rows, on nothing."""
         longest = max(len(row.prompt) for row in self.rows)
         end = max(len(row.prompt) + row.budget for row in self.rows)
         lengths = {longest}
@@ -349,15 +349,15 @@ def integer(
     return number
 
 
-def per_row(name: str, value: Any, rows: int) -> list[int]:
-    """One positive integer a row, of one for all or one a row. Raises: ValueError."""
+def per_row(name: str, value: Any, rows: int, *, who: str = "generate") -> list[int]:
+    """One positive integer a row, of one for all or one a row. Raises: ValueError by `who`."""
     if isinstance(value, np.ndarray | jax.Array):
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
-        return [integer(name, value, 1)] * rows
+        return [integer(name, value, 1, who=who)] * rows
     if len(value) != rows:
-        raise ValueError(f"generate: {name} has {len(value)} entries for {rows} prompts")
-    return [integer(name, x, 1) for x in value]
+        raise ValueError(f"{who}: {name} has {len(value)} entries for {rows} prompts")
+    return [integer(name, x, 1, who=who) for x in value]
 
 
 def _ids(name: str, value: Any, vocab_size: int) -> list[int]:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
@@ -92,12 +93,15 @@ def init_state(
     again until `update` has put parameters back. `trainable` tells by its name whether a parameter
     is trained (None: all are). The optimiser's moments are float32, also those of bfloat16 weights,
     and lie where their parameter does. Of a model that was put on devices (`load(sharding=)`) the
-    rest of the state, and adapters that were added to it, are on all of those.
+    rest of the state, and trained adapters that were added to it, are on all of those.
     Of a model of shapes alone (`nnx.eval_shape`) it is a state of shapes, to compile steps for.
     Raises: ValueError if nothing is to be trained, or a packed weight, or something else that is no
     floating-point array.
     """
-    every = parameters(model)
+    every = {
+        name: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        for name, x in parameters(model).items()
+    }
     params = {name: x for name, x in every.items() if trainable is None or trainable(name)}
     if not params:
         raise ValueError(f"train: none of the {len(every)} parameters is to be trained")
@@ -132,9 +136,11 @@ def init_state(
 def _whole_sharding(params: Params) -> Sharding | None:
     """All of an array on each device of the first parameter that was put on some; None if none."""
     for x in params.values():
-        if x.committed and isinstance(x.sharding, NamedSharding):
+        if isinstance(x, Tracer) or not x.committed:
+            continue
+        if isinstance(x.sharding, NamedSharding):
             return NamedSharding(x.sharding.mesh, PartitionSpec())
-        if x.committed:
+        if len(x.devices()) == 1:
             return SingleDeviceSharding(next(iter(x.devices())))
     return None
 

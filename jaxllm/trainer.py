@@ -131,8 +131,8 @@ class Trainer:
             if value is not None and value < least:
                 raise ValueError(f"trainer: {name} must be at least {least}, got {value}")
         try:  # as a checkpoint will have them
-            said = json.loads(json.dumps(dict(settings or {})))
-        except TypeError as error:
+            said = json.loads(json.dumps(dict(settings or {}), allow_nan=False))
+        except (TypeError, ValueError) as error:
             raise ValueError(f"trainer: settings must be what JSON can say: {error}") from None
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A ring of slots on chip, which one warpgroup fills by copies and others give back, in turn."""
+"""A ring of slots on chip, which some warpgroups fill and others give back, in turn."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 class Ring:
     """What is brought n-th, from 0, lies in slot n % slots.
 
-    full, empty: barriers, one a slot, at which what is brought arrives and those who are done with
-    it.
+    full, empty: barriers, one a slot, at which what is brought arrives (a copy by itself) and those
+    who are done with it.
     """
 
     full: Any

@@ -54,7 +54,8 @@ def host_device() -> Any:
 
 
 def _to_stderr(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
+    if sys.stderr is not None:  # where it is closed, print would take the output
+        print(sentence, file=sys.stderr)
 
 
 class Checkpoints:

@@ -40,7 +40,7 @@ class Placement:
             if self.sharding is not None:
                 self.sharding.shard_shape(self.shape)
         except (ValueError, IndexError) as error:
-            why = "it has more axes" if isinstance(error, IndexError) else error
+            why = "the sharding has more axes" if isinstance(error, IndexError) else error
             raise ValueError(
                 f"{self.path} of shape {self.shape} cannot be spread as {self.sharding}: {why}"
             ) from None

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -374,8 +375,9 @@ def test_settings_are_compared_as_json_has_them(tmp_path):
     settings = {"betas": (0.9, 0.95), "ranks": {1: 8}}
     first = trainer(tmp_path, settings=settings).fit()
     assert trainer(tmp_path, settings=settings).fit(resume=True).loss == first.loss
-    with pytest.raises(ValueError, match="settings must be what JSON can say: .*PosixPath"):
-        trainer(tmp_path / "other", settings={"data": Path("x")})
+    for wrong, why in ((Path("x"), ".*PosixPath"), (math.nan, "Out of range float")):
+        with pytest.raises(ValueError, match=f"settings must be what JSON can say: {why}"):
+            trainer(tmp_path / "other", settings={"data": wrong})
 
 
 def test_batches_that_end_early_are_a_sentence(tmp_path):

@@ -288,7 +288,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_last_good_checkpoint(tmp_pat
     assert not capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_position_that_is_not_json_is_refused_before_anything_is_written(tmp_path):
     state, _ = start()
     with Checkpoints(tmp_path) as checkpoints:
@@ -299,6 +298,7 @@ def test_a_position_that_is_not_json_is_refused_before_anything_is_written(tmp_p
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_state_may_be_donated_while_it_is_written(tmp_path):
     state, step = start()
     state, _ = run(state, step, jax.random.key(3), 1)
