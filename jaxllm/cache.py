@@ -138,7 +138,7 @@ class RingKV:
         return RingKV(**held, window=self.window), {**held, "kv_lengths": seen}
 
 
-def _dtype(dtype: Any) -> Any:
+def _stored_dtype(dtype: Any) -> Any:
     """The dtype, if keys and values can be stored in it."""
     try:
         stored = jnp.dtype(dtype)
@@ -267,7 +267,7 @@ class KVCache:
         for name, value in (("batch", batch), ("capacity", capacity)):
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise ValueError(f"cache: {name} must be a positive integer, got {value!r}")
-        stored = _dtype(dtype)
+        stored = _stored_dtype(dtype)
         coded = stored in _LARGEST
 
         def entry(layer: int) -> Entry:

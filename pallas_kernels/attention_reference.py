@@ -122,6 +122,11 @@ def weighted(
     return out.reshape(b, t, n, h).astype(dtype)
 
 
+def in_32_bits(window: int) -> int:
+    """A window that sees as much, and whose sum with a key does not wrap."""
+    return min(window, 2**30)
+
+
 def visible(
     q_len: int,
     kv_len: int,
@@ -150,7 +155,7 @@ def visible(
         rules.append(key < ends[:, None, None])
     # A length beyond kv_len places queries further from the first keys than there are keys
     if window is not None and (kv_lengths is not None or window < max(q_len, kv_len)):
-        near = min(window, 2**30)  # beside a key it fits 32 bits
+        near = in_32_bits(window)
         rules.append(key > at - near)
         if not causal:
             rules.append(key < at + near)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat, soft_cap, tuned
 from pallas_kernels import device as device_lib
-from pallas_kernels.attention_reference import attention_reference, check
+from pallas_kernels.attention_reference import attention_reference, check, in_32_bits
 from pallas_kernels.decode_attention_config import (
     bucket,
     config_problem,
@@ -103,7 +103,7 @@ def decode_attention(
         config,
         interpret,
         q.shape[-1] ** -0.5 if scale is None else float(scale),
-        None if window is None else min(window, 2**30),  # beside a key it fits 32 bits
+        None if window is None else in_32_bits(window),
         softcap,
     )
     return _decode(static, *arrays, sinks, page_table, k_scale, v_scale, new_k, new_v)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import attention_fp8, flash_attention_fp8, soft_cap, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.attention_fp8 import FP8
-from pallas_kernels.attention_reference import attention_reference, check
+from pallas_kernels.attention_reference import attention_reference, check, in_32_bits
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.flash_attention_backward import backward
 from pallas_kernels.flash_attention_forward import forward, padded_width, shared_bytes
@@ -100,7 +100,7 @@ def flash_attention(
         interpret,
         causal=causal,
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        window=None if window is None else min(window, 2**30),  # beside a key it fits 32 bits
+        window=None if window is None else in_32_bits(window),
         softcap=softcap,
         save_lse=return_lse,
     )

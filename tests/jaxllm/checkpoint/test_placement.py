@@ -1,0 +1,199 @@
+"""Where parameters go, and how much memory that takes."""
+
+import gc
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_checkpoints import read_golden, write_checkpoint
+
+from jaxllm import memory
+from jaxllm.checkpoint import load
+from jaxllm.checkpoint.folder import WEIGHTS, list_tensors
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+def test_progress_counts_every_byte_once(folder):
+    calls = []
+    load(folder, progress=lambda done, total: calls.append((done, total)))
+    total = sum(tensor.size_bytes for tensor in list_tensors(folder).values())
+    assert {call[1] for call in calls} == {total}
+    assert [call[0] for call in calls] == sorted({call[0] for call in calls})
+    assert calls[-1][0] == total
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_made(folder, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 100_000)
+    gc.collect()
+    live = len(jax.live_arrays())
+    calls = []
+    with pytest.raises(ValueError, match=r"take 2\d\d.\d kB on the CPU, where 100.0 kB are free"):
+        load(folder, progress=lambda done, total: calls.append(done))
+    assert not calls
+    assert len(jax.live_arrays()) == live
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 300_000)
+    load(folder)
+    with pytest.raises(ValueError, match=r"take 5\d\d.\d kB"):
+        load(folder, dtype="float32")
+    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
+    load(folder)
+
+
+def test_loaded_parameters_can_be_donated(folder):
+    """Their memory is NumPy's; XLA must not write into what another array still shows."""
+    model, _ = load(folder, dtype="float32")
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    kept = [np.asarray(leaf).copy() for leaf in leaves]
+    double = jax.jit(lambda xs: [x * 2 for x in xs], donate_argnums=0)
+    for x, y in zip(kept, double(leaves), strict=True):
+        np.testing.assert_array_equal(2 * x, np.asarray(y))
+    assert all(leaf.is_deleted() for leaf in leaves)
+
+
+SHARDED = """
+import sys
+import jax, numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxllm.checkpoint import load, save
+from jaxllm.checkpoint.placement import Placement
+
+def values(model):
+    return [p[...] for _, p in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+
+assert len(jax.devices()) == 4
+folder, copy = sys.argv[1:]
+plain = [np.asarray(x) for x in values(load(folder)[0])]
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+
+def by_shape(path, shape):
+    if path.endswith("down_proj.weight"):
+        return NamedSharding(mesh, P("a", "b"))
+    if path.endswith("q_proj.weight"):
+        return NamedSharding(mesh, P(("a", "b")))
+    if path.endswith(("k_proj.weight", "gate_proj.weight")):
+        return NamedSharding(mesh, P(None, "b"))
+    return NamedSharding(mesh, P("a") if shape[0] % 2 == 0 and len(shape) == 2 else P())
+
+one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+for sharding in (by_shape, NamedSharding(mesh, P()), one):
+    calls = []
+    model, _ = load(folder, sharding=sharding, progress=lambda *call: calls.append(call))
+    assert calls[-1][0] == calls[-1][1], calls[-1]
+    for (path, p), x in zip(nnx.to_flat_state(nnx.state(model, nnx.Param)), plain, strict=True):
+        path = ".".join(map(str, path))
+        wanted = sharding(path, x.shape) if callable(sharding) else sharding
+        assert p[...].sharding == wanted, path
+        np.testing.assert_array_equal(np.asarray(p[...]), x, err_msg=path)
+    save(model, None, copy)
+    for x, y in zip(values(load(copy)[0]), plain, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), y)
+for spec in (P("a", "b"), P(None, "a")):
+    try:
+        load(folder, sharding=NamedSharding(mesh, spec))
+    except ValueError as error:
+        assert "cannot be spread as" in str(error), error
+    else:
+        raise AssertionError("a vector over two axes")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["llama", "phi3"])
+def test_parameters_go_where_the_sharding_says(tmp_path, case):
+    folder = write_checkpoint(tmp_path / "source", read_golden(case))
+    run_python(
+        SHARDED, folder, tmp_path / "copy", XLA_FLAGS="--xla_force_host_platform_device_count=4"
+    )
+
+
+def run_python(code: str, *arguments, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=REPO,
+        env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+PEAK = """
+import sys
+from jaxllm.checkpoint import load, save
+
+def peak():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+model, _ = load(sys.argv[1])
+for copy in sys.argv[2:]:
+    save(model, None, copy, max_shard_size=300_000_000)
+print(peak())
+embedding = model.embed_tokens.weight[...]
+assert float(embedding[7, 5]) == 1.5 and float(embedding[-1, -1]) == -2.5, "not the file's values"
+"""
+
+
+def write_sparse(folder: Path, dtype: str, V: int, L: int) -> tuple[int, int]:
+    """A made-up Llama of zeros, a file with holes: the bytes of its tensors, and of the largest."""
+    D, F = 1536, 6144
+    folder.mkdir()
+    config = {"model_type": "llama", "vocab_size": V, "hidden_size": D, "intermediate_size": F}
+    config |= {"num_hidden_layers": L, "num_attention_heads": 12, "num_key_value_heads": 12}
+    config |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "model.embed_tokens.weight": [V, D],
+        "lm_head.weight": [V, D],
+        "model.norm.weight": [D],
+    }
+    for i in range(L):
+        at = f"model.layers.{i}."
+        shapes |= {f"{at}self_attn.{x}_proj.weight": [D, D] for x in "qkvo"}
+        shapes |= {f"{at}mlp.{x}_proj.weight": [F, D] for x in ("gate", "up")}
+        shapes |= {f"{at}mlp.down_proj.weight": [D, F]}
+        shapes |= {f"{at}{x}_layernorm.weight": [D] for x in ("input", "post_attention")}
+    item = 2 if dtype == "BF16" else 4
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + item * int(np.prod(shape))
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / WEIGHTS).open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+        for row, column, value in ((7, 5, 1.5), (V - 1, D - 1, -2.5)):
+            stream.seek(8 + len(text) + item * (row * D + column))
+            stream.write(np.array(value, ml_dtypes.bfloat16 if item == 2 else np.float32).tobytes())
+    return end, item * V * D
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize(
+    ("dtype", "V", "L", "saves"), [("BF16", 106_000, 18, 0), ("F32", 42_000, 10, 1)]
+)
+def test_a_large_checkpoint_is_never_held_twice(tmp_path, dtype, V, L, saves):
+    """2 GB of file, loaded (and saved) as bfloat16. If it were mapped, all of it would count."""
+    size, largest = write_sparse(tmp_path / "large", dtype, V, L)
+    assert size > 2 * 10**9
+    if dtype == "F32":
+        size, largest = size // 2, largest // 2
+    copies = [tmp_path / "copy"] * saves
+    peak = int(run_python(PEAK, tmp_path / "large", *copies))
+    for copy in copies:
+        shutil.rmtree(copy)
+    limit = size + largest + 300 * 10**6
+    assert peak < limit, f"{peak / 1e6:.0f} MB at the peak, {limit / 1e6:.0f} allowed"
+    print(f"\npeak: {peak / 1e6:.0f} MB for {size / 1e6:.0f} MB of parameters")
