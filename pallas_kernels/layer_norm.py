@@ -92,6 +92,8 @@ def why_not(x, weight, bias, *, eps, device: Device | None = None) -> str | None
         return "takes rows, got a scalar"
     if x.size == 0:
         return f"an array {list(x.shape)} holds no numbers"
+    if norm_lanes_backward.plan_of(x.shape[-1], x.dtype):
+        return None  # lanes norm what they can take back
     sizes = [array.dtype.itemsize for array in (weight, bias) if array is not None]
     if reason := rows.why_not_rows(x.shape[-1], x.dtype.itemsize, *sizes):
         return reason

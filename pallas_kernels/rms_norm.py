@@ -94,6 +94,8 @@ def why_not(
             return f"takes bfloat16, float16 or float32, got {name} {dtype}"
     if x.size == 0:
         return f"an array {list(x.shape)} holds no numbers"
+    if norm_lanes_backward.plan_of(x.shape[-1], x.dtype):
+        return None  # lanes norm what they can take back
     return rows.why_not_rows(x.shape[-1], x.dtype.itemsize, weight.dtype.itemsize)
 
 
