@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxllm import aot, fp8, lora, train
+from jaxllm.byte_size import byte_size
 from jaxllm.checkpoint.hf import pack_as_stored
 from jaxllm.config import REMAT, ModelConfig, Runtime
 from jaxllm.model import Transformer
@@ -150,7 +150,7 @@ def plan(
     policy: of `precision.POLICIES`. optimizer: "adamw", "adamw_8bit", "sgd", or any of optax.
     remat: of `config.REMAT`; "auto" takes the first of `ORDER` that fits on the card, or the last
         (with adapters without "dots", which then keeps more than "none").
-    card: one of `CARDS`, or a size such as "24GB" (a GB has 10^9 bytes).
+    card: one of `CARDS`, or a size such as "24GB" (10^9 bytes each) or "22GiB".
     target: the GPU to compile for; None: the CPU, as without JAX's CUDA plugin.
     Takes from half a minute to some minutes a policy for a model of 32 layers.
     Raises: ValueError for a name that does not exist, sizes that do not divide, packed weights
@@ -222,8 +222,8 @@ def card_size(card: str) -> int:
     """Bytes of a card by its name or size ("24GB"). Raises: ValueError for neither."""
     if card in CARDS:
         return CARDS[card]
-    if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", card, re.IGNORECASE):
-        return int(float(size[1]) * 10**9)
+    if (size := byte_size(card)) is not None:
+        return size
     raise ValueError(f"plan: card {card!r} is not one of {', '.join(CARDS)}, or a size like '24GB'")
 
 

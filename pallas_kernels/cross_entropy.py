@@ -89,7 +89,7 @@ def linear_cross_entropy(
     Raises: ValueError if shapes or dtypes disagree, or for a number that cannot be.
     NotImplementedError without a Hopper GPU (unless `interpret`), or for what `why_not` says.
     """
-    check("linear_cross_entropy", hidden, head, targets, softcap, z_loss)
+    check("linear_cross_entropy", hidden, head, targets, softcap, z_loss, ignore_index=ignore_index)
     if hidden.ndim != 2:
         raise ValueError(f"linear_cross_entropy: hidden must be [T, D], got {list(hidden.shape)}")
     if reduction not in REDUCTIONS:
@@ -164,7 +164,9 @@ def _fits_gradient(hidden, head, config: Config) -> bool:
     return head.dtype == jnp.bfloat16 and t <= d and v % 8 == 0 and v > 2 * config.slab
 
 
-def check(op: str, hidden, head, targets, softcap, z_loss: float = 0.0) -> None:
+def check(
+    op: str, hidden, head, targets, softcap, z_loss: float = 0.0, *, ignore_index: int
+) -> None:
     """Refuses what no implementation can take, in the name of `op`; tokens of any axes."""
     if len(head.shape) != 2 or hidden.ndim < 1 or hidden.shape[-1] != head.shape[1]:
         raise ValueError(
@@ -173,7 +175,7 @@ def check(op: str, hidden, head, targets, softcap, z_loss: float = 0.0) -> None:
         )
     if 0 in head.shape:
         raise ValueError(f"{op}: head {list(head.shape)} is empty; V and D must be 1 at least")
-    check_targets(op, targets, hidden.shape[:-1])
+    check_targets(op, targets, hidden.shape[:-1], ignore_index)
     for name, x in (("hidden", hidden), ("head", head)):
         if not isinstance(x, Packed) and x.dtype not in DTYPES:
             raise ValueError(f"{op}: {name} is {x.dtype}; bfloat16, float16 or float32 are allowed")
@@ -183,8 +185,14 @@ def check(op: str, hidden, head, targets, softcap, z_loss: float = 0.0) -> None:
         raise ValueError(f"{op}: z_loss must be a finite number, got {z_loss}")
 
 
-def check_targets(op: str, targets, shape: tuple[int, ...]) -> None:
-    """Refuses targets that are not one integer for each token, in the name of `op`."""
+def check_targets(op: str, targets, shape: tuple[int, ...], ignore_index: int) -> None:
+    """Refuses targets that are not one integer for each token, and an `ignore_index` that none can
+    be, in the name of `op`.
+    """
+    kept = jnp.iinfo(jnp.int32)
+    whole = isinstance(ignore_index, int | np.integer) and not isinstance(ignore_index, bool)
+    if not whole or not kept.min <= ignore_index <= kept.max:
+        raise ValueError(f"{op}: ignore_index must be an integer of 32 bits, got {ignore_index!r}")
     if not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != shape:
         raise ValueError(
             f"{op}: targets must be integers {list(shape)}, one a token, got "

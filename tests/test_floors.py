@@ -271,6 +271,7 @@ MAY_IMPORT = {
     "jaxllm.config_rope": "jaxllm.config jaxllm.config_keys",
     "jaxllm.families": "jaxllm.config jaxllm.config_keys jaxllm.config_rope",
     "jaxllm.flops": "jaxllm.config",
+    "jaxllm.byte_size": "",
     "jaxllm.memory": "",
     "jaxllm.compile_cache": "",
     "jaxllm.sampling": "jaxllm.ops._select jaxllm.ops.sampling_threshold",
@@ -344,7 +345,7 @@ MAY_IMPORT = {
     ),
     "jaxllm.checkpoint.placement": "jaxllm.checkpoint.safetensors_file jaxllm.memory",
     "jaxllm.checkpoint.hf": (
-        "jaxllm.checkpoint.compressed_tensors jaxllm.checkpoint.folder "
+        "jaxllm.byte_size jaxllm.checkpoint.compressed_tensors jaxllm.checkpoint.folder "
         "jaxllm.checkpoint.packed_modules "
         "jaxllm.checkpoint.placement jaxllm.checkpoint.quantization_config "
         "jaxllm.checkpoint.safetensors_file jaxllm.checkpoint.tensor_names jaxllm.config "
@@ -365,8 +366,8 @@ MAY_IMPORT = {
         "jaxllm.layers jaxllm.model jaxllm.ops"
     ),
     "jaxllm.plan": (
-        "jaxllm.aot jaxllm.checkpoint.hf jaxllm.config jaxllm.fp8 jaxllm.lora jaxllm.model "
-        "jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.train"
+        "jaxllm.aot jaxllm.byte_size jaxllm.checkpoint.hf jaxllm.config jaxllm.fp8 jaxllm.lora "
+        "jaxllm.model jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.train"
     ),
     "jaxllm.dpo": "jaxllm.data jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
     "jaxllm.finetune": (

@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
+from jaxllm.byte_size import byte_size
 from jaxllm.checkpoint import compressed_tensors
 from jaxllm.checkpoint.folder import (
     INDEX,
@@ -197,28 +198,35 @@ def save(
     tokenizer: Tokenizer | None,
     path: str | os.PathLike[str],
     *,
-    max_shard_size: int = 5_000_000_000,
+    max_shard_size: int | str = "5GB",
 ) -> None:
     """Write a folder that `load`, and transformers, read: config, weights, generation, tokenizer.
 
     Weights keep their dtypes, bit for bit, and packed ones their codes and scales in the formats of
     compressed-tensors (nvfp4 the reciprocal of the tensor's scale); a table that is packed for both
     embedding and head becomes a plain embedding and a packed head of its own. More than
-    `max_shard_size` bytes go to several files. Files get their names only when all are written;
-    what other weights the folder had under those names is removed, and with a tokenizer what else
-    it had of another one.
-    Raises: ValueError if the path is a file or empty, the config cannot be said in a config.json,
-    or the model has adapters; NotImplementedError if a parameter is spread over several processes,
-    or a packed weight is one that compressed-tensors cannot say, or has an order of inputs.
+    `max_shard_size` (bytes, or a size such as "500MB") goes to several files. Files get their names
+    only when all are written; what other weights the folder had under those names is removed, and
+    with a tokenizer what else it had of another one.
+    Raises: ValueError if the model is no Transformer or has adapters, the path is a file or empty,
+    or the config cannot be said in a config.json; NotImplementedError if a parameter is spread over
+    several processes, or a packed weight is one that compressed-tensors cannot say, or has an order
+    of inputs.
     """
+    if not isinstance(model, Transformer):
+        raise ValueError(f"save: model must be a Transformer, not {type(model).__name__}")
     if not os.fspath(path):
         raise ValueError("save: the path is empty; give a folder")
+    shard_bytes = byte_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    if shard_bytes is None or shard_bytes < 1:
+        raise ValueError(
+            "save: max_shard_size must be a number of bytes, 1 at least, or a size like '5GB', got "
+            f"{max_shard_size!r}"
+        )
     folder = Path(os.path.expanduser(path))
     existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
     if existing is not None and not existing.is_dir():
         raise ValueError(f"save: {existing} is a file; give a folder")
-    if max_shard_size < 1:
-        raise ValueError(f"save: max_shard_size must be at least 1 byte, got {max_shard_size}")
     arrays = {path: p.get_value() for path, p in _by_path(nnx.state(model, nnx.Param)).items()}
     packed, table = _packed_layers(model)
     ordered = [name for name in packed if f"{name}.order" in arrays]
@@ -249,7 +257,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(prefix=".save-", dir=folder))
     try:
-        _write_weights(stage, sources, max_shard_size)
+        _write_weights(stage, sources, shard_bytes)
         if tokenizer is not None:
             tokenizer.save(stage)
         _write_json(stage / "generation_config.json", ids | _sampling(model.generation))
@@ -411,11 +419,11 @@ def _common_dtype(arrays: Iterable[Any]) -> np.dtype:
     return np.dtype(functools.reduce(jnp.promote_types, {array.dtype for array in arrays}))
 
 
-def _write_weights(stage: Path, sources: Sequence[Source], max_shard_size: int) -> None:
+def _write_weights(stage: Path, sources: Sequence[Source], shard_bytes: int) -> None:
     shards: list[list[Source]] = [[]]
     for source in sources:
         size = sum(other.size_bytes for other in shards[-1])
-        if shards[-1] and size + source.size_bytes > max_shard_size:
+        if shards[-1] and size + source.size_bytes > shard_bytes:
             shards.append([])
         shards[-1].append(source)
     if len(shards) == 1:

@@ -49,7 +49,7 @@ def cross_entropy(
         raise ValueError(
             f"cross_entropy: logits must be floats [.., V], got {logits.dtype}{list(logits.shape)}"
         )
-    check_targets("cross_entropy", targets, logits.shape[:-1])
+    check_targets("cross_entropy", targets, logits.shape[:-1], ignore_index)
     _check_concrete("cross_entropy", targets, logits.shape[-1], ignore_index)
     targets = as_int32(targets)
     counted = targets != ignore_index
@@ -106,7 +106,7 @@ def check_linear(
     op: str, hidden, head, targets, ignore_index, softcap, chunk, z_loss: float = 0.0
 ) -> None:
     """What `linear_cross_entropy` and `linear_log_probs` refuse, in the name of `op`."""
-    check(op, hidden, head, targets, softcap, z_loss)
+    check(op, hidden, head, targets, softcap, z_loss, ignore_index=ignore_index)
     if chunk is not None and chunk < 1:
         raise ValueError(f"{op}: chunk must be at least 1, got {chunk}")
     _check_concrete(op, targets, head.shape[0], ignore_index)

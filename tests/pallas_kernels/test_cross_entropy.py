@@ -269,6 +269,16 @@ HIDDEN, HEAD, IDS = shape(3, 64), shape(32, 64), shape(3, dtype=jnp.int32)
         ((HIDDEN, HEAD, shape(4, dtype=jnp.int32)), {}, r"integers \[3\], .* got int32\[4\]"),
         ((shape(3, 64, dtype=jnp.int8), HEAD, IDS), {}, "hidden is int8; bfloat16, float16 or"),
         ((HIDDEN, shape(32, 64, dtype=jnp.int32), IDS), {}, "head is int32"),
+        (
+            (HIDDEN, HEAD, IDS),
+            {"ignore_index": None},
+            "ignore_index must be an integer of 32 bits, got None",
+        ),
+        (
+            (HIDDEN, HEAD, IDS),
+            {"ignore_index": 2**40},
+            "ignore_index must be an integer of 32 bits, got 10995",
+        ),
         ((HIDDEN, HEAD, shape(3, dtype=F32)), {}, r"targets must be integers .* got float32\[3\]"),
         (
             (HIDDEN, HEAD, IDS),

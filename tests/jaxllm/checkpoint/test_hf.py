@@ -668,7 +668,7 @@ def test_parameters_that_were_put_back_as_numpy_arrays_are_saved(folder, tmp_pat
 def test_saving_over_a_checkpoint_leaves_none_of_its_weights(folder):
     model, _ = load(folder)
     (folder / "notes.safetensors").write_text("mine")
-    save(model, None, folder, max_shard_size=40_000)
+    save(model, None, folder, max_shard_size="0.04MB")
     assert not (folder / WEIGHTS).exists()
     load(folder)
     save(model, None, folder)
@@ -708,8 +708,11 @@ def test_saving_where_a_file_is(folder, tmp_path, monkeypatch):
     for target in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match="file is a file; give a folder"):
             save(model, None, target)
-    with pytest.raises(ValueError, match="max_shard_size must be at least 1 byte, got 0"):
-        save(model, None, tmp_path / "x", max_shard_size=0)
+    for size in (0, "5", "GB", "5 TB"):
+        with pytest.raises(ValueError, match=f"1 at least, or a size like '5GB', got '?{size}'?$"):
+            save(model, None, tmp_path / "x", max_shard_size=size)
+    with pytest.raises(ValueError, match="save: model must be a Transformer, not NoneType"):
+        save(None, model, tmp_path / "x")  # type: ignore[arg-type]
 
 
 @pytest.mark.reference

@@ -334,6 +334,8 @@ def test_what_cannot_be_is_refused_of_logits():
         cross_entropy(logits, targets.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"logits must be floats \[.., V\], got int32\[2, 5, 13\]"):
         cross_entropy(logits.astype(jnp.int32), targets)
+    with pytest.raises(ValueError, match="^cross_entropy: ignore_index must be an integer of 32 b"):
+        cross_entropy(logits, targets, ignore_index=True)
 
 
 @pytest.mark.parametrize("bad", [13, 1000, -1])
