@@ -1,8 +1,8 @@
 """Results as tables and a plot: `python -m benchmarks.report benchmarks/results/*.json`.
 
-Writes the tables into benchmarks/README.md, between its two marks, and results.png, a plot of each
-op's largest call, beside the files. Ratios are taken within one file, that is one run on one GPU.
-What one file has had no time for and a later one has is in the later one's table alone.
+Writes benchmarks/results/README.md, the tables, and results.png, a plot of each op's largest call,
+beside it. Ratios are taken within one file, that is one run on one GPU. What several runs have
+stands once, in the newest that has all of it; what one had no time for, in the one that had.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import decoding, step_kernels, training
-from benchmarks.lacking import LATE, complete
+from benchmarks.lacking import LATE, names_of
+from benchmarks.repeats import newest_first, without_repeats
 
-HERE = Path(__file__).resolve().parent
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+RESULTS = Path(__file__).resolve().parent / "results"
+HEAD = """# Results
+
+`python -m benchmarks.report benchmarks/results/*.json` writes this file; nobody edits it.
+
+What a run does and how to read its tables: [benchmarks/](../README.md). What was tried besides:
+[notes](../notes.md). The newest run comes first. A case stands in the newest run on its GPU that
+has a time for ours, and in an older one only if that has timed a rival that the newer has not.
+"""
 # A sum of kernels this far below the wall clock leaves something out, such as a copy.
 UNSEEN, LONG_US = 1.2, 100.0
 
@@ -72,8 +80,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     ceilings = results.get("ceilings") or {}
     versions = results["versions"]
     named = ", ".join(f"{name} {versions[name]}" for name in ("jax", "torch") if name in versions)
-    yield f"### {gpu.get('name', 'no GPU')}, {results['date']}"
-    yield ""
+    yield f"{gpu.get('name', 'no GPU')}, {results['date']}."
     yield f"Driver {gpu.get('driver', 'none')}, {named}."
     if "copy" in ceilings:
         yield (
@@ -88,6 +95,9 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     elif spent := results.get("spent_s"):
         phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in spent.items())
         yield f"Of {results['seconds']:.0f} s, those of each process and of JAX's phases: {phases}."
+        yield ""
+    if newer := results.get("newer"):
+        yield f"Rows that stand in a newer run: {newer} of {newer + len(results['rows'])}."
         yield ""
     yield from _cases(results, ceilings)
     yield from _narrow_caches(results)
@@ -372,28 +382,19 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def without_repeats(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs without the rows and sections that they had no time for and another run has, unless
-    that is older: it may have measured other code.
-    """
-    kept = []
-    for run in runs:
-        done = {name for other in runs if other["date"] >= run["date"] for name in complete(other)}
-        late = done - set(complete(run))
-        rows = [row for row in run["rows"] if f"{row['op']}: {row['label']}" not in late]
-        sections = {key: x for key, x in run["sections"].items() if key not in late}
-        kept.append({**run, "rows": rows, "sections": sections})
-    return kept
-
-
-def write_readme(readme: Path, text: str) -> None:
-    """Put the tables between the two marks."""
-    old = readme.read_text()
-    if old.count(BEGIN) != 1 or old.count(END) != 1:
-        raise ValueError(f"report: {readme} must have the marks {BEGIN} and {END} once each")
-    head, rest = old.split(BEGIN)
-    tail = rest.split(END)[1]
-    readme.write_text(f"{head}{BEGIN}\n\n{text.strip()}\n\n{END}{tail}")
+def document(runs: Sequence[dict[str, Any]]) -> str:
+    """All of them as Markdown: what each has, its tables, and at the end those without any left."""
+    runs = newest_first(runs)
+    standing = [run for run in runs if run["rows"] or run["sections"]]
+    text = [HEAD]
+    for run in standing:
+        anchor = run["file"].lower().replace(".", "")  # as GitHub makes it of the heading
+        text.append(f"* [{run['file']}](#{anchor}): {', '.join(names_of(run))}")
+    text.append("")
+    for run in standing:
+        text += [f"## {run['file']}", "", *lines(run)]
+    text += [f"* superseded: {run['file']}" for run in runs if run not in standing]
+    return "\n".join(text).strip() + "\n"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -404,25 +405,24 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"report: {path} cannot be read as results: {error}") from error
     if not isinstance(results, dict) or not {"date", "rows", "sections"} <= results.keys():
         raise ValueError(f"report: {path} is no file that python -m benchmarks wrote")
-    return results
+    return {**results, "file": path.name}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="what python -m benchmarks wrote")
-    parser.add_argument("--readme", type=Path, default=HERE / "README.md")
-    parser.add_argument("--plot", type=Path, default=HERE / "results" / "results.png")
+    parser.add_argument("--tables", type=Path, default=RESULTS / "README.md")
+    parser.add_argument("--plot", type=Path, default=RESULTS / "results.png")
     args = parser.parse_args(argv)
     try:
-        runs = without_repeats([_read(path) for path in args.files])
-        text = "\n".join(line for run in runs for line in lines(run))
-        plot(runs, args.plot)
-        write_readme(args.readme, text)
+        runs = [_read(path) for path in args.files]
+        plot(without_repeats(runs), args.plot)
+        args.tables.write_text(document(runs))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{args.readme} and {args.plot}: {len(runs)} runs")
+    print(f"{args.tables} and {args.plot}: {len(runs)} runs")
     return 0
 
 

@@ -70,7 +70,7 @@ def problem(config: Config, m: int, n: int, k: int, out_dtype, *, gated: bool) -
 def default_config(
     m: int, n: int, k: int, out_dtype, *, gated: bool, num_sms: int
 ) -> Config | None:
-    """What was ahead on an H200 (benchmarks/README.md); None where "tiles" is.
+    """What was ahead on an H200 (benchmarks/notes.md); None where "tiles" is.
 
     Not measured: "split" of gate and up, and of fewer than 2048 rows with K of 4096.
     """

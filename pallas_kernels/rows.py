@@ -268,7 +268,7 @@ def default_config(
     sums: int = 0,
     meetings: int = 1,
 ) -> Config:
-    """What was near the best for rows of every width on an H200 (benchmarks/README.md).
+    """What was near the best for rows of every width on an H200 (benchmarks/notes.md).
 
     Rows that fill the threads need no stream: blocks that come and go keep more loads in flight
     than a stream of copies does (8192 x 8192 bfloat16: 65.9 us against 68.4). Two

@@ -16,6 +16,8 @@ from jaxllm import cli
 REPO = Path(__file__).resolve().parent.parent
 README = REPO / "README.md"
 RESULTS = REPO / "benchmarks" / "results"
+DOCUMENTS = [README, REPO / "CHANGELOG.md", REPO / "CONTRIBUTING.md", RESULTS / "README.md"]
+DOCUMENTS += [REPO / "benchmarks" / name for name in ("README.md", "notes.md")]
 
 
 @pytest.mark.slow
@@ -70,9 +72,29 @@ def test_the_commands_of_the_benchmarks_have_work_to_do():
     for words in found:
         plan = benchmark._plan(benchmark._arguments(words))
         assert any(benchmark._has_work(module, plan) for module in benchmark.MODULES), words
-    for file in (README, REPO / "benchmarks" / "README.md", REPO / "CONTRIBUTING.md"):
+    for file in DOCUMENTS:
         for module in re.findall(r"python -m ([\w.]+)", file.read_text()):
             assert importlib.util.find_spec(module) is not None, module
+
+
+def anchors(file):
+    """As GitHub makes them of headings."""
+    for heading in re.findall(r"^#+ (.+)$", file.read_text(), re.M):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def broken_links(file):
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", file.read_text()):
+        target = file.parent / path if path else file
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield f"{path}#{anchor}"
+
+
+def test_the_links_of_the_documents_lead_somewhere(tmp_path):
+    for file in DOCUMENTS:
+        assert list(broken_links(file)) == [], file
+    (tmp_path / "a.md").write_text("# `One`: two\n[x](#one-two) [y](#one) [z](b.md) [w](a.md#two)")
+    assert list(broken_links(tmp_path / "a.md")) == ["#one", "b.md#", "a.md#two"]
 
 
 MEASURED = {

@@ -107,7 +107,7 @@ def _linear_pallas_not_auto(x, weight, bias=None, *, out_dtype=None, device):
     if isinstance(weight, Packed):  # XLA would write the weight as numbers, and read those
         return not_auto_quantized(x, weight)
     # H200, bfloat16: alone the kernel is 2 to 7 % faster than XLA's at 8192 tokens, at few up to a
-    # third, but a model decodes slower with it (benchmarks/README.md)
+    # third, but a model decodes slower with it (benchmarks/notes.md)
     return "a model decodes faster where XLA joins products with what stands before and behind them"
 
 

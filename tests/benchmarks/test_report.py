@@ -1,11 +1,12 @@
-"""The report: figures of a row, tables in the README, the plot."""
+"""The report: figures of a row, the tables of all runs, the plot."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
-from benchmarks import lacking, report
+from benchmarks import lacking, repeats, report
 
 CEILINGS = {"copy": 4e12, "read": 4.5e12, "matmul": 8e14}
 
@@ -112,8 +113,7 @@ def test_what_counts_as_the_time(us, wall_us, clock, expected):
 
 def test_the_tables():
     text = "\n".join(report.lines(results()))
-    assert "### NVIDIA H200, 2026-11-20T15:00:00+00:00" in text
-    assert "Driver 580.1, jax 0.11.2." in text
+    assert text.startswith("NVIDIA H200, 2026-11-20T15:00:00+00:00.\nDriver 580.1, jax 0.11.2.\n")
     assert "copy 4.00 TB/s, read 4.50 TB/s, bf16 matmul 800 TFLOP/s" in text
     first = "| rms_norm: 8192 x 8192 bfloat16 | right | 268 |  | 70.0 | 3835 |  |"
     assert f"{first} 96 % | 90.0 | liger 84.0 | 1.20 |" in text
@@ -167,27 +167,27 @@ def test_what_is_drawn():
     ]
 
 
-def test_the_command_writes_readme_and_plot(tmp_path, capsys):
-    readme, plot, file = (tmp_path / name for name in ("README.md", "x.png", "h200.json"))
+def test_the_command_writes_tables_and_plot(tmp_path, capsys):
+    tables, plot, file = (tmp_path / name for name in ("README.md", "x.png", "h200.json"))
     file.write_text(json.dumps(results()))
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    arguments = [str(file), "--readme", str(readme), "--plot", str(plot)]
+    tables.write_text("obsolete")
+    arguments = [str(file), "--tables", str(tables), "--plot", str(plot)]
     assert report.main(arguments) == 0
-    once = readme.read_text()
-    assert once.startswith("before\n")
-    assert once.endswith("after\n")
-    assert "old" not in once
+    once = tables.read_text()
+    assert once.startswith(report.HEAD)
+    assert "obsolete" not in once
+    assert "* [h200.json](#h200json): rms_norm, matmul, softmax-fusion, " in once
+    assert "\n## h200.json\n\nNVIDIA H200, 2026-11-20T15:00:00+00:00.\n" in once
     assert "| rms_norm: 8192 x 8192" in once
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert report.main(arguments) == 0
-    assert readme.read_text() == once
+    assert tables.read_text() == once
     assert "1 runs" in capsys.readouterr().out
 
 
 def test_what_cannot_be_reported(tmp_path, capsys):
-    readme, plot, file = (tmp_path / name for name in ("README.md", "x.png", "cpu.json"))
-    readme.write_text("no marks")
-    arguments = [str(file), "--readme", str(readme), "--plot", str(plot)]
+    tables, plot, file = (tmp_path / name for name in ("README.md", "x.png", "cpu.json"))
+    arguments = [str(file), "--tables", str(tables), "--plot", str(plot)]
     for text, sentence in ((None, "No such file"), ("{", "Expecting"), ("[]", "is no file that")):
         if text is not None:
             file.write_text(text)
@@ -196,36 +196,73 @@ def test_what_cannot_be_reported(tmp_path, capsys):
     file.write_text(json.dumps(results(ceilings=None)))
     assert report.main(arguments) == 2
     assert "no file has rows and ceilings" in capsys.readouterr().err
-    file.write_text(json.dumps(results()))
-    assert report.main(arguments) == 2
-    assert "must have the marks" in capsys.readouterr().err
+    assert not tables.exists()
 
 
-def test_the_readme_of_the_project_has_its_marks():
-    text = (report.HERE / "README.md").read_text()
-    assert text.count(report.BEGIN) == text.count(report.END) == 1
+def test_the_tables_of_the_project_are_of_the_committed_results():
+    runs = [report._read(path) for path in sorted(report.RESULTS.glob("*.json"))]
+    assert (report.RESULTS / "README.md").read_text() == report.document(runs)
 
 
-def test_the_tables_of_the_readme_are_of_the_committed_results():
-    paths = sorted((report.HERE / "results").glob("*.json"))
-    runs = report.without_repeats([json.loads(path.read_text()) for path in paths])
-    text = "\n".join(line for run in runs for line in report.lines(run)).strip()
-    readme = (report.HERE / "README.md").read_text()
-    assert readme.split(report.BEGIN)[1].split(report.END)[0].strip() == text
+def timed(file, *names, gpu="one", label="a", **changes):
+    """A run of the day that its file is named by, with one row."""
+    times = {name: timing(9.0) for name in names} or {"ours": {"failed": "x"}}
+    found = results(file=f"{file}.json", date=f"2026-01-{file}", gpu={"name": gpu}, sections={})
+    return {**found, "rows": [row(label=label, times=times)], **changes}
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "stand"),
+    [
+        (timed("01", "ours", "xla"), timed("02", "ours", "xla", "torch"), ["02"]),
+        (timed("01"), timed("02", "ours"), ["02"]),
+        (timed("01", "ours", "xla"), timed("02", "ours", "torch"), ["02", "01"]),
+        (timed("01", "ours"), timed("02", "xla"), ["02", "01"]),
+        (timed("01", "ours"), timed("02"), ["02", "01"]),
+        (timed("01", "xla"), timed("02", "xla"), ["02", "01"]),
+        (timed("01", "ours"), timed("02", "ours", gpu="two"), ["02", "01"]),
+        (timed("01", "ours"), timed("02", "ours", label="b"), ["02", "01"]),
+    ],
+)
+def test_a_case_stands_in_the_newest_run_that_has_all_of_it(older, newer, stand):
+    for runs in ([older, newer], [newer, older]):
+        kept = repeats.newest_first(runs)
+        assert [run["file"] for run in kept] == ["02.json", "01.json"]
+        assert [run["date"][-2:] for run in kept if run["rows"]] == stand
+        assert [run["newer"] for run in kept] == [0, 2 - len(stand)]
+
+
+def test_a_run_says_what_stands_in_a_newer_one():
+    more = row(label="more", times={"ours": timing(1.0)})
+    part = timed("02", "ours", rows=[*timed("02", "ours")["rows"], more])
+    only_sections = timed("03", "ours", sections={"layer/x": {}, "decode/xla": lacking.SPENT})
+    decode = {"decode/xla": {"tokens_per_s": 2000.0, "bytes_a_token": 10**9}}
+    newest = timed("04", "ours", "xla", sections=decode)
+    text = report.document([timed("01", "ours"), part, only_sections, newest])
+    found = re.findall(r"^(?:##|\* superseded:|Rows that).*", text, re.M)
+    assert found == [
+        "## 04.json",
+        *("## 03.json", "Rows that stand in a newer run: 1 of 1."),
+        *("## 02.json", "Rows that stand in a newer run: 1 of 2."),
+        "* superseded: 01.json",
+    ]
+    assert "* [04.json](#04json): rms_norm, decode\n* [03.json](#03json): layer\n" in text
+    assert "[01.json]" not in text
+    assert text.count("| rms_norm: a |") == text.count("| rms_norm: more |") == 1
 
 
 def test_what_one_run_had_no_time_for_is_in_the_tables_of_another():
     late = row(label="late", times={"ours": timing(9.0), "torch": lacking.SPENT})
     first = results(rows=[row(), late], sections={"decode/xla": lacking.SPENT, "layer/x": {}})
     second = results(rows=[row(label="late")], sections={"decode/xla": {"tokens_per_s": 1.0}})
-    one, two = report.without_repeats([first, second])
+    one, two = repeats.without_repeats([first, second])
     assert [r["label"] for r in one["rows"]] == [row()["label"]]
     assert one["sections"] == {"layer/x": {}}
     assert two == second
-    alone = report.without_repeats([first])
+    alone = repeats.without_repeats([first])
     assert alone == [first]  # nobody has it
     older = {**second, "date": "2000-01-01T00:00:00+00:00"}
-    assert report.without_repeats([first, older]) == [first, older]  # of other code, perhaps
+    assert repeats.without_repeats([first, older]) == [first, older]  # of other code, perhaps
     spent = row(label="spent", correct=lacking.SPENT, times={"ours": lacking.NO_RESULT})
     text = "\n".join(report.lines(results(rows=[row(), spent])))
     assert "1 more had no time in this run." in text

@@ -1,0 +1,44 @@
+"""What several runs have: in whose table it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.lacking import complete
+
+
+def without_repeats(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs without the rows and sections that they had no time for and another run has, unless
+    that is older: it may have measured other code.
+    """
+    kept = []
+    for run in runs:
+        done = {name for other in runs if other["date"] >= run["date"] for name in complete(other)}
+        late = done - set(complete(run))
+        rows = [row for row in run["rows"] if f"{row['op']}: {row['label']}" not in late]
+        sections = {key: x for key, x in run["sections"].items() if key not in late}
+        kept.append({**run, "rows": rows, "sections": sections})
+    return kept
+
+
+def newest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of `without_repeats`, also without the rows that stand in a newer run on the same GPU;
+    `newer` counts what a run no longer has.
+
+    The newer row times ours and every rival that the older one times: where it lacks one, both
+    stay, for no ratio is taken across runs.
+    """
+    kept = []
+    timed: dict[tuple[str, str, str], list[set[str]]] = {}
+    pairs = zip(runs, without_repeats(runs), strict=True)
+    for whole, run in sorted(pairs, key=lambda pair: pair[0]["date"], reverse=True):
+        rows = []
+        for row in run["rows"]:
+            newer = timed.setdefault((run["gpu"].get("name", ""), row["op"], row["label"]), [])
+            names = {name for name, timing in row["times"].items() if "us" in timing}
+            if not any(names | {"ours"} <= others for others in newer):
+                rows.append(row)
+            newer.append(names)
+        kept.append({**run, "rows": rows, "newer": len(whole["rows"]) - len(rows)})
+    return kept
