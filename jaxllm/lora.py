@@ -37,6 +37,7 @@ from jaxllm.config import Runtime
 from jaxllm.families import FAMILIES
 from jaxllm.layers import BitLinear, Linear
 from jaxllm.model import Transformer
+from jaxllm.quantize import PackedLinear
 
 KINDS = ("lora", "rslora", "dora")
 PARAMETERS = ("lora_a", "lora_b", "magnitude")
@@ -481,7 +482,7 @@ def _shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
 
 
 def _is_linear(module: Any) -> bool:
-    return isinstance(module, Linear) or hasattr(module, "dequantize")
+    return isinstance(module, Linear | PackedLinear)
 
 
 def _is_fused(model: Transformer) -> bool:

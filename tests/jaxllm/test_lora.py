@@ -223,6 +223,18 @@ def test_what_cannot_be_is_one_sentence(options, error, words):
     assert not lora.adapters(model)
 
 
+def test_a_packed_table_gets_no_adapter():
+    model = build(dataclasses.replace(TINY, tie_word_embeddings=True))
+    plain = lora.add_adapters(model, rngs=nnx.Rngs(0))
+    model = build(dataclasses.replace(TINY, tie_word_embeddings=True))
+    quantize(model, "int8", head="int8")
+    for target in ("embed_tokens", "lm_head"):
+        with pytest.raises(NotImplementedError, match="is tied to the embedding, which is a table"):
+            lora.add_adapters(model, targets=target, rngs=nnx.Rngs(0))
+    assert lora.add_adapters(model, rngs=nnx.Rngs(0)) == plain
+    assert np.all(np.isfinite(logits(model, tokens(1, 5))))
+
+
 def test_a_second_call_adds_other_modules():
     model = adapted(targets="q_proj", rank=2)
     lora.add_adapters(model, targets="v_proj", rank=5, rngs=nnx.Rngs(0))
