@@ -267,8 +267,9 @@ def make_train_step(
     `micro_batches` equal parts, one after the other: less memory, same result up to rounding, since
     the gradient is that of the loss's sum over all parts divided by its count over all parts.
     A step whose loss or gradient is not finite changes neither parameters nor the optimiser's
-    state, and is counted. With `stochastic_rounding`, bfloat16 weights are rounded up or down by
-    chance, so that steps smaller than their last digit are not lost.
+    state, and is counted. What is spread over devices stays spread as it was. With
+    `stochastic_rounding`, bfloat16 weights are rounded up or down by chance, so that steps smaller
+    than their last digit are not lost.
     Metrics, scalars on the device: `loss` (that quotient), `tokens` (the count), `grad_norm`
     (before any clipping), `scale` (what the loss was multiplied by) and `skipped` (steps so far
     that changed nothing).
@@ -288,7 +289,47 @@ def make_train_step(
         # Around copies to the host that schedule puts the products for gradients off, and keeps
         # what they need: 38 GiB for an 8B with adapters at 8192 tokens, and 19 without offloading
         options["xla_gpu_enable_latency_hiding_scheduler"] = False
-    return jax.jit(step, donate_argnums=0, compiler_options=options)
+    return _Step(step, options)
+
+
+class _Step:
+    """A step, compiled once for each way that its states are spread over devices."""
+
+    def __init__(self, pure: Callable[..., Any], options: dict[str, Any]):
+        def step(state: TrainState, batch: Batch, places: tuple[Sharding | None, ...]):
+            after, metrics = pure(state, batch)
+            return _put(after, places), metrics
+
+        self.jitted = jax.jit(step, donate_argnums=0, static_argnums=2, compiler_options=options)
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        return self.jitted(state, batch, _spread(state))
+
+    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+        """As `jax.jit` has it; arguments may be shapes."""
+        return self.jitted.lower(state, batch, _spread(state))
+
+
+def _spread(state: TrainState) -> tuple[Sharding | None, ...]:
+    """Where the arrays lie that a step changes, None for those on one device; empty if all are."""
+    changed = jax.tree.leaves(dataclasses.replace(state, frozen={}))
+    shardings = [None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in changed]
+    places = tuple(s if s is not None and s.num_devices > 1 else None for s in shardings)
+    return places if any(places) else ()
+
+
+def _put(state: TrainState, places: tuple[Sharding | None, ...]) -> TrainState:
+    """The state after a step, lying as the one before: XLA would spread it in a way of its own, for
+    which the next step had to be compiled again.
+    """
+    if not places:
+        return state
+    changed, tree = jax.tree.flatten(dataclasses.replace(state, frozen={}))
+    put = [
+        x if place is None else jax.lax.with_sharding_constraint(x, place)
+        for x, place in zip(changed, places, strict=True)
+    ]
+    return dataclasses.replace(jax.tree.unflatten(tree, put), frozen=state.frozen)
 
 
 def make_evaluate(
