@@ -184,7 +184,7 @@ def quantize(
         if not any(_named(name, pattern) for name in names):
             raise ValueError(f"quantize: keep names {pattern!r}, which no projection is called")
     if head is not None:
-        heads = [name for name in _HEADS if name in every]
+        heads = [name for name in every if any(_named(name, head) for head in _HEADS)]
         if not heads:
             raise ValueError("quantize: the model has no head that is not packed")
         wanted[heads[0]] = (head, None)
@@ -302,4 +302,6 @@ def _modules(model: nnx.Module) -> Iterator[tuple[str, Any, str, Any]]:
 
 
 def _named(name: str, pattern: str) -> bool:
+    """Whether a module is meant; one beside an adapter (`lora.Adapted.base`) has its old name."""
+    name = name.removesuffix(".base")
     return name.rpartition(".")[2] == pattern or fnmatch.fnmatchcase(name, pattern)

@@ -9,7 +9,7 @@ import tiny_models
 from flax import nnx
 from tiny_models import TINY
 
-from jaxllm import aot, fp8, ops, train
+from jaxllm import aot, fp8, lora, ops, train
 from jaxllm.config import Runtime
 from jaxllm.layers import Linear
 from jaxllm.model import Transformer
@@ -170,6 +170,14 @@ def test_a_model_turns_but_for_its_head_and_keeps_its_parameters():
     assert 1e-3 < distance < 0.2, distance
     with pytest.raises(ValueError, match="^fp8: the model has no linear layer that is plain"):
         fp8.use_fp8(model)
+
+
+def test_a_head_below_an_adapter_stays():
+    model = tiny_models.build(TINY)
+    lora.add_adapters(model, rank=2, targets="lm_head|down_proj", rngs=nnx.Rngs(0))
+    fp8.use_fp8(model)
+    assert type(model.lm_head.base) is Linear
+    assert isinstance(model.layers[1].mlp.down_proj.base, fp8.Fp8Linear)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from jaxllm.config import Runtime
 from jaxllm.layers import Linear
 from jaxllm.model import Transformer
 from jaxllm.ops.linear import _packed_linear, _packed_xla
-from jaxllm.quantize import KEEP, PackedEmbedding, PackedLinear, linears, packed_weights
+from jaxllm.quantize import KEEP, PackedEmbedding, PackedLinear, _named, linears, packed_weights
 from pallas_kernels.packed import SCHEMES
 from pallas_kernels.quantize import dequantize
 from pallas_kernels.quantize import quantize as pack
@@ -391,6 +391,25 @@ def test_adapters_on_a_packed_base_train_and_the_base_stays():
     assert losses[-1] < 0.7 * losses[0]
     for name, weight in before.items():
         np.testing.assert_array_equal(state.frozen[name], weight)
+
+
+def test_what_stays_stays_below_an_adapter_too():
+    def below_adapters(**options):
+        model = tiny_models.build(TINY)
+        lora.add_adapters(model, rank=2, targets="lm_head|down_proj|up_proj", rngs=nnx.Rngs(0))
+        jaxllm.quantize(model, "int8", **options)
+        return model
+
+    def packed(name):
+        return any(_named(each, name) for each in packed_weights(model))
+
+    model = below_adapters(keep="down_proj")
+    assert not packed("lm_head")
+    assert not packed("down_proj")
+    assert packed("up_proj")
+    model = below_adapters(head="int4")
+    assert packed_weights(model)["lm_head.base"].scheme == "int4"
+    assert packed("down_proj")
 
 
 @pytest.mark.parametrize("scheme", ["int4", "fp8", "mxfp8"])
