@@ -104,11 +104,16 @@ def _by_length(examples: Sequence[Example], length: int) -> list[int]:
 
 
 def row_batch(examples: Sequence[Example], rows: Sequence[Sequence[int]], length: int) -> Batch:
-    """The arrays [B, T] of rows as `pack` makes them; a row without examples is all padding."""
+    """The arrays [B, T] of rows as `pack` makes them; a row without examples is all padding.
+
+    Raises: ValueError if the examples of a row are longer than it.
+    """
     shape = (len(rows), length)
     batch = {key: np.zeros(shape, np.int32) for key in ("tokens", "positions", "segment_ids")}
     batch["targets"] = np.full(shape, IGNORE, np.int32)
     for r, row in enumerate(rows):
+        if (size := sum(len(examples[i]) for i in row)) > length:
+            raise ValueError(f"data: {size} tokens do not fit into a row of {length}")
         start = 0
         for segment, i in enumerate(row, 1):
             at = (r, slice(start, start + len(examples[i])))
@@ -196,13 +201,17 @@ class _Order:
 
 
 class _Batches(Iterator[Batch]):
-    """The loaders' common part: grain underneath, and a state that can be taken up again."""
+    """The loaders' common part: grain underneath, and a state that can be taken up again.
+
+    unit: what a batch has `rows` of, for errors.
+    """
 
     def __init__(
         self,
         examples: Sequence[Any],
         units: int,
         *,
+        unit: str,
         rows: int,
         length: int,
         seed: int,
@@ -217,7 +226,7 @@ class _Batches(Iterator[Batch]):
             raise ValueError(
                 f"data: process_index must be in [0, {process_count}), got {process_index}"
             )
-        for name, value, least in (("rows", rows, 1), ("epochs", epochs, 1), ("seed", seed, 0)):
+        for name, value, least in ((unit, rows, 1), ("epochs", epochs, 1), ("seed", seed, 0)):
             if value is not None and value < least:
                 raise ValueError(f"data: {name} must be {least} or more, got {value}")
         if not units:
@@ -334,6 +343,7 @@ class Loader(_Batches):
         super().__init__(
             examples,
             len(self._packed),
+            unit="rows",
             rows=rows,
             length=length,
             seed=seed,
@@ -379,6 +389,7 @@ class PreferenceLoader(_Batches):
         super().__init__(
             examples,
             len(examples),
+            unit="pairs",
             rows=pairs,
             length=length,
             seed=seed,

@@ -119,8 +119,10 @@ def cache_reference(
 
     The model as it stands, adapters included: call it before the first step. `pairs` are worked on
     at a time, in rows of `length` tokens. `progress` is called with pairs done and all there are.
-    Raises: ValueError if an answer is longer than a row.
+    Raises: ValueError if an answer is longer than a row, or pairs is below 1.
     """
+    if pairs < 1:
+        raise ValueError(f"dpo: pairs must be at least 1, got {pairs}")
     graph, state = nnx.split(model)
     call = jax.jit(lambda state, batch: log_probs(nnx.merge(graph, state), batch))
     found = np.zeros((len(examples), 2), np.float32)

@@ -423,6 +423,8 @@ def cover_windows(tokens: Sequence[int], *, rows: int, length: int, stride: int)
     """
     if not 1 <= stride <= length:
         raise ValueError(f"train: stride must be in [1, {length}], got {stride}")
+    if rows < 1:
+        raise ValueError(f"train: rows must be at least 1, got {rows}")
     ids = np.asarray(tokens, np.int32)
     if len(ids) < 2:
         raise ValueError(f"train: a text of {len(ids)} tokens holds no target; give 2 or more")

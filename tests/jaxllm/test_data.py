@@ -354,6 +354,8 @@ def test_preference_loading():
         PreferenceLoader(pairs, **arguments | {"reference": reference.T})
     with pytest.raises(ValueError, match="has 6 tokens, but a row takes from 1 to 5"):
         PreferenceLoader(pairs, **arguments | {"length": 5})
+    with pytest.raises(ValueError, match="data: pairs must be 1 or more, got 0"):
+        PreferenceLoader(pairs, **arguments | {"pairs": 0})
 
 
 def test_loading_costs_little():

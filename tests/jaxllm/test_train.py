@@ -498,6 +498,8 @@ def test_the_loss_over_windows_is_that_of_the_text():
 def test_windows_are_refused_that_cannot_be():
     with pytest.raises(ValueError, match=r"stride must be in \[1, 8\], got 9"):
         train.cover_windows([1, 2, 3], rows=1, length=8, stride=9)
+    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
+        train.cover_windows([1, 2, 3], rows=0, length=8, stride=8)
     with pytest.raises(ValueError, match="a text of 1 tokens holds no target"):
         train.cover_windows([1], rows=1, length=8, stride=8)
     for count in (0, 1, 8):
