@@ -72,11 +72,22 @@ def parameters(model: Transformer) -> Params:
 
 
 def update(model: Transformer, params: Params) -> None:
-    """Puts parameters back into the model they came from, in the dtype they have."""
-    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        name = ".".join(map(str, path))
+    """Puts parameters back into the model they came from, in the dtype they have.
+
+    Raises: ValueError if one is absent or of another shape; then nothing is changed.
+    """
+    own = {
+        ".".join(map(str, path)): param
+        for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+    for name, param in own.items():
         if name not in params:
             raise ValueError(f"train: there is no parameter {name} to put back into the model")
+        if params[name].shape != param.shape:
+            raise ValueError(
+                f"train: {name} has shape {params[name].shape}, the model's {param.shape}"
+            )
+    for name, param in own.items():
         param.set_value(params[name])
 
 

@@ -388,12 +388,15 @@ def test_the_state_is_donated_and_the_model_is_whole_again_after_update():
     assert bool(jnp.all(jnp.isfinite(logits)))
 
 
-def test_update_names_the_parameter_that_is_absent():
+def test_update_names_the_parameter_that_does_not_fit():
     model = make_model()
-    params = train.parameters(model)
-    del params["norm.weight"]
+    params = {name: 2 * x for name, x in train.parameters(model).items()}
+    norm = params.pop("norm.weight")
     with pytest.raises(ValueError, match=r"no parameter norm\.weight"):
         train.update(model, params)
+    with pytest.raises(ValueError, match=r"norm\.weight has shape \(3,\), the model's \(24,\)"):
+        train.update(model, {**params, "norm.weight": norm[:3]})
+    assert_close(train.parameters(model), train.parameters(make_model()), atol=0)
 
 
 def test_tied_models_train_one_embedding():
