@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Integer
 from jaxllm import ops
 from jaxllm.cache import KVCache
 from jaxllm.config import GenerationDefaults, ModelConfig, Runtime
-from jaxllm.layers import Block, Embedding, Linear, RMSNorm, Rotary, Tables
+from jaxllm.layers import Block, Embedding, Linear, RMSNorm, Tables, rotary_tables
 
 _named_by_attention = jax.checkpoint_policies.save_only_these_names(
     "attention_output", "attention_lse"
@@ -151,7 +151,7 @@ class Transformer(nnx.Module):
         if any(rope.rope_type == "longrope" for rope in self.config.ropes.values()):
             lengths = _text_lengths(positions, segment_ids, cache, counts)
         return {
-            kind: Rotary(rope, self.config.rotary_dim(kind))(positions, lengths)
+            kind: rotary_tables(rope, self.config.rotary_dim(kind), positions, lengths)
             for kind, rope in self.config.ropes.items()
         }
 

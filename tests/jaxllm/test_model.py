@@ -346,6 +346,10 @@ def test_every_layer_has_a_name_in_the_compiled_program():
         assert not any(f"layer_{layers}" in name for name in found)
 
 
+def test_a_table_of_the_model():
+    assert "Transformer" in nnx.tabulate(tiny_models.build(TINY), TOKENS)
+
+
 def test_equal_models_share_a_program():
     """Configs and runtimes are compared by value, and a model's arrays are no constants of it."""
     count = 0
