@@ -317,6 +317,29 @@ class KVCache:
             found[kind] = q, {**keys, "window": window, "softcap": softcap}
         return found
 
+    def check(self, config: ModelConfig, batch: int) -> None:
+        """Raises: ValueError if it is not one of such a model and of so many rows."""
+        rows, layers = self.lengths.shape[0], len(self.layers)
+        if rows != batch:
+            raise ValueError(f"cache: it has {rows} rows, but there are tokens of {batch}")
+        if layers != config.num_hidden_layers:
+            raise ValueError(
+                f"cache: it has {layers} layers, but the model {config.num_hidden_layers}"
+            )
+        wanted = (config.num_key_value_heads, config.head_dim)
+        for i, entry in enumerate(self.layers):
+            if (heads := entry.k.shape[2:]) != wanted:
+                raise ValueError(
+                    f"cache: layer {i} has {heads[0]} heads of {heads[1]}, but the model "
+                    f"{wanted[0]} of {wanted[1]}"
+                )
+            ring, window = getattr(entry, "window", None), config.window(i)
+            if ring not in (None, window):
+                raise ValueError(
+                    f"cache: layer {i} keeps the last {ring} tokens, but the model's sees "
+                    f"{'all' if window is None else f'the last {window}'}"
+                )
+
     def layer(self, index: int, counts: Int[Array, " B"]) -> LayerCache:
         """What layer `index` is handed."""
         return LayerCache(self.layers[index], self.lengths, counts)

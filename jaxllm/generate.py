@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 from jaxllm.model import Transformer
@@ -183,6 +183,10 @@ def warmup(
     if prompt_lengths is None:
         most = max(per_row("max_new_tokens", max_new_tokens, batch_size, who="warmup"))
         prompt_lengths = (max(1, min(512, model.config.max_position_embeddings - most)),)
+    if not isinstance(prompt_lengths, Iterable):
+        raise ValueError(
+            f"warmup: prompt_lengths must be a list of lengths or None, got {prompt_lengths!r}"
+        )
     for length in prompt_lengths:
         length = integer("a prompt's length", length, 1, who="warmup")
         Run(

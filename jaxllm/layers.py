@@ -157,37 +157,48 @@ class Rotary(nnx.Module):
 
         It is the largest position + 1 of the row if None.
         """
-        rope = self.rope
-        if rope.rope_type != "longrope":
-            return cos_sin(positions, *self._turns(None), scale=rope.attention_factor)
-        if lengths is None:
-            lengths = jnp.max(positions, axis=-1, keepdims=True) + 1
-        original = rope.original_max_position_embeddings or 0  # longrope has one: Rope checks it
-        long = (lengths > original)[..., None]
-        parts = [
-            jnp.where(long, for_long, for_short)
-            for for_short, for_long in zip(
-                self._turns(rope.short_factor), self._turns(rope.long_factor), strict=True
-            )
-        ]
-        return cos_sin(positions, *parts, scale=rope.attention_factor)
+        return rotary_tables(self.rope, self.rotary_dim, positions, lengths)
 
-    def _turns(self, divisors: tuple[float, ...] | None) -> list[np.ndarray]:
-        rope = self.rope
-        radians = frequencies(
-            self.rotary_dim,
-            rope_theta=rope.rope_theta,
-            rope_type=rope.rope_type,
-            factor=rope.factor,
-            low_freq_factor=rope.low_freq_factor,
-            high_freq_factor=rope.high_freq_factor,
-            beta_fast=rope.beta_fast,
-            beta_slow=rope.beta_slow,
-            truncate=rope.truncate,
-            original_max_position_embeddings=rope.original_max_position_embeddings,
-            divisors=divisors,
+
+def rotary_tables(
+    rope: Rope,
+    rotary_dim: int,
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B #T"] | None = None,
+) -> Tables:
+    """What `Rotary` returns, for who has no module of it."""
+    if rope.rope_type != "longrope":
+        return cos_sin(positions, *_turns(rope, rotary_dim, None), scale=rope.attention_factor)
+    if lengths is None:
+        lengths = jnp.max(positions, axis=-1, keepdims=True) + 1
+    original = rope.original_max_position_embeddings or 0  # longrope has one: Rope checks it
+    long = (lengths > original)[..., None]
+    parts = [
+        jnp.where(long, for_long, for_short)
+        for for_short, for_long in zip(
+            _turns(rope, rotary_dim, rope.short_factor),
+            _turns(rope, rotary_dim, rope.long_factor),
+            strict=True,
         )
-        return [part[None, None, :] for part in turns(radians)]
+    ]
+    return cos_sin(positions, *parts, scale=rope.attention_factor)
+
+
+def _turns(rope: Rope, rotary_dim: int, divisors: tuple[float, ...] | None) -> list[np.ndarray]:
+    radians = frequencies(
+        rotary_dim,
+        rope_theta=rope.rope_theta,
+        rope_type=rope.rope_type,
+        factor=rope.factor,
+        low_freq_factor=rope.low_freq_factor,
+        high_freq_factor=rope.high_freq_factor,
+        beta_fast=rope.beta_fast,
+        beta_slow=rope.beta_slow,
+        truncate=rope.truncate,
+        original_max_position_embeddings=rope.original_max_position_embeddings,
+        divisors=divisors,
+    )
+    return [part[None, None, :] for part in turns(radians)]
 
 
 class Attention(nnx.Module):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Integer
 from jaxllm import ops
 from jaxllm.cache import KVCache
 from jaxllm.config import GenerationDefaults, ModelConfig, Runtime
-from jaxllm.layers import Block, Embedding, Linear, RMSNorm, Rotary, Tables
+from jaxllm.layers import Block, Embedding, Linear, RMSNorm, Tables, rotary_tables
 
 _named_by_attention = jax.checkpoint_policies.save_only_these_names(
     "attention_output", "attention_lse"
@@ -90,8 +90,9 @@ class Transformer(nnx.Module):
         it in its row that have its segment id. With one, the T tokens follow what the cache holds;
         segment id 0 marks padding, which stands to the right and is not kept. Positions count from
         0, or from what the cache holds, if None; they turn q and k and mask nothing.
-        Raises: ValueError if tokens are not integers [B, T], the other arrays have another shape,
-        or the tokens are more than the model has positions.
+        Raises: ValueError if tokens are not integers [B, T], the other arrays have another shape or
+        are no integers, the tokens are more than the model has positions, or the cache is one of
+        another model or number of rows.
         """
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -100,11 +101,17 @@ class Transformer(nnx.Module):
             )
         tokens = tokens.astype(jnp.int32)
         for name, array in (("positions", positions), ("segment_ids", segment_ids)):
-            if array is not None and jnp.shape(array) != tokens.shape:
+            if array is None:
+                continue
+            if jnp.shape(array) != tokens.shape:
                 raise ValueError(
                     f"model: {name} has shape {jnp.shape(array)}, but tokens have {tokens.shape}"
                 )
+            if jnp.issubdtype(kind := jnp.asarray(array).dtype, jnp.inexact):
+                raise ValueError(f"model: {name} must be integers, got {kind}")
         b, t = tokens.shape
+        if cache is not None:
+            cache.check(self.config, b)
         limit = self.config.max_position_embeddings
         if positions is None and t > limit:
             raise ValueError(f"model: {t} tokens are more than the model's {limit} positions")
@@ -151,7 +158,7 @@ class Transformer(nnx.Module):
         if any(rope.rope_type == "longrope" for rope in self.config.ropes.values()):
             lengths = _text_lengths(positions, segment_ids, cache, counts)
         return {
-            kind: Rotary(rope, self.config.rotary_dim(kind))(positions, lengths)
+            kind: rotary_tables(rope, self.config.rotary_dim(kind), positions, lengths)
             for kind, rope in self.config.ropes.items()
         }
 

@@ -100,6 +100,26 @@ def _forward(weights: Weights, tokens, counts, cache: KVCache):
     return model.head(hidden), after
 
 
+def _check(who: str, weights: Weights, cache: KVCache, **arrays: tuple[Any, str]) -> None:
+    """What is no such object, and integers of another shape than their letters say."""
+    for given, kind, maker in (
+        (weights, Weights, "jaxllm.flatten(model)"),
+        (cache, KVCache, "KVCache.create"),
+    ):
+        if not isinstance(given, kind):
+            raise ValueError(f"{who}: it takes what {maker} returns, got {type(given).__name__}")
+    rows = cache.lengths.shape[0]
+    for name, (array, letters) in arrays.items():
+        if not isinstance(array, jax.Array | np.ndarray):
+            raise ValueError(f"{who}: {name} must be an array, got {type(array).__name__}")
+        fits = array.ndim == len(letters.split()) and array.shape[0] == rows and array.size
+        if not fits or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(
+                f"{who}: {name} must be integers [{letters}] of the cache's {rows} rows, got "
+                f"{array.dtype}{list(array.shape)}"
+            )
+
+
 @functools.partial(jax.jit, donate_argnames=("cache", "logits"))
 def prefill(
     weights: Weights,
@@ -113,8 +133,15 @@ def prefill(
     Returns the float32 logits of each row's last token, and the cache. Long prompts go in by
     chunks: rows that have no tokens in a chunk keep their `logits` of the chunk before. The cache
     and `logits` are donated. A row must have room for its tokens: see `KVCache.create`.
+    Raises: ValueError if shapes or dtypes disagree, or the cache is one of another model.
     """
+    _check("prefill", weights, cache, tokens=(tokens, "B, T"), counts=(counts, "B"))
     new, cache = _forward(weights, tokens, counts, cache)
+    if logits is not None and logits.shape != new.shape:
+        raise ValueError(
+            f"prefill: logits must be {list(new.shape)}, as it returns them, got "
+            f"{list(logits.shape)}"
+        )
     return new if logits is None else jnp.where((counts > 0)[:, None], new, logits), cache
 
 
@@ -122,7 +149,11 @@ def prefill(
 def decode_step(
     weights: Weights, tokens: Int[Array, " B"], cache: KVCache
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """One token a row, which must have room for it: float32 logits, and the cache (donated)."""
+    """One token a row, which must have room for it: float32 logits, and the cache (donated).
+
+    Raises: ValueError as `prefill`.
+    """
+    _check("decode_step", weights, cache, tokens=(tokens, "B"))
     return _forward(weights, tokens[:, None], jnp.ones_like(cache.lengths), cache)
 
 

@@ -109,6 +109,10 @@ class Run:
         self.stop_ids[: len(wanted)] = wanted
 
         self.weights = flatten(model)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in self.weights.arrays):
+            raise ValueError(
+                "generate: the model has shapes in the place of weights, as nnx.eval_shape makes it"
+            )
         self.dtype, self.implementation = model.runtime.compute_dtype, model.runtime.implementation
         self.kv_dtype = self.dtype if kv_dtype is None else KV_DTYPES[kv_dtype].name
         self.sharding = _sharding(self.weights)

@@ -86,7 +86,7 @@ def _threshold(keys, weights, wanted):
     """Each row's largest T with sum(weights[keys >= T]) >= wanted."""
 
     def fix_bit(i, lowest):
-        bit = lax.shift_left(jnp.int32(1), 31 - i.astype(jnp.int32))
+        bit = lax.shift_left(jnp.int32(1), 31 - jnp.asarray(i, jnp.int32))
         candidate = lowest + bit  # the first wraps: -2**31 to 0
         reached = jnp.where(keys >= candidate[:, None], weights, jnp.uint32(0))
         return jnp.where(_total(reached) >= wanted, candidate, lowest)

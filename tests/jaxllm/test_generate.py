@@ -161,6 +161,7 @@ def test_a_warm_up_fits_the_model(tiny):
     for wrong, words in (
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
         ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, got 2.5"),
+        ({"prompt_lengths": 5}, "prompt_lengths must be a list of lengths or None, got 5"),
         ({"prompt_lengths": [0]}, "a prompt's length must be an integer of at least 1, got 0"),
         ({"max_new_tokens": "4"}, "max_new_tokens must be an integer of at least 1, got '4'"),
     ):
@@ -405,6 +406,12 @@ def test_bad_calls_get_one_sentence(tiny, prompts, options, sentence):
     with pytest.raises(ValueError, match="^[^\n]*$") as caught:
         jaxllm.generate(tiny, None, prompts, **options)
     assert sentence in str(caught.value)
+
+
+def test_a_model_that_has_no_weights():
+    model = nnx.eval_shape(lambda: jaxllm.Transformer(TINY, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="^generate: the model has shapes in the place of weights"):
+        jaxllm.generate(model, None, [1, 2])
 
 
 def test_bad_calls_with_a_tokenizer(stories):

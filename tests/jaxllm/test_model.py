@@ -346,6 +346,10 @@ def test_every_layer_has_a_name_in_the_compiled_program():
         assert not any(f"layer_{layers}" in name for name in found)
 
 
+def test_a_table_of_the_model():
+    assert "Transformer" in nnx.tabulate(tiny_models.build(TINY), TOKENS)
+
+
 def test_equal_models_share_a_program():
     """Configs and runtimes are compared by value, and a model's arrays are no constants of it."""
     count = 0
@@ -468,6 +472,35 @@ def test_shapes_that_disagree(name):
         ValueError, match=rf"model: {name} has shape \(1, 2\), but tokens have \(1, 3\)"
     ):
         traced(Runtime(), tokens=np.zeros((1, 3), int), **{name: np.zeros((1, 2), int)})
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize("name", ["positions", "segment_ids"])
+def test_fractions_are_not_cut(name):
+    with pytest.raises(ValueError, match=f"model: {name} must be integers, got float32"):
+        traced(Runtime(), tokens=np.zeros((1, 3), int), **{name: np.zeros((1, 3), np.float32)})
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize(
+    ("changed", "rows", "sentence"),
+    [
+        ({}, 3, "it has 3 rows, but there are tokens of 1"),
+        ({"num_hidden_layers": 3, "layer_types": ()}, 1, "it has 3 layers, but the model 2"),
+        ({"num_key_value_heads": 1}, 1, "layer 0 has 1 heads of 8, but the model 2 of 8"),
+        (
+            {"sliding_window": 4, "layer_types": ("full_attention", "sliding_attention")},
+            1,
+            "layer 1 keeps the last 4 tokens, but the model's sees all",
+        ),
+    ],
+)
+def test_a_cache_of_something_else(changed, rows, sentence):
+    """One with a window was taken, and the logits behind its first chunk were wrong."""
+    cache = KVCache.create(dataclasses.replace(TINY, **changed), rows, 16, jnp.float32)
+    model = tiny_models.build(TINY)
+    with pytest.raises(ValueError, match=f"^cache: {sentence}"):
+        jax.eval_shape(lambda cache: model.hidden(np.zeros((1, 3), int), cache=cache), cache)
 
 
 @pytest.mark.parametrize(

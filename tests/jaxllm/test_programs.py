@@ -118,6 +118,39 @@ def test_parameters_that_were_put_back_as_numpy_arrays(tiny):
     assert jaxllm.compile_count() == before
 
 
+@pytest.mark.own_errors
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"weights": None}, r"it takes what jaxllm.flatten\(model\) returns, got NoneType"),
+        ({"cache": None}, "it takes what KVCache.create returns, got NoneType"),
+        ({"tokens": [[1, 2]]}, "tokens must be an array, got list"),
+        ({"tokens": np.ones(2, int)}, r"tokens must be integers \[B, T\] of the cache's 2 rows"),
+        ({"counts": np.ones((), int)}, r"counts must be integers \[B\] of .*, got int32\[\]"),
+        ({"counts": np.ones(3, int)}, r"counts must be integers \[B\] of .*, got int32\[3\]"),
+        ({"counts": np.ones(2, np.float32)}, r"counts must be integers .*, got float32\[2\]"),
+        ({"logits": np.ones((1, 61), np.float32)}, r"logits must be \[2, 61\]"),
+    ],
+)
+def test_what_prefill_does_not_take(given, sentence):
+    arguments = {
+        "weights": jaxllm.flatten(build(TINY)),
+        "tokens": np.ones((2, 3), int),
+        "counts": np.ones(2, int),
+        "cache": jaxllm.KVCache.create(TINY, 2, 8, jnp.float32),
+    }
+    with pytest.raises(ValueError, match=f"^prefill: {sentence}"):
+        jaxllm.prefill(**{**arguments, **given})
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize("tokens", [np.ones((), int), np.ones((2, 1), int), np.ones(3, int)])
+def test_what_decode_step_does_not_take(tokens):
+    cache = jaxllm.KVCache.create(TINY, 2, 8, jnp.float32)
+    with pytest.raises(ValueError, match=r"^decode_step: tokens must be integers \[B\] of the"):
+        jaxllm.decode_step(jaxllm.flatten(build(TINY)), tokens, cache)
+
+
 @pytest.mark.parametrize("limit", [8, 20, 300])
 def test_any_number_of_positions(limit):
     model = build(dataclasses.replace(TINY, max_position_embeddings=limit), FP32)

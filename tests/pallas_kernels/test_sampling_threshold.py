@@ -94,6 +94,12 @@ def test_nothing_dropped_is_the_lowest():
     assert sampling_threshold_reference(*CASES["nothing"]) == LOWEST
 
 
+def test_the_reference_without_compilation():
+    with jax.disable_jit():
+        lowest = sampling_threshold_reference(*CASES["both"])
+    np.testing.assert_array_equal(lowest, sampling_threshold_reference(*CASES["both"]))
+
+
 def test_why_not():
     def reason(b, v, device=H200):
         keys, ratio = (jax.ShapeDtypeStruct((b, v), dtype) for dtype in (jnp.int32, jnp.float32))
