@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-KINDS = ("memory", "memory-reduce", "memory-read", "matmul")
+KINDS = ("memory", "memory-reduce", "memory-read", "matmul", "launch")
 DIFFERS = 2e-2
 CEILINGS = ("copy", "read", "matmul")
 
@@ -25,7 +25,8 @@ class Case:
     run: our kernel, plain: the same in plain jnp (the rival "xla", and the baseline of accuracy);
         both take arrays of those shapes and can be jitted.
     kind: "memory" (must show 16-byte accesses or TMA), "memory-reduce" (shuffles too),
-        "memory-read" (reads much, writes a number for it: shuffles or tensor cores), "matmul".
+        "memory-read" (reads much, writes a number for it: shuffles or tensor cores), "matmul",
+        "launch" (so few bytes that nothing is asked of their accesses).
     bytes: the fewest that can move: every input read once, every output written once.
     operations: arithmetic by model, where that is what counts (2 M N K).
     ceiling: what percent is percent of, "copy", "read" or "matmul"; None: "matmul" for that kind if

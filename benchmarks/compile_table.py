@@ -154,7 +154,11 @@ def case_table(rows: Iterable[Row]) -> Table:
         if not row.kernels:
             table.add_row(row.name, *[""] * 9, verdict)
         for i, k in enumerate(row.kernels):
-            wide = [k.count(op, "128") for op in ("LDG", "STG")]
+            reads, writes = (
+                [k.count(name, *width) + k.count(f"{name}G", *width) for width in ((), ("128",))]
+                for name in ("LD", "ST")
+            )
+            copied = k.count("LDGSTS", "128")
             table.add_row(
                 row.name if i == 0 else "",
                 k.name,
@@ -163,8 +167,8 @@ def case_table(rows: Iterable[Row]) -> Table:
                 f"{(k.static_shared_bytes + (k.dynamic_shared_bytes or 0)) / 1024:.1f}",
                 str(sum(k.count(op) for op in TENSOR_CORES + WARP_PRODUCTS)),
                 f"{k.count('UTMALDG')}/{k.count('UTMASTG') + k.count('UTMAREDG')}",
-                f"{wide[0] + k.count('LDGSTS', '128')}/{wide[1]}",
-                f"{k.count('LDG') - wide[0]}/{k.count('STG') - wide[1]}",
+                f"{reads[1] + copied}/{writes[1]}",
+                f"{reads[0] - reads[1]}/{writes[0] - writes[1]}",
                 str(_count(k, SHUFFLES)),
                 verdict if i == 0 else "",
             )

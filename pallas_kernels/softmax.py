@@ -7,7 +7,8 @@ of a cluster, which show each other their maxima and sums (`softmax_kernel`; whe
 bits counts and the scale is known and above 0, `softmax_lanes`). The backward kernels work likewise
 on the saved result: d_x = scale * y * (d_y - sum(d_y * y)); float32 rows of more than 112,000
 numbers are read twice there, if they fill the threads. A mask is read as it is stored, one byte a
-number, never at the size of x. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (how the sums
+number, never at the size of x; where it is of queries and not of heads, a tile is of heads, which
+have a row of it in common. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (how the sums
 of parts are added).
 """
 
@@ -61,8 +62,9 @@ def scale_softmax(
     """softmax(scale * x) over `axis`, of what `mask` (True: kept) and `causal` let through.
 
     The mask broadcasts to x; of it only a last axis of one is spread (and all of a mask of rows so
-    short that none can be copied alone, less than 128 numbers), and the whole is copied once as
-    int8. With causal, x is [.., T, S] and query t sees keys s <= S - T + t: aligned to the end.
+    short that none can be copied alone, less than 128 numbers). Of rows that do not fill the
+    threads it is copied once, as int8 for the copy engine. With causal, x is [.., T, S] and query
+    t sees keys s <= S - T + t: aligned to the end.
     Masked entries are 0, whatever x holds there; a row of masked entries, or of -inf, is all 0,
     and so is its gradient. The scale is a number, or an array with a gradient (which XLA computes).
     Dtypes: bfloat16, float16, float32; statistics in float32. The gradient is taken from the result
@@ -88,14 +90,16 @@ def scale_softmax(
     if mask is not None and not groups[-1][1] and _is_short(moved):
         mask = jnp.broadcast_to(mask, moved.shape)
         groups = tuple((n, True) for n, _ in _groups(moved.shape, None, queries))
+    groups, apart = _in_turn(groups, queries, moved.shape[-1], x.dtype.itemsize)
     if config is None:
         config = tuned.lookup("softmax", bucket(x, **kwargs), device, Config)
         if config is None or misfit(config, groups, moved.shape[-1], x.dtype.itemsize):
             config = default_config(x, **kwargs, device=device)
     if mask is not None:
-        mask = jnp.broadcast_to(mask, (*mask.shape[:-1], moved.shape[-1])).astype(jnp.int8)
+        mask = jnp.broadcast_to(mask, (*mask.shape[:-1], moved.shape[-1]))
+        mask = mask.astype(jnp.int8) if config.stages else mask
         mask = mask.reshape(-1, groups[-1][0] if groups[-1][1] else 1, mask.shape[-1])
-    static, number = _static(groups, queries, scale, config, device, interpret)
+    static, number = _static(groups, apart, queries, scale, config, device, interpret)
     y = _softmax(static, moved.reshape(-1, moved.shape[-1]), number, mask)
     return jnp.moveaxis(y.reshape(moved.shape), -1, axis)
 
@@ -140,7 +144,7 @@ def scale_softmax_backward(
         raise NotImplementedError(f"scale_softmax: cannot run this call: {reason}")
     if y.size == 0:
         return d_y
-    static, number = _static((), 0, scale, Config(), device, interpret)
+    static, number = _static((), 1, 0, scale, Config(), device, interpret)
     flat = (-1, y.shape[-1])
     return _backward(static, y.reshape(flat), number, d_y.reshape(flat)).reshape(y.shape)
 
@@ -174,9 +178,10 @@ def default_config(x, *, scale=1.0, mask=None, causal=False, axis=-1, device: De
         sizes = (1,) * (x.ndim - len(mask.shape)) + tuple(mask.shape)
         sizes = [n for i, n in enumerate(sizes) if i != axis % x.ndim] + [sizes[axis]]
         mask = jax.ShapeDtypeStruct(tuple(sizes), jnp.bool_)
-    alike = _groups(shape, mask, shape[-2] if causal else 0)[-1][0]
-    held = x.dtype.itemsize + (mask is not None)
     count, width, itemsize = math.prod(shape[:-1]), shape[-1], x.dtype.itemsize
+    queries = shape[-2] if causal else 0
+    alike = _in_turn(_groups(shape, mask, queries), queries, width, itemsize)[0][-1][0]
+    held = itemsize + (mask is not None)
     config = _default(width, count, alike, itemsize, held, 1, device.num_sms)
     if mask is not None or causal or fits(width, itemsize):
         return config
@@ -302,11 +307,11 @@ def _most_blocks(config: Config, width: int, itemsize: int, held_bytes: int) -> 
     return min(4, SHARED_BYTES // size_bytes)
 
 
-def _static(groups, queries, scale, config, device, interpret) -> tuple[Static, Any]:
+def _static(groups, apart, queries, scale, config, device, interpret) -> tuple[Static, Any]:
     """What is known when compiling, and the scale as an array [1] where it is not."""
     known = float(scale) if isinstance(scale, Real) else None
     number = None if known is not None else jnp.asarray(scale, jnp.float32).reshape(1)
-    return Static(groups, queries, known, config, device.num_sms, interpret), number
+    return Static(groups, apart, queries, known, config, device.num_sms, interpret), number
 
 
 def check(x, scale, mask, causal, axis) -> None:
@@ -356,6 +361,23 @@ def _groups(shape: Sequence[int], mask, queries: int) -> tuple[tuple[int, bool],
     return tuple(groups) or ((1, False),)
 
 
+def _in_turn(
+    groups: tuple[tuple[int, bool], ...], queries: int, width: int, itemsize: int
+) -> tuple[tuple[tuple[int, bool], ...], int]:
+    """The groups, and how far apart in x the rows of the last are.
+
+    Where the mask has the last group and not the one before it (queries, and heads), they change
+    places: the rows of a tile then have one row of the mask in common, and it is read once.
+    """
+    if len(groups) < 2 or queries or not fits(width, itemsize):
+        return groups, 1
+    (count, common), (apart, own) = groups[-2:]
+    together = row_tile(width, itemsize, Config(), False).rows
+    if not own or common or together == 1 or count % together:
+        return groups, 1
+    return (*groups[:-2], groups[-1], groups[-2]), apart
+
+
 def scale_gradient(x, y, d_y):
     """The scale's gradient, [1]; XLA leaves it out of the program where nobody asks for it."""
     p = y.astype(jnp.float32)
@@ -368,7 +390,9 @@ def _backward(static: Static, y, number, d_y):
     """The gradient to rows [M, S], which are one group: y is 0 where a mask was."""
     (count, width), itemsize = y.shape, y.dtype.itemsize
     config = _default(width, count, count, itemsize, 2 * itemsize, 2, static.num_sms)
-    static = dataclasses.replace(static, groups=((count, False),), queries=0, config=config)
+    static = dataclasses.replace(
+        static, groups=((count, False),), apart=1, queries=0, config=config
+    )
     return softmax_kernel.backward(static, y, number, d_y)
 
 

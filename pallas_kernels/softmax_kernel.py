@@ -48,7 +48,7 @@ def _run(
     """
     tile, width = plan.tile, arrays[0].shape[-1]
     cut = (width // tile.inner, tile.inner) if plan.stages else (width,)
-    arrays = [x.reshape(-1, plan.rows, *cut) for x in arrays]
+    arrays = [x.reshape(-1, plan.rows, plan.apart, *cut) for x in arrays]
     masks = [] if mask is None else [plan.mask_view(mask) if plan.stages else mask]
     together = plan.cluster > 1
 

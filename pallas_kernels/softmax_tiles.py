@@ -14,7 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir.dialects import arith, builtin
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, rows
@@ -61,11 +65,13 @@ class Static:
     """What a kernel is compiled for.
 
     groups: the leading axes of x from left to right, neighbours that the mask treats alike taken
-    together: (rows, whether the mask has them). queries: T of a causal [.., T, S], else 0. scale:
-    None if it is an array.
+    together: (rows, whether the mask has them). apart: 1, or how many rows the last but one of the
+    groups has, if it lies behind the last in x (`softmax.in_groups`). queries: T of a causal
+    [.., T, S], else 0. scale: None if it is an array.
     """
 
     groups: tuple[tuple[int, bool], ...]
+    apart: int
     queries: int
     scale: float | None
     config: Config
@@ -115,7 +121,7 @@ def _share_tile(width: int, itemsize: int, cluster: int, interpret: bool) -> Row
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which tile of the rows [groups, rows, S] which block has when.
+    """Which tile of the rows [groups / apart, rows, apart, S] which block has when.
 
     cluster: blocks that share a row; 0: tiles are whole rows. blocks: of the grid, clusters where
     there are any. stages: tiles in flight a block; 0: a block has one tile and needs no copy
@@ -125,6 +131,7 @@ class Plan:
 
     tile: RowTile
     groups: tuple[tuple[int, bool], ...]
+    apart: int
     blocks: int
     stages: int
     cluster: int
@@ -150,9 +157,16 @@ class Plan:
         return div(index, self.rows), rem(index, self.rows), rank * self.tile.chunks
 
     def place(self, ref: Any, index: Any, first: int, chunks: int) -> Any:
-        """Some chunks of tile `index` of rows in device memory, [groups, rows, n, inner]."""
+        """Some chunks of tile `index` in device memory, [groups / apart, rows, apart, n, inner]."""
         group, row, chunk = self.at(index)
-        return ref.at[group, pl.ds(row, self.tile.rows), pl.ds(chunk + first, chunks)]
+        outer, inner = self.both(group)
+        return ref.at[outer, pl.ds(row, self.tile.rows), inner, pl.ds(chunk + first, chunks)]
+
+    def both(self, group: Any) -> tuple[Any, Any]:
+        """Where a group is in x, before its rows and behind them."""
+        if self.apart == 1:
+            return group, 0
+        return jax.lax.div(group, self.apart), jax.lax.rem(group, self.apart)
 
     @property
     def mask_inner(self) -> int:
@@ -194,7 +208,7 @@ class Tile:
     """A tile in device memory, for `stages` 0; its parts go to registers and back."""
 
     plan: Plan
-    ref: Any  # [groups, rows, S]
+    ref: Any  # [groups / apart, rows, apart, S]
     index: Any
 
     def load(self, part: Part) -> jax.Array:
@@ -216,8 +230,9 @@ class Tile:
 
     def _of(self, part: Part) -> Any:
         group, row, chunk = self.plan.at(self.index)
+        outer, inner = self.plan.both(group)
         columns = pl.ds((chunk + part.chunk) * part.tile.inner, part.shape[1])
-        return self.ref.at[group, pl.ds(row + part.row, part.rows), columns]
+        return self.ref.at[outer, pl.ds(row + part.row, part.rows), inner, columns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,26 +244,53 @@ class Mask:
     index: Any
 
     def load(self, part: Part) -> jax.Array:
-        """int8 [rows, columns]."""
+        """int8 [rows, columns], not 0 where it lets through."""
         tile, shared = part.tile, not self.plan.groups[-1][1]
         first, columns = part.chunk * tile.inner, part.shape[1]
+        shape = (columns,) if shared else part.shape
+        layout = None if tile.interpret else tile.layout.reduce(0) if shared else tile.layout
         if self.plan.stages:
             inner = self.plan.mask_inner
             at = (pl.ds(first // inner, columns // inner),)
-            ref = self.ref
+            ref = self.ref.at[(0, *at) if shared else (pl.ds(part.row, part.rows), *at)]
+            if tile.interpret:
+                values = ref[...].reshape(shape)
+            else:
+                values = _compat.load(ref.reshape(*shape), layout)
         else:
             group, row, chunk = self.plan.mask_at(self.index)
-            ref = self.ref.at[group, pl.ds(row, 1 if shared else tile.rows)]
-            at = (pl.ds(chunk * tile.inner + first, columns),)
-        ref = ref.at[(0, *at) if shared else (pl.ds(part.row, part.rows), *at)]
-        shape = (columns,) if shared else part.shape
-        if tile.interpret:
-            values = ref[...].reshape(shape)
-        else:
-            ref = ref.reshape(*shape) if self.plan.stages else ref
-            layout = tile.layout.reduce(0) if shared else tile.layout
-            values = _compat.load(ref, layout, optimized=bool(self.plan.stages))
+            place = group, row + part.row, chunk * tile.inner + first
+            values = _booleans(self.ref, place, shape, layout)
         return part.down(values) if shared else values
+
+
+def _booleans(ref: Any, at: Sequence[Any], shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """Of bool [groups, rows, S] in device memory `shape`, [S'] or [rows', S'], from `at` on, as
+    int8: the bytes as they lie there, for Mosaic would load bits.
+    """
+    group, row, column = at
+    if layout is None:
+        rows_of = row if len(shape) == 1 else pl.ds(row, shape[0])
+        return ref[group, rows_of, pl.ds(column, shape[-1])].astype(jnp.int8)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.int8, layout=layout),
+    )
+    def load(_: Any, ref: Any, *at: Any) -> Any:
+        kind = ir.MemRefType(ref.type)
+        i8 = ir.IntegerType.get_signless(8)
+        kind = ir.MemRefType.get(kind.shape, i8, kind.layout, kind.memory_space)
+        ref = builtin.unrealized_conversion_cast([kind], [ref])
+        index = ir.IndexType.get()
+        group, row, column = (arith.index_cast(index, x.registers.item()) for x in at)
+        rows_of = row if len(shape) == 1 else mgpu_utils.ds(row, shape[0])
+        ref = mgpu_utils.memref_slice(ref, (group, rows_of, mgpu_utils.ds(column, shape[-1])))
+        return mgpu.FragmentedArray.load_untiled(
+            ref, layout=layout.to_mgpu(), is_signed=True, optimized=False
+        )
+
+    return load(ref, *map(jnp.int32, at))  # pyright: ignore[reportCallIssue]
 
 
 def misfit(
@@ -288,7 +330,7 @@ def plan_of(static: Static, width: int, itemsize: int, held_bytes: int) -> Plan:
         raise NotImplementedError(f"scale_softmax: cannot run this call: {reason}")
     if fits(width, itemsize):
         tile = row_tile(width, itemsize, config, static.interpret)
-        plan = Plan(tile, static.groups, 1, config.stages, 0)
+        plan = Plan(tile, static.groups, static.apart, 1, config.stages, 0)
         blocks = static.num_sms * config.blocks_per_sm
         blocks = min(plan.tiles, blocks) if plan.stages else plan.tiles
         return dataclasses.replace(plan, blocks=blocks)
@@ -303,7 +345,7 @@ def plan_of(static: Static, width: int, itemsize: int, held_bytes: int) -> Plan:
             f"rows of {width}, more than {ROOM}"
         )
     tile = _share_tile(width, itemsize, cluster, static.interpret)
-    plan = Plan(tile, static.groups, 1, config.stages, cluster)
+    plan = Plan(tile, static.groups, static.apart, 1, config.stages, cluster)
     most = max(1, static.num_sms * config.blocks_per_sm // cluster) if plan.stages else plan.tiles
     return dataclasses.replace(plan, blocks=min(plan.tiles, most))
 

@@ -31,6 +31,7 @@ from pallas_kernels.rows import Config
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MOST = 2**31  # two arrays are taken as one row, and a column is an int32
+FEW = 2**16  # numbers that one launch moves in no time, whatever its accesses
 
 
 def swiglu(
@@ -125,7 +126,9 @@ def default_config(gate, up=None, *, backward: bool = False, device: Device | No
 
     Blocks that come and go keep more loads in flight than a stream of copies does; with two, a
     thread has four or six on the way, and is still one of a thousand on its multiprocessor. Few
-    numbers go in small tiles, so that more multiprocessors have one. A stream has tiles of about
+    numbers go in small tiles, so that more multiprocessors have one, and no more than FEW by less
+    than 16 bytes, where only that fills the arrays (H200, bfloat16, us: 1 x 4864 by a stream 1.6,
+    1 x 14336 without one 1.4). A stream has tiles of about
     8 KB an array, half of that in the backward pass, whose arrays and slopes are in registers at
     once, three in flight a block, and as many blocks as fit.
     """
@@ -133,7 +136,7 @@ def default_config(gate, up=None, *, backward: bool = False, device: Device | No
     count, width = _sizes(gate, up)
     size = gate.dtype.itemsize
     for repeat in (2, 1):
-        tile = _tile(width, size, repeat, streamed=False)
+        tile = _tile(width, size, repeat, count)
         if tile.fills(count) and (repeat == 1 or tile.tiles(count) >= 4 * device.num_sms):
             return Config(repeat, 0, 1)
     repeat = 2 if backward else 4
@@ -163,7 +166,7 @@ def candidates(gate, up=None, *, device: Device | None = None) -> list[Config]:
     size = gate.dtype.itemsize
     found = []
     for repeat in (1, 2, 4):
-        if _tile(width, size, repeat, streamed=False).fills(count):
+        if _tile(width, size, repeat, count).fills(count):
             found.append(Config(repeat, 0, 1))
         tile = _tile(width, size, repeat)
         for stages in (2, 3) if tile.tiles(count) > 8 * device.num_sms else (1,):
@@ -237,8 +240,9 @@ def _glu(name, activation, gate, up, config, interpret):
 def _fits(config: Config, gate, up) -> bool:
     """Whether the call can be had with the config: without a stream, all tiles are whole."""
     count, width = _sizes(gate, up)
-    tile = _tile(width, gate.dtype.itemsize, config.repeat, streamed=config.stages > 0)
-    return config.stages > 0 or tile.fills(count)
+    if config.stages:
+        return True
+    return _tile(width, gate.dtype.itemsize, config.repeat, count).fills(count)
 
 
 def _sizes(gate, up) -> tuple[int, int]:
@@ -306,13 +310,17 @@ class _Whole:
 
 
 def _tile(
-    width: int, itemsize: int, repeat: int, *, streamed: bool = True, interpret: bool = False
+    width: int, itemsize: int, repeat: int, count: int | None = None, *, interpret: bool = False
 ) -> _Tile:
     """A thread has `repeat` times 16 bytes of a tile; of longer rows up to half less, if tiles of
-    that size fill them better; of a row narrower than that, what there is. Not streamed, of rows
-    that only tiles of a warp fill, each warp has a piece of rows of its own.
+    that size fill them better; of a row narrower than that, what there is. count: of rows that are
+    not streamed: of those that only tiles of a warp fill, each warp has a piece of rows of its own;
+    of FEW numbers, a thread has as many fewer bytes as fills them.
     """
     vector = device_lib.ACCESS_BYTES // itemsize
+    streamed = count is None
+    if not streamed and count * width <= FEW and width % device_lib.THREADS == 0:
+        vector = math.gcd(width // device_lib.THREADS, vector)
     step = device_lib.THREADS * vector
     if width <= step:
         repeat = min(repeat, MAX_BOX // rows.row_tile(width, itemsize).rows)
@@ -354,7 +362,7 @@ def _over_tiles(
         width,
         x.dtype.itemsize,
         config.repeat,
-        streamed=config.stages > 0,
+        None if config.stages else count,
         interpret=static.interpret,
     )
     on_chip = tile.on_chip

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.case import Case
 from pallas_kernels.measure import size_bytes
-from pallas_kernels.swiglu import geglu, geglu_reference, swiglu, swiglu_reference
+from pallas_kernels.swiglu import FEW, geglu, geglu_reference, swiglu, swiglu_reference
 
 QWEN, LLAMA, PHI = 4864, 14336, 8192  # Qwen2.5-0.5B, Llama-3.1-8B, Phi-3-mini (one array)
 
@@ -64,7 +64,7 @@ def _case(
         arguments=(*arrays, out) if backward else arrays,
         run=run,
         plain=plain,
-        kind="memory",
+        kind="launch" if f == QWEN and m * f <= FEW else "memory",
         bytes=size_bytes(arrays, out, arrays if backward else ()),
         truth=truth if activation != "exact" else None,  # erf takes NumPy minutes
         compile_only=compile_only,

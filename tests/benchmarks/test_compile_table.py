@@ -44,6 +44,12 @@ def test_a_good_kernel_is_spared(kind):
     assert compile_table.faults(kind, [GOOD]) == []
 
 
+def test_of_few_bytes_only_spills_are_faults():
+    narrow = without("UTMALDG.2D", "STG.E.128", "SHFL.BFLY")
+    assert compile_table.faults("launch", [narrow]) == []
+    assert compile_table.faults("launch", [dataclasses.replace(narrow, spill_load_bytes=4)])
+
+
 @pytest.mark.parametrize(
     ("kind", "kernel", "said"),
     [

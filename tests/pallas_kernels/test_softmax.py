@@ -39,6 +39,9 @@ CASES: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...] | None, dict[str, A
     "one row past a tile": ((17, 128), BF16, None, {"causal": True, "scale": -1.0}),
     "896, scale with a gradient": ((5, 896), F32, None, {"scale": np.float32(0.7)}),
     "1000, mask of all heads": ((2, 2, 5, 1000), BF16, (2, 1, 5, 1000), {}),
+    "4 heads that have a mask in common": ((2, 4, 3, 1000), BF16, (2, 1, 3, 1000), {}),
+    "the same, rows that fill a warp": ((2, 4, 3, 2048), BF16, (2, 1, 3, 2048), {"scale": 0.5}),
+    "the same, a mask of keys and queries": ((2, 2, 3, 2048), F16, (3, 2048), {}),
     "4864": ((2, 4864), BF16, None, {"scale": np.float32(-0.5)}),
     "more than the registers hold": ((1, 8960), F16, (8960,), {}),
     "causal": ((2, 3, 5, 16), F32, None, {"causal": True}),
@@ -208,11 +211,22 @@ def test_a_config_that_rows_do_not_fill(shape, phrase, monkeypatch):
     np.testing.assert_allclose(np.asarray(y, np.float32).sum(axis=-1), 1, rtol=0.02)
 
 
+def test_rows_of_a_tile_have_a_row_of_the_mask_in_common():
+    """Where it has queries and no heads, a tile is of heads, which lie so many rows apart."""
+    queries, heads, batch = (2048, True), (32, False), (8, True)
+    of = functools.partial(softmax._in_turn, queries=0, width=2048, itemsize=2)
+    assert of((batch, heads, queries)) == ((batch, queries, heads), 2048)
+    for groups in ((batch, (32 * 2048, False)), (queries,), ((6, False), queries)):
+        assert of(groups) == (groups, 1)
+    assert softmax._in_turn((heads, queries), 2048, 2048, 2) == ((heads, queries), 1)  # causal
+    assert of((heads, queries), width=4096) == ((heads, queries), 1)  # of rows that a block has
+
+
 @pytest.mark.parametrize("cluster", [1, 8])
 def test_shares_that_do_not_fit_on_chip(cluster):
     """On a GPU: the interpreter has room for all."""
     config = Config(stages=2 * cluster, cluster=cluster)
-    static = Static(((4, False),), 0, 1.0, config, 132, False)
+    static = Static(((4, False),), 1, 0, 1.0, config, 132, False)
     with pytest.raises(NotImplementedError, match="takes 786432 bytes on chip for rows of 131072"):
         plan_of(static, 131072, 2, 2 + 1)
 
@@ -390,6 +404,32 @@ def test_a_mask_of_one_short_row_compiles(name):
     arrays = (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(mask, bool))
     program = aot.compile_for(lambda x, mask: scale_softmax(x, mask=mask, **keywords), *arrays)
     assert program.mosaic_launches() == ["scale_softmax"]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("width", [2048, 4096])
+def test_a_mask_is_read_as_it_is_stored(width):
+    """No copy of it is made, where rows fill the threads: one launch."""
+    arrays = struct(2, 32, 64, width), struct(2, 1, 64, width, dtype=bool)
+    program = aot.compile_for(lambda x, mask: scale_softmax(x, mask=mask), *arrays)
+    assert [launch.name for launch in program.launches] == ["scale_softmax"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1000, 2048, 4096])
+@pytest.mark.parametrize("mask", [(2, 1, 24), (1, 1, 24), (2, 1, 1), (2, 8, 24)])
+def test_masks_on_the_gpu(mask, width):
+    """Alone, and under vmap, where a mask does not begin where its array does."""
+    x, _, kept = arrays((2, 8, 24, width), BF16, (*mask, width))
+    assert kept is not None
+    masks: dict[str, Any] = {"mask": np.asarray(kept)}
+    plain, exact = (
+        oracles.scale_softmax(np.asarray(x), **masks, dtype=d) for d in (BF16, np.float64)
+    )
+    ours = jax.jit(lambda x, mask: scale_softmax(x, mask=mask))
+    check([ours(x, kept)], [plain], [exact], None)
+    if len(kept) > 1:
+        check([jax.vmap(ours)(x, kept)], [plain], [exact], None)
 
 
 def test_config_is_tiling():

@@ -87,7 +87,8 @@ def run(activation, arrays, d_out, **keywords):
         ("gelu", (2, 520), jnp.float32, True),  # two past one access of all threads
         ("silu", (8,), jnp.bfloat16, False),
         ("gelu", (1, 1032), jnp.bfloat16, False),
-        ("silu", (3, 4864), jnp.bfloat16, True),  # two tiles a row
+        ("silu", (3, 4872), jnp.bfloat16, True),  # two tiles a row
+        ("silu", (3, 4864), jnp.bfloat16, True),  # 19 tiles of two numbers a thread
         ("silu", (8, 4864), jnp.bfloat16, True),  # tiles of a warp fill the rows
         ("gelu", (4, 640), jnp.float32, True),
         ("silu", (2, 4864), jnp.float16, False),
@@ -213,7 +214,8 @@ def test_no_size_is_too_large(M, F, fused):
     for backward in (False, True):
         config = default_config(*arrays, backward=backward, device=H200)
         width, streamed = F if fused else M * F, config.stages > 0
-        tile = _tile(width, 2, config.repeat, streamed=streamed).on_chip
+        count = None if streamed else M * F // width
+        tile = _tile(width, 2, config.repeat, count).on_chip
         assert max(tile.rows, tile.chunks, tile.inner) <= device_lib.MAX_BOX
         assert streamed or width % tile.padded == 0
         taken = config.blocks_per_sm * config.stages * 2 * tile.rows * tile.padded * (2 + backward)
@@ -259,7 +261,9 @@ def test_configs_follow_the_sizes():
     assert len({bucket(*arrays) for arrays in [specs(), *others]}) == 4
     assert default_config(*specs(), device=H200) == Config(2, 0, 1)
     assert default_config(*specs(M=64), device=H200) == Config(1, 0, 1)
-    assert default_config(*specs(M=1), device=H200) == Config(1, 1, 8)  # 4.75 tiles
+    assert default_config(*specs(M=1), device=H200) == Config(1, 0, 1)  # 19 tiles of 256
+    assert default_config(*specs(M=1, fused=True), device=H200) == Config(1, 0, 1)
+    assert default_config(*specs(M=15), device=H200) == Config(1, 1, 8)  # 71.25 tiles
     assert default_config(*specs(fused=True), device=H200) == Config(2, 0, 1)
     assert default_config(*specs(M=8188, fused=True), device=H200) == Config(1, 0, 1)
     assert default_config(*specs(M=8191, fused=True), device=H200).stages == 3
