@@ -1,17 +1,19 @@
 """Sums of rows by id: what `embedding` has for a gradient. Imported by it alone.
 
-dy [M, D], ids [M] -> [V, D]. The ids are sorted (stably, by XLA). A block owns every blocks-th tile
-of the result's rows: it writes zeros where no id falls, and elsewhere adds up the rows of each id
-in the order in which they came, in float32. So each number of the result is written once, nothing
-is added atomically, and two runs give the same bits.
-An id that comes often would be a long chain of sums in one block, when the others have long
-finished: so wherever all of RUN sorted ids on end are one id, another kernel adds up these rows
-before, a block for each such run.
+dy [M, D], ids [M] -> [V, D], in three kernels. The first writes zeros everywhere, which takes the
+time, and meanwhile brings the ids in order: a block counts for some of them how many come before
+(of more than MOST_COUNTED XLA sorts them). Of the second each block has RUN places of that order
+and adds up the rows of each id, one after another in float32; so all blocks have as much to do,
+however often an id comes. Where all rows of an id are there, their sum is written. What began in
+the block before, or goes on in the next, is put aside, and the third kernel adds that up. So
+nothing is added atomically, and two runs give the same bits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,16 +22,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
-from pallas_kernels.device import MAX_BOX, SHARED_BYTES
+from pallas_kernels.device import ACCESS_BYTES, MAX_BOX, THREADS
 from pallas_kernels.row_parts import Part, fewest_parts, part_of
 
-RUN = 32  # rows; of the commonest word of 8192 come about 400: 13 sums of runs, 62 others at most
-STAGES = 4  # rows on their way to a block that adds them up
-# Of the result, that leave in one copy, and blocks a multiprocessor: what a row with ids waits for
-# comes one after another, so that many blocks of little are best (151936 x 896 bfloat16, H200: the
-# sums take 83 us, 95 with 8 KB and 4 blocks, 130 with 16 KB)
-TILE_BYTES, BLOCKS = 2 * 1024, 16
+RUN = 32  # rows a block: of the commonest word of 8192 come about 400, which 13 blocks have
+STAGES = 8  # rows on their way to a block that adds them up
 PART = 2048  # numbers of a row a block: 16 sums a thread, and 4 KB a copy
+MOST_COUNTED = 2**14  # ids, of which each thread of a block has 132 in registers, others included
+KEY_BITS = 32
+ZEROS_BYTES, BLOCKS = 8 * 1024, 3  # of the result that leave in one copy; blocks a multiprocessor
+GRAIN = THREADS * ACCESS_BYTES // 4  # ids that a block loads at once
 
 
 def sum_by_id(
@@ -43,35 +45,118 @@ def sum_by_id(
     interpret: bool,
 ) -> jax.Array:
     """For each of `count` ids the sum of its rows, times `scale` (rounded to dy's dtype)."""
-    sizes = (dy.dtype.itemsize, jnp.dtype(dtype).itemsize)
+    dtype = jnp.dtype(dtype)
+    sizes = (dy.dtype.itemsize, dtype.itemsize)
     width = dy.shape[1]
     parts = fewest_parts(width, sizes, most=PART) or fewest_parts(width, sizes)
     assert parts is not None, "why_not lets no such row through"
     part = part_of(width, parts, min(sizes), rows=1, interpret=interpret)
-    ids = jnp.clip(ids, 0, count - 1)
-    in_order, order = _sorted(ids, count)
-    every = jnp.arange(count + 1, dtype=jnp.int32)
-    starts = jnp.searchsorted(in_order, every, method="scan_unrolled").astype(jnp.int32)
+    result, in_order, order = _zeros_and_order(part, ids, count, dtype, num_sms)
+    run = _Run(part, len(dy), count, dtype, None if scale is None else dy.dtype.type(scale))
     rows = part.view(dy)
-    runs = [_sum_runs(part, rows, order, in_order)] if len(ids) >= 2 * RUN else []
-    result = _sum_rows(part, rows, order, starts, runs, jnp.dtype(dtype), scale, num_sms)
+    if _compat.WRITES_REFERENCES:
+        held = jax.new_ref(result)
+        [aside] = run.sums(rows, order, in_order, held)
+        run.joined(aside, in_order, held)
+        result = jax.freeze(held)
+    else:
+        aside, sums = run.sums(rows, order, in_order)
+        own, shared = run.owners(in_order)
+        result = _placed(result, own, sums)
+        result = _placed(result, shared, *run.joined(aside, in_order))
     return result.reshape(count, width)
 
 
-def _sorted(ids: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The ids in their order, and which place each had; the first of two alike comes first."""
+def _placed(result: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
+    """With rows at ids, of which those outside are none's."""
+    return result.at[ids].set(rows, mode="drop", unique_indices=True)
+
+
+def _zeros_and_order(part: Part, ids: jax.Array, count: int, dtype: Any, num_sms: int):
+    """Zeros [V, parts, n, inner]; the ids in their order, int32 [M'], one or more of `count` behind
+    them; and which place each had, int32 [M'], of two alike the first first.
+    """
+    shape = (count, *part.row)
+    zeros = functools.partial(jnp.zeros, shape, dtype)
+    counted = len(ids) <= MOST_COUNTED
+    more = -(len(ids) + 1) % GRAIN + 1
+    ids = jnp.pad(jnp.clip(ids, 0, count - 1), (0, more), constant_values=count)
     shift = (len(ids) - 1).bit_length()
-    if (count - 1).bit_length() + shift > 32:
+    if count.bit_length() + shift > KEY_BITS:
         order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-        return ids[order], order
-    # Both in one number, which XLA sorts faster than two
-    places = jnp.arange(len(ids), dtype=jnp.uint32)
-    both = jnp.sort((ids.astype(jnp.uint32) << shift) | places)
-    return (both >> shift).astype(jnp.int32), (both & (2**shift - 1)).astype(jnp.int32)
+        return zeros(), ids[order], order
+    # Both in one number, of which no two are alike
+    keys = (ids.astype(jnp.uint32) << shift) | jnp.arange(len(ids), dtype=jnp.uint32)
+    if counted:
+        return _zeros_and_count(part, keys, shift, shape, dtype, num_sms)
+    keys = jnp.sort(keys, stable=False)
+    return zeros(), *_apart(keys, shift)
 
 
-def _add_up(part: Part, count, source, ring, arrived, stages: int, total):
-    """total + the rows source(0), ..., source(count - 1), brought on chip `stages` ahead."""
+def _apart(keys: jax.Array, shift: int) -> tuple[jax.Array, jax.Array]:
+    """An id and a place of each key."""
+    return (keys >> shift).astype(jnp.int32), (keys & (2**shift - 1)).astype(jnp.int32)
+
+
+def _zeros_and_count(part: Part, keys, shift: int, shape, dtype, num_sms: int):
+    """As `_zeros_and_order`: the place of a key is how many are less."""
+    v, many = shape[0], len(keys)
+    rows = max(1, min(MAX_BOX, ZEROS_BYTES // (part.padded * dtype.itemsize)))
+    tiles, blocks = -(-v // rows) * part.parts, BLOCKS * num_sms
+    layout = plgpu.Layout.WG_STRIDED((many,), vec_size=ACCESS_BYTES // 4)
+
+    def body(keys_ref, out_ref, ids_ref, places_ref, zeros):
+        block = jax.lax.axis_index("block")
+        for r in range(rows):
+            part.store(zeros.at[r], part.zeros(dtype))
+        plgpu.commit_smem()
+        every = keys_ref[...] if part.interpret else _compat.load(keys_ref, layout, optimized=False)
+
+        # In turns, so that the one takes no time beside the other
+        def both(i, _):
+            index = block + i * blocks
+
+            @pl.when(index < tiles)
+            def _():
+                first, column = index // part.parts * rows, jax.lax.rem(index, part.parts)
+                part.write(zeros, out_ref, first, rows, column, v)
+
+            @pl.when(index < many)
+            def _():
+                key = keys_ref[index]
+                less = jnp.sum(jnp.where(every < key, 1, 0))
+                ids_ref[less], places_ref[less] = _apart(key, shift)
+
+            return 0
+
+        jax.lax.fori_loop(0, (max(tiles, many) - block + blocks - 1) // blocks, both, 0)
+        plgpu.wait_smem_to_gmem(0)
+
+    ordered = jax.ShapeDtypeStruct((many,), jnp.int32)
+    return _compat.kernel(
+        body,
+        name="embedding_backward_zeros",
+        out_type=[jax.ShapeDtypeStruct(shape, dtype), ordered, ordered],
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=[part.buffer(rows, dtype)],
+        unsafe_no_auto_barriers=True,  # nobody writes on chip what another reads
+        interpret=part.interpret,
+    )(keys)
+
+
+def _add_up(
+    part: Part,
+    count: Any,
+    source: Callable[[Any], Any],
+    ring: Any,
+    arrived: Any,
+    then: Callable[[Any, Any], Any] = lambda i, total: total,
+) -> Any:
+    """source(0) + ... + source(count - 1), brought on chip ahead; total = then(i, total) behind
+    each.
+    """
+    stages = ring.shape[0]
 
     def fetch(i):
         slot = jax.lax.rem(i, stages)
@@ -83,141 +168,166 @@ def _add_up(part: Part, count, source, ring, arrived, stages: int, total):
         total = total + part.load(ring.at[slot]).astype(jnp.float32)
         plgpu.commit_smem()  # all threads have read the slot
         pl.when(i + stages < count)(lambda: fetch(i + stages))
-        return total
+        return then(i, total)
 
     for i in range(stages):
         pl.when(i < count)(functools.partial(fetch, jnp.int32(i)))
-    return jax.lax.fori_loop(0, count, add, total)
+    return jax.lax.fori_loop(0, count, add, part.zeros())
 
 
-def _sum_runs(part: Part, dy, order, in_order):
-    """float32 [M // RUN, parts, chunks, inner]: the sum of each run of rows that have one id.
+def _begun(in_order: Any, block: Any, number: Any) -> Any:
+    """Whether an id in a block has rows in the block before."""
+    return (block > 0) & (in_order[jnp.maximum(block * RUN - 1, 0)] == number)
 
-    What stands for the others is left as it was.
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The sums of `rows` rows by ids below `count`, by blocks that have RUN of them in order.
+
+    They go into `held`, an array [V, parts, n, inner]; without one into one of their own, each
+    where `owners` says.
     """
-    count = order.shape[0] // RUN
 
-    def body(dy_ref, order_ref, ids_ref, out_ref, ring, arrived):
-        first, column = jax.lax.axis_index("block") * RUN, jax.lax.axis_index("part")
+    part: Part
+    rows: int
+    count: int
+    dtype: Any
+    scale: Any  # in dy's dtype, or None
 
-        @pl.when(ids_ref[first] == ids_ref[first + RUN - 1])
-        def _():
+    @property
+    def blocks(self) -> int:
+        return -(-self.rows // RUN)
+
+    def sums(self, dy, order, in_order, held=None) -> list[jax.Array]:
+        """float32 [2 blocks, parts, chunks, inner]: what each block adds to an id of the block
+        before it, then what it leaves the next to add to; where there is neither, anything.
+        Without `held` then the other sums, [rows, parts, n, inner].
+        """
+        part = self.part
+
+        def body(inputs, results, target, ring, out, arrived):
+            (dy_ref, order_ref, ids_ref), (aside_ref,) = inputs, results
+            block, column = jax.lax.axis_index("block"), jax.lax.axis_index("part")
+            first = block * RUN
+            rows = jnp.minimum(RUN, self.rows - first)
+
+            def then(i, total):
+                here, behind = ids_ref[first + i], ids_ref[first + i + 1]
+                begun, ends = _begun(ids_ref, block, here), here != behind
+
+                @pl.when(ends & jnp.logical_not(begun))
+                def _():
+                    self._leave(total, out, target, first + i if held is None else here, column)
+
+                @pl.when(jnp.where(ends, begun, i == rows - 1))
+                def _():
+                    which = 2 * block + jnp.where(begun, 0, 1)
+                    part.store(aside_ref.at[which, column], total)
+
+                return jax.lax.cond(ends, part.zeros, lambda: total)
+
             source = lambda i: part.at(dy_ref, order_ref[first + i], column)  # noqa: E731
-            total = _add_up(part, RUN, source, ring, arrived, STAGES, part.zeros())
-            part.store(out_ref.at[jax.lax.axis_index("block"), column], total)
+            _add_up(part, rows, source, ring, arrived, then)
+            plgpu.wait_smem_to_gmem(0)
 
-    [result] = _compat.kernel(
-        body,
-        name="embedding_backward_runs",
-        out_type=[jax.ShapeDtypeStruct((count, part.parts, part.chunks, part.inner), jnp.float32)],
-        grid=(count, part.parts),
-        grid_names=("block", "part"),
-        scratch_types=[
-            part.buffer(STAGES, dy.dtype),
-            plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        ],
-        unsafe_no_auto_barriers=True,  # a slot that all have read is passed on by `commit_smem`
-        interpret=part.interpret,
-    )(dy, order, in_order)
-    return result
-
-
-def _sum_rows(part: Part, dy, order, starts, runs, dtype, scale, num_sms):
-    """[V, parts, n, inner] from the rows and, if there are any, the sums of runs.
-
-    starts[i] is how many ids are below i: the rows of id i are order[starts[i] : starts[i + 1]].
-    """
-    v, row_bytes = starts.shape[0] - 1, part.padded * dtype.itemsize
-    rows = max(1, min(MAX_BOX, TILE_BYTES // row_bytes))
-    tiles = -(-v // rows) * part.parts
-    run_stages = 2 * bool(runs)
-    shared = 2 * rows * row_bytes + part.padded * (STAGES * dy.dtype.itemsize + 4 * run_stages)
-    blocks = min(tiles, min(BLOCKS, SHARED_BYTES // (shared + 2048)) * num_sms)  # all run at once
-
-    def body(dy_ref, order_ref, starts_ref, *refs):
-        run_refs, (out_ref, zeros, sums, ring, arrived), run_ring = (
-            refs[: len(runs)],
-            refs[len(runs) : len(runs) + 5],
-            refs[len(runs) + 5 :],
+        aside = (2 * self.blocks, part.parts, part.chunks, part.inner)
+        return self._run(
+            body,
+            "embedding_backward_sums",
+            (dy, order, in_order),
+            [jax.ShapeDtypeStruct(aside, jnp.float32)],
+            held,
+            of=self.rows,
+            staged=dy.dtype,
         )
-        block = jax.lax.axis_index("block")
-        for r in range(rows):
-            part.store(zeros.at[r], part.zeros(dtype))
+
+    def joined(self, aside, in_order, held=None) -> list[jax.Array]:
+        """The sums of ids that several blocks have, each by the block where it begins.
+
+        Without `held` they are the result, [blocks, parts, n, inner].
+        """
+        part = self.part
+
+        def body(inputs, _, target, ring, out, arrived):
+            aside_ref, ids_ref = inputs
+            block, column = jax.lax.axis_index("block"), jax.lax.axis_index("part")
+            last = jnp.minimum(block * RUN + RUN, self.rows) - 1
+            here = ids_ref[last]
+
+            @pl.when((ids_ref[last + 1] == here) & jnp.logical_not(_begun(ids_ref, block, here)))
+            def _():
+                def halved(_, between):
+                    least, most = between
+                    middle = (least + most) // 2
+                    has = ids_ref[middle * RUN] == here
+                    return jnp.where(has, middle, least), jnp.where(has, most, middle)
+
+                steps = self.blocks.bit_length()
+                between = block + 1, jnp.int32(self.blocks)
+                final, _ = jax.lax.fori_loop(0, steps, halved, between)  # that has some of its rows
+
+                def source(i):
+                    which = 2 * (block + i) + jnp.where(i == 0, 1, 0)
+                    return part.at(aside_ref, which, column)
+
+                total = _add_up(part, final - block + 1, source, ring, arrived)
+                self._leave(total, out, target, block if held is None else here, column)
+                plgpu.wait_smem_to_gmem(0)
+
+        return self._run(
+            body,
+            "embedding_backward_joined",
+            (aside, in_order),
+            [],
+            held,
+            of=self.blocks,
+            staged=jnp.dtype(jnp.float32),
+        )
+
+    def owners(self, in_order: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """int32 [rows] and [blocks]: whose the sums of `sums` and `joined` are; `count`: none's."""
+        place, block = jnp.arange(self.rows), jnp.arange(self.blocks)
+        last = jnp.minimum(block * RUN + RUN, self.rows) - 1
+        found = []
+        for at, of, whole in ((place, place // RUN, True), (last, block, False)):
+            here = in_order[at]
+            own = ((in_order[at + 1] != here) == whole) & ~_begun(in_order, of, here)
+            found.append(jnp.where(own, here, self.count))
+        return found[0], found[1]
+
+    def _leave(self, total, out, target, place, column) -> None:
+        """Writes a sum, by way of `out`, to a row of `target`."""
+        if self.scale is not None:
+            total = total * self.scale.astype(jnp.float32)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.part.store(out.at[0], total.astype(self.dtype))
         plgpu.commit_smem()
+        self.part.write(out, target, place, 1, column, target.shape[0])
 
-        def start_of(row):
-            return starts_ref[jnp.minimum(row, v)]
+    def _run(self, body, name, arrays, results, held, *, of: int, staged: Any) -> list[jax.Array]:
+        """body(inputs, results, target, ring, out, arrived) by all blocks; what it returns holds,
+        without `held`, last the target, of so many rows.
+        """
+        part = self.part
 
-        def sum_of(row, column):
-            start, end = start_of(row), start_of(row + 1)
-            # Whole runs lie from `left` to `right`; before and behind them are single rows.
-            left = right = start
-            if runs:
-                left = jnp.minimum((start + RUN - 1) // RUN * RUN, end)
-                right = left + (end - left) // RUN * RUN
+        def in_turn(*refs):
+            inputs, refs = refs[: len(arrays)], refs[len(arrays) :]
+            at = 0 if held is not None else len(results)
+            *found, out, ring, arrived = (*refs[:at], *refs[at + 1 :])
+            body(inputs, found, refs[at], ring, out, arrived)
 
-            def single(i):
-                at = start + i
-                at = jnp.where(at < left, at, at - left + right)
-                return part.at(dy_ref, order_ref[at], column)
-
-            singles = left - start + end - right
-            total = _add_up(part, singles, single, ring, arrived, STAGES, part.zeros())
-            if runs:
-                sums_of_runs, run_arrived = run_ring
-                whole = lambda i: part.at(run_refs[0], left // RUN + i, column)  # noqa: E731
-                total = _add_up(
-                    part,
-                    (right - left) // RUN,
-                    whole,
-                    sums_of_runs,
-                    run_arrived,
-                    run_stages,
-                    total,
-                )
-            if scale is not None:
-                total = total * jnp.asarray(scale, dy.dtype).astype(jnp.float32)
-            return total
-
-        def tile(i, _):
-            index = block + i * blocks
-            first, column = index // part.parts * rows, jax.lax.rem(index, part.parts)
-            is_empty = start_of(first) == start_of(first + rows)
-
-            @pl.when(is_empty)
-            def _():
-                part.write(zeros, out_ref, first, rows, column, v)
-
-            @pl.when(jnp.logical_not(is_empty))
-            def _():
-                def one_row(r, _):
-                    part.store(sums.at[r], sum_of(first + r, column).astype(dtype))
-                    return 0
-
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                jax.lax.fori_loop(0, rows, one_row, 0)
-                plgpu.commit_smem()
-                part.write(sums, out_ref, first, rows, column, v)
-
-            return 0
-
-        jax.lax.fori_loop(0, (tiles - block + blocks - 1) // blocks, tile, 0)
-        plgpu.wait_smem_to_gmem(0)
-
-    [result] = _compat.kernel(
-        body,
-        name="embedding_backward",
-        out_type=[jax.ShapeDtypeStruct((v, *dy.shape[1:]), dtype)],
-        grid=(blocks,),
-        grid_names=("block",),
-        scratch_types=[
-            *[part.buffer(rows, dtype)] * 2,
-            part.buffer(STAGES, dy.dtype),
-            plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-            *[part.buffer(run_stages, jnp.float32) for _ in runs],
-            *[plgpu.Barrier(num_arrivals=1, num_barriers=run_stages) for _ in runs],
-        ],
-        unsafe_no_auto_barriers=True,  # a slot that all have read is passed on by `commit_smem`
-        interpret=part.interpret,
-    )(dy, order, starts, *runs)
-    return result
+        own = jax.ShapeDtypeStruct((of, *part.row), self.dtype)
+        return _compat.kernel(
+            in_turn,
+            name=name,
+            out_type=[*results, *[own] * (held is None)],
+            grid=(self.blocks, part.parts),
+            grid_names=("block", "part"),
+            scratch_types=[
+                part.buffer(1, self.dtype),
+                part.buffer(STAGES, staged),
+                plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+            ],
+            unsafe_no_auto_barriers=True,  # a slot that all have read is passed on by `commit_smem`
+            interpret=part.interpret,
+        )(*arrays, *[held] * (held is not None))

@@ -43,9 +43,14 @@ class Part:
         """Numbers on chip."""
         return self.chunks * self.inner
 
+    @property
+    def row(self) -> tuple[int, int, int]:
+        """A row as the kernel takes it: [parts, n, inner]."""
+        return self.parts, self.width // self.inner, self.inner
+
     def view(self, x: jax.Array) -> jax.Array:
         """[M, D] as the kernel takes it: [M, parts, n, inner]."""
-        return x.reshape(x.shape[0], self.parts, self.width // self.inner, self.inner)
+        return x.reshape(x.shape[0], *self.row)
 
     def buffer(self, rows: int, dtype: Any) -> Any:
         """Shared memory for a part of some rows."""
