@@ -68,7 +68,7 @@ def sum_by_id(
 
 
 def _placed(result: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
-    """With rows at ids, of which those outside are none's."""
+    """With rows at ids, which are all different and may lie outside."""
     return result.at[ids].set(rows, mode="drop", unique_indices=True)
 
 
@@ -285,14 +285,14 @@ class _Run:
         )
 
     def owners(self, in_order: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """int32 [rows] and [blocks]: whose the sums of `sums` and `joined` are; `count`: none's."""
+        """int32 [rows] and [blocks]: whose the sums of `sums` and `joined` are; none's from `count` on."""
         place, block = jnp.arange(self.rows), jnp.arange(self.blocks)
         last = jnp.minimum(block * RUN + RUN, self.rows) - 1
         found = []
         for at, of, whole in ((place, place // RUN, True), (last, block, False)):
             here = in_order[at]
             own = ((in_order[at + 1] != here) == whole) & ~_begun(in_order, of, here)
-            found.append(jnp.where(own, here, self.count))
+            found.append(jnp.where(own, here, self.count + at))
         return found[0], found[1]
 
     def _leave(self, total, out, target, place, column) -> None:
