@@ -285,7 +285,9 @@ class _Run:
         )
 
     def owners(self, in_order: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """int32 [rows] and [blocks]: whose the sums of `sums` and `joined` are; none's from `count` on."""
+        """int32 [rows] and [blocks]: the ids of what `sums` and `joined` return, `count` and more
+        where that is nothing.
+        """
         place, block = jnp.arange(self.rows), jnp.arange(self.blocks)
         last = jnp.minimum(block * RUN + RUN, self.rows) - 1
         found = []
