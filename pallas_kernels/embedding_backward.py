@@ -51,9 +51,9 @@ def sum_by_id(
     parts = fewest_parts(width, sizes, most=PART) or fewest_parts(width, sizes)
     assert parts is not None, "why_not lets no such row through"
     part = part_of(width, parts, min(sizes), rows=1, interpret=interpret)
-    result, in_order, order = _zeros_and_order(part, ids, count, dtype, num_sms)
-    run = _Run(part, len(dy), count, dtype, None if scale is None else dy.dtype.type(scale))
     rows = part.view(dy)
+    result, in_order, order = _zeros_and_order(part, rows, ids, count, dtype, num_sms)
+    run = _Run(part, len(dy), count, dtype, None if scale is None else dy.dtype.type(scale))
     if _compat.WRITES_REFERENCES:
         held = jax.new_ref(result)
         [aside] = run.sums(rows, order, in_order, held)
@@ -72,7 +72,7 @@ def _placed(result: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
     return result.at[ids].set(rows, mode="drop", unique_indices=True)
 
 
-def _zeros_and_order(part: Part, ids: jax.Array, count: int, dtype: Any, num_sms: int):
+def _zeros_and_order(part: Part, dy, ids: jax.Array, count: int, dtype: Any, num_sms: int):
     """Zeros [V, parts, n, inner]; the ids in their order, int32 [M'], one or more of `count` behind
     them; and which place each had, int32 [M'], of two alike the first first.
     """
@@ -88,7 +88,7 @@ def _zeros_and_order(part: Part, ids: jax.Array, count: int, dtype: Any, num_sms
     # Both in one number, of which no two are alike
     keys = (ids.astype(jnp.uint32) << shift) | jnp.arange(len(ids), dtype=jnp.uint32)
     if counted:
-        return _zeros_and_count(part, keys, shift, shape, dtype, num_sms)
+        return _zeros_and_count(part, dy, keys, shift, shape, dtype, num_sms)
     keys = jnp.sort(keys, stable=False)
     return zeros(), *_apart(keys, shift)
 
@@ -98,14 +98,18 @@ def _apart(keys: jax.Array, shift: int) -> tuple[jax.Array, jax.Array]:
     return (keys >> shift).astype(jnp.int32), (keys & (2**shift - 1)).astype(jnp.int32)
 
 
-def _zeros_and_count(part: Part, keys, shift: int, shape, dtype, num_sms: int):
-    """As `_zeros_and_order`: the place of a key is how many are less."""
+def _zeros_and_count(part: Part, dy, keys, shift: int, shape, dtype, num_sms: int):
+    """As `_zeros_and_order`: the place of a key is how many are less.
+
+    dy is not read: XLA shall not run this, and keep the zeros, long before there is one.
+    """
     v, many = shape[0], len(keys)
     rows = max(1, min(MAX_BOX, ZEROS_BYTES // (part.padded * dtype.itemsize)))
     tiles, blocks = -(-v // rows) * part.parts, BLOCKS * num_sms
     layout = plgpu.Layout.WG_STRIDED((many,), vec_size=ACCESS_BYTES // 4)
 
-    def body(keys_ref, out_ref, ids_ref, places_ref, zeros):
+    def body(keys_ref, dy_ref, out_ref, ids_ref, places_ref, zeros):
+        del dy_ref
         block = jax.lax.axis_index("block")
         for r in range(rows):
             part.store(zeros.at[r], part.zeros(dtype))
@@ -142,7 +146,7 @@ def _zeros_and_count(part: Part, keys, shift: int, shape, dtype, num_sms: int):
         scratch_types=[part.buffer(rows, dtype)],
         unsafe_no_auto_barriers=True,  # nobody writes on chip what another reads
         interpret=part.interpret,
-    )(keys)
+    )(keys, dy)
 
 
 def _add_up(
