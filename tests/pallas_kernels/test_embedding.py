@@ -99,8 +99,9 @@ REPEATED = [3, 0, 3, 3, 12, 3, 1, 3, 3, 3, 3, 3, 3, 0]  # one id more often than
         (5, 4864, [4, 1, 4], jnp.bfloat16, {}),  # parts of a row
         (7, 64, [6, 2, 6], jnp.float32, {"dtype": jnp.bfloat16, "scale": 3.3}),
         (1, 16, [0, 0], jnp.bfloat16, {"dtype": jnp.float32}),
-        (9, 64, [0, 1] * 8 + [7] * 5 + [2] * 75, jnp.bfloat16, {"scale": 0.7}),  # two runs
-        (2, 32, [1] * 64, jnp.float32, {}),  # nothing but runs
+        (9, 64, [0, 1] * 8 + [7] * 5 + [2] * 75, jnp.bfloat16, {"scale": 0.7}),  # three blocks
+        (2, 32, [1] * 64, jnp.float32, {}),  # one id in two blocks
+        (3, 4864, [2] * 35 + [0], jnp.bfloat16, {}),  # parts of rows that two blocks have
     ],
 )
 def test_gradient(v, d, ids, dtype, keywords):
