@@ -45,7 +45,10 @@ def cases() -> list[Case]:
         found += [_case(shape, dtype, **odd), _case(shape, dtype, **backward, **odd)]
         found.append(_case(shape, dtype, mask=shape[-1:], **odd))
     for dtype in ("bfloat16", "float32"):
-        found.append(_case((4, 4, 100, 1000), dtype, mask=(4, 1, 100, 1000), causal=True, **odd))
+        for causal in (False, True):
+            found.append(
+                _case((4, 4, 100, 1000), dtype, mask=(4, 1, 100, 1000), causal=causal, **odd)
+            )
         found.append(_case((2, 2, 64, 2048), dtype, mask=(2, 1, 1, 2048), causal=True, **odd))
         found.append(_case((1, 64, 131072), dtype, mask=(131072,), causal=True, **odd))
         # Scores of a token, a mask of which no row is as long as a copy by all threads must be
