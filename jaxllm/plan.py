@@ -296,7 +296,7 @@ class _Step:
         step = train.make_train_step(self.model, self.optimizer, micro_batches=self.micro_batches)
         if target is not None:
             return aot.compile_for(step, self.state, self.rows, target=target).peak_bytes
-        memory: Any = step.lower(self.state, self.rows).compile().memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
+        memory: Any = step.lower(self.state, self.rows).compile().memory_analysis()
         kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes + kept
 

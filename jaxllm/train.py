@@ -83,10 +83,8 @@ def update(model: Transformer, params: Params) -> None:
     for name, param in own.items():
         if name not in params:
             raise ValueError(f"train: there is no parameter {name} to put back into the model")
-        if params[name].shape != param.shape:
-            raise ValueError(
-                f"train: {name} has shape {params[name].shape}, the model's {param.shape}"
-            )
+        if (shape := jnp.shape(params[name])) != param.shape:
+            raise ValueError(f"train: {name} has shape {shape}, the model's {param.shape}")
     for name, param in own.items():
         param.set_value(params[name])
 
@@ -271,7 +269,7 @@ def make_train_step(
     *,
     micro_batches: int = 1,
     stochastic_rounding: bool = False,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+) -> TrainStep:
     """A compiled `step(state, batch) -> (state, metrics)` that donates the state.
 
     What is trained, and the scale of the loss, are the state's. The batch's rows are worked on in
@@ -300,47 +298,44 @@ def make_train_step(
         # Around copies to the host that schedule puts the products for gradients off, and keeps
         # what they need: 38 GiB for an 8B with adapters at 8192 tokens, and 19 without offloading
         options["xla_gpu_enable_latency_hiding_scheduler"] = False
-    return _Step(step, options)
+    return TrainStep(step, options)
 
 
-class _Step:
-    """A step, compiled once for each way that its states are spread over devices."""
+class TrainStep:
+    """(state, batch) -> (state, metrics), compiled; `make_train_step` says what it does.
+
+    XLA would spread a new state over devices in a way of its own, for which the next step had to be
+    compiled again: it lies as the one before.
+    """
 
     def __init__(self, pure: Callable[..., Any], options: dict[str, Any]):
-        def step(state: TrainState, batch: Batch, places: tuple[Sharding | None, ...]):
-            after, metrics = pure(state, batch)
-            return _put(after, places), metrics
-
-        self.jitted = jax.jit(step, donate_argnums=0, static_argnums=2, compiler_options=options)
+        self._jit = functools.partial(jax.jit, pure, donate_argnums=0, compiler_options=options)
+        self._jitted: dict[Any, Any] = {}  # by where the state lies
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        return self.jitted(state, batch, _spread(state))
+        return self._for(state)(state, batch)
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
         """As `jax.jit` has it; arguments may be shapes."""
-        return self.jitted.lower(state, batch, _spread(state))
+        return self._for(state).lower(state, batch)
+
+    def _for(self, state: TrainState) -> Any:
+        changed, tree = jax.tree.flatten(dataclasses.replace(state, frozen={}))
+        places = (None,) if jax.device_count() == 1 else tuple(map(_place, changed))
+        if not any(places):
+            places, out = (), {}
+        else:
+            after = dataclasses.replace(tree.unflatten(places), frozen=None)
+            out = {"out_shardings": (after, None)}
+        if (places, tree) not in self._jitted:
+            self._jitted[places, tree] = self._jit(**out)
+        return self._jitted[places, tree]
 
 
-def _spread(state: TrainState) -> tuple[Sharding | None, ...]:
-    """Where the arrays lie that a step changes, None for those on one device; empty if all are."""
-    changed = jax.tree.leaves(dataclasses.replace(state, frozen={}))
-    shardings = [None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in changed]
-    places = tuple(s if s is not None and s.num_devices > 1 else None for s in shardings)
-    return places if any(places) else ()
-
-
-def _put(state: TrainState, places: tuple[Sharding | None, ...]) -> TrainState:
-    """The state after a step, lying as the one before: XLA would spread it in a way of its own, for
-    which the next step had to be compiled again.
-    """
-    if not places:
-        return state
-    changed, tree = jax.tree.flatten(dataclasses.replace(state, frozen={}))
-    put = [
-        x if place is None else jax.lax.with_sharding_constraint(x, place)
-        for x, place in zip(changed, places, strict=True)
-    ]
-    return dataclasses.replace(jax.tree.unflatten(tree, put), frozen=state.frozen)
+def _place(x: Any) -> Sharding | None:
+    """Where an array lies that is on several devices."""
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return sharding if sharding is not None and sharding.num_devices > 1 else None
 
 
 def make_evaluate(

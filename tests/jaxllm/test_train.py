@@ -190,7 +190,8 @@ np.testing.assert_allclose(losses[:3], losses[:1] * 3, rtol=1e-5)
 assert losses[0][1] < losses[3][1] < losses[3][0]  # adapters alone
 np.testing.assert_allclose(losses[3][0], losses[0][0], rtol=1e-5)
 
-model, _ = jaxllm.load(sys.argv[1], dtype="float32", sharding=of_rows)
+but_one = lambda path, shape: of_rows(path, () if "q_proj" in str(path) else shape)
+model, _ = jaxllm.load(sys.argv[1], dtype="float32", sharding=but_one)
 optimizer = adamw_8bit(1e-2, min_size=16)  # whose scales XLA alone would spread
 state, step = train.init_state(model, optimizer), train.make_train_step(model, optimizer)
 places = jax.tree.map(lambda x: x.sharding, state)
@@ -198,7 +199,7 @@ for _ in range(2):
     state, _ = step(state, batch)
     for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(places), strict=True):
         assert x.sharding.is_equivalent_to(place, x.ndim), (x.shape, x.sharding)
-assert step.jitted._cache_size() == 1
+assert sum(jitted._cache_size() for jitted in step._jitted.values()) == 1
 """
 
 
@@ -235,7 +236,7 @@ def test_a_model_of_shapes_has_a_state_of_shapes():
     like = jax.tree.map(lambda x: (x.shape, x.dtype), (state, real), is_leaf=lambda x: x is None)
     assert like[0] == like[1]
     step = train.make_train_step(model, optimizer)
-    lowered = step.lower(state, make_batch())  # pyright: ignore[reportFunctionMemberAccess]
+    lowered = step.lower(state, make_batch())
     assert "dot_general" in lowered.as_text()
 
 
@@ -404,6 +405,10 @@ def test_tied_models_train_one_embedding():
     assert "lm_head.weight" not in train.parameters(make_model(tie_word_embeddings=True))
 
 
+def compilations(step):
+    return sum(jitted._cache_size() for jitted in step._jitted.values())
+
+
 @pytest.mark.parametrize("runtime", [Runtime(), Runtime(dtype="bfloat16", param_dtype="float32")])
 def test_the_loss_falls_and_master_weights_stay_float32(runtime):
     model = make_model(runtime)
@@ -418,7 +423,7 @@ def test_the_loss_falls_and_master_weights_stay_float32(runtime):
     assert losses[-1] < losses[0] / 2
     assert {str(param.dtype) for param in state.params.values()} == {"float32"}
     assert metrics["loss"].dtype == jnp.float32
-    assert step.jitted._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+    assert compilations(step) == 1
 
 
 def test_another_loss_may_be_given():
