@@ -1,12 +1,13 @@
 """Sums of rows by id: what `embedding` has for a gradient. Imported by it alone.
 
 dy [M, D], ids [M] -> [V, D], in three kernels. The first writes zeros everywhere, which takes the
-time, and meanwhile brings the ids in order: a block counts for some of them how many come before
-(of more than MOST_COUNTED XLA sorts them). Of the second each block has RUN places of that order
-and adds up the rows of each id, one after another in float32; so all blocks have as much to do,
-however often an id comes. Where all rows of an id are there, their sum is written. What began in
-the block before, or goes on in the next, is put aside, and the third kernel adds that up. So
-nothing is added atomically, and two runs give the same bits.
+time, and meanwhile brings the ids in order: a block counts for some of them how many come before.
+(XLA sorts more than MOST_COUNTED of them, and those that need more than 32 bits with a place.) Of
+the second each block has RUN places of that order and adds up the rows of each id, one after
+another in float32; so all blocks have as much to do, however often an id comes. Where all rows of
+an id are there, their sum is written. What began in the block before, or goes on in the next, is
+put aside, and the third kernel adds that up. So nothing is added atomically, and two runs give the
+same bits.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
-from pallas_kernels.device import ACCESS_BYTES, MAX_BOX, THREADS
+from pallas_kernels.device import ACCESS_BYTES, MAX_BOX, SHARED_BYTES, THREADS
 from pallas_kernels.row_parts import Part, fewest_parts, part_of
 
 RUN = 32  # rows a block: of the commonest word of 8192 come about 400, which 13 blocks have
-STAGES = 8  # rows on their way to a block that adds them up
+STAGES = 8  # rows on their way to a block that adds them up, if they fit
 PART = 2048  # numbers of a row a block: 16 sums a thread, and 4 KB a copy
 MOST_COUNTED = 2**14  # ids, of which each thread of a block has 132 in registers, others included
 KEY_BITS = 32
-ZEROS_BYTES, BLOCKS = 8 * 1024, 3  # of the result that leave in one copy; blocks a multiprocessor
+ZEROS_BYTES = 8 * 1024  # of the result that leave in one copy
+BLOCKS = 3  # a multiprocessor, whose registers no more have room in with MOST_COUNTED ids
+RESERVED_BYTES = 4096  # on chip beside rows: barriers, alignment, Mosaic's own
 GRAIN = THREADS * ACCESS_BYTES // 4  # ids that a block loads at once
 
 
@@ -73,40 +76,39 @@ def _placed(result: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _zeros_and_order(part: Part, dy, ids: jax.Array, count: int, dtype: Any, num_sms: int):
-    """Zeros [V, parts, n, inner]; the ids in their order, int32 [M'], one or more of `count` behind
-    them; and which place each had, int32 [M'], of two alike the first first.
+    """Zeros [V, parts, n, inner]; the ids in their order, int32 [M + 1 or more], `count` behind the
+    last; and which place each had, int32 of as many, of two alike the first first.
     """
-    shape = (count, *part.row)
-    zeros = functools.partial(jnp.zeros, shape, dtype)
-    counted = len(ids) <= MOST_COUNTED
-    more = -(len(ids) + 1) % GRAIN + 1
-    ids = jnp.pad(jnp.clip(ids, 0, count - 1), (0, more), constant_values=count)
-    shift = (len(ids) - 1).bit_length()
-    if count.bit_length() + shift > KEY_BITS:
+    many = len(ids)
+    ids = jnp.clip(ids, 0, count - 1)
+    shift = (many - 1).bit_length()
+    if (count - 1).bit_length() + shift > KEY_BITS:
         order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-        return zeros(), ids[order], order
-    # Both in one number, of which no two are alike
-    keys = (ids.astype(jnp.uint32) << shift) | jnp.arange(len(ids), dtype=jnp.uint32)
-    if counted:
-        return _zeros_and_count(part, dy, keys, shift, shape, dtype, num_sms)
-    keys = jnp.sort(keys, stable=False)
-    return zeros(), *_apart(keys, shift)
+        in_order = ids[order]
+    else:  # both in one number, of which no two are alike
+        keys = (ids.astype(jnp.uint32) << shift) | jnp.arange(many, dtype=jnp.uint32)
+        if many <= MOST_COUNTED:
+            return _zeros_and_count(part, dy, keys, shift, count, dtype, num_sms)
+        in_order, order = _id_and_place(jnp.sort(keys, stable=False), shift)
+    zeros = jnp.zeros((count, *part.row), dtype)
+    return zeros, jnp.pad(in_order, (0, 1), constant_values=count), order
 
 
-def _apart(keys: jax.Array, shift: int) -> tuple[jax.Array, jax.Array]:
-    """An id and a place of each key."""
-    return (keys >> shift).astype(jnp.int32), (keys & (2**shift - 1)).astype(jnp.int32)
+def _id_and_place(key: jax.Array, shift: int) -> tuple[jax.Array, jax.Array]:
+    return (key >> shift).astype(jnp.int32), (key & (2**shift - 1)).astype(jnp.int32)
 
 
-def _zeros_and_count(part: Part, dy, keys, shift: int, shape, dtype, num_sms: int):
+def _zeros_and_count(part: Part, dy, keys, shift: int, v: int, dtype, num_sms: int):
     """As `_zeros_and_order`: the place of a key is how many are less.
 
     dy is not read: XLA shall not run this, and keep the zeros, long before there is one.
     """
-    v, many = shape[0], len(keys)
+    many = len(keys)
+    most = jnp.uint32(2**32 - 1)  # less than no other
+    keys = jnp.pad(keys, (0, -many % GRAIN), constant_values=most)
     rows = max(1, min(MAX_BOX, ZEROS_BYTES // (part.padded * dtype.itemsize)))
     tiles, blocks = -(-v // rows) * part.parts, BLOCKS * num_sms
-    layout = plgpu.Layout.WG_STRIDED((many,), vec_size=ACCESS_BYTES // 4)
+    layout = plgpu.Layout.WG_STRIDED(keys.shape, vec_size=ACCESS_BYTES // 4)
 
     def body(keys_ref, dy_ref, out_ref, ids_ref, places_ref, zeros):
         del dy_ref
@@ -129,18 +131,22 @@ def _zeros_and_count(part: Part, dy, keys, shift: int, shape, dtype, num_sms: in
             def _():
                 key = keys_ref[index]
                 less = jnp.sum(jnp.where(every < key, 1, 0))
-                ids_ref[less], places_ref[less] = _apart(key, shift)
+                ids_ref[less], places_ref[less] = _id_and_place(key, shift)
+
+            @pl.when(index == many)
+            def _():
+                ids_ref[many] = jnp.int32(v)
 
             return 0
 
-        jax.lax.fori_loop(0, (max(tiles, many) - block + blocks - 1) // blocks, both, 0)
+        jax.lax.fori_loop(0, (max(tiles, many + 1) - block + blocks - 1) // blocks, both, 0)
         plgpu.wait_smem_to_gmem(0)
 
-    ordered = jax.ShapeDtypeStruct((many,), jnp.int32)
+    ordered = jax.ShapeDtypeStruct((many + 1,), jnp.int32)
     return _compat.kernel(
         body,
         name="embedding_backward_zeros",
-        out_type=[jax.ShapeDtypeStruct(shape, dtype), ordered, ordered],
+        out_type=[jax.ShapeDtypeStruct((v, *part.row), dtype), ordered, ordered],
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=[part.buffer(rows, dtype)],
@@ -315,6 +321,8 @@ class _Run:
         without `held`, last the target, of so many rows.
         """
         part = self.part
+        room = SHARED_BYTES - part.padded * self.dtype.itemsize - RESERVED_BYTES
+        stages = min(STAGES, room // (part.padded * staged.itemsize))
 
         def in_turn(*refs):
             inputs, refs = refs[: len(arrays)], refs[len(arrays) :]
@@ -331,8 +339,8 @@ class _Run:
             grid_names=("block", "part"),
             scratch_types=[
                 part.buffer(1, self.dtype),
-                part.buffer(STAGES, staged),
-                plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+                part.buffer(stages, staged),
+                plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             ],
             unsafe_no_auto_barriers=True,  # a slot that all have read is passed on by `commit_smem`
             interpret=part.interpret,

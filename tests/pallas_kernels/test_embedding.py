@@ -13,6 +13,7 @@ from absent_device import H200
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+from jaxllm import aot
 from pallas_kernels import _compat, embedding_backward
 from pallas_kernels import device as device_lib
 from pallas_kernels.embedding import (
@@ -279,6 +280,28 @@ def test_on_the_gpu(call):
     np.testing.assert_array_equal(jax.jit(embedding)(table, ids), embedding_reference(table, ids))
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize(("v", "m"), [(151936, 16384), (262144, 8192)])
+def test_ids_of_real_models_are_counted(v, m):
+    """Not sorted by XLA: 18 bits and 14 are 32."""
+    ids = jax.ShapeDtypeStruct((m,), jnp.int32)
+    table, d_out = (jax.ShapeDtypeStruct((n, 64), jnp.bfloat16) for n in (v, m))
+    pull = lambda t, ids, d_out: jax.vjp(lambda t: embedding(t, ids), t)[1](d_out)[0]  # noqa: E731
+    launches = [launch.name for launch in aot.compile_for(pull, table, ids, d_out).launches]
+    ours = [f"embedding_backward_{name}" for name in ("zeros", "sums", "joined")]
+    assert launches[-3:] == ours
+    assert len(launches) == 4
+
+
+@pytest.mark.aot
+def test_the_longest_row_has_a_gradient():
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 131072), (2, 131072))]
+    ids = jax.ShapeDtypeStruct((2,), jnp.int32)
+    assert why_not(shapes[0], ids, device=H200) is None
+    pull = lambda t, ids, d_out: jax.vjp(lambda t: embedding(t, ids), t)[1](d_out)[0]  # noqa: E731
+    aot.compile_for(pull, shapes[0], ids, shapes[1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [896, 1000, 3072, 4864])
 @pytest.mark.parametrize("m", [2048, embedding_backward.MOST_COUNTED + 1])
@@ -293,3 +316,9 @@ def test_gradients_on_the_gpu(d, m):
     np.testing.assert_array_equal(ours, pull(table, ids, d_out))
     truth = oracles.rows_by_id(np.asarray(d_out, np.float64), np.asarray(ids), v)
     assert_as_accurate(ours, jnp.asarray(truth, jnp.bfloat16), truth)
+    # A kernel writes into a part of an array, and the sums of whole numbers are exact
+    whole = jnp.round(d_out)
+    twice = jax.vmap(pull, (None, 0, 0))(table, jnp.stack([ids, ids[::-1]]), jnp.stack([whole] * 2))
+    for found, order in zip(twice, (ids, ids[::-1]), strict=True):
+        truth = oracles.rows_by_id(np.asarray(whole, np.float64), np.asarray(order), v)
+        np.testing.assert_array_equal(found, jnp.asarray(truth, jnp.bfloat16))
