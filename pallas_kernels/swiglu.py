@@ -315,22 +315,23 @@ def _tile(
     """A thread has `repeat` times 16 bytes of a tile; of longer rows up to half less, if tiles of
     that size fill them better; of a row narrower than that, what there is. count: of rows that are
     not streamed: of those that only tiles of a warp fill, each warp has a piece of rows of its own;
-    of FEW numbers, a thread has as many fewer bytes as fills them.
+    of FEW numbers that it does not fill either, a thread has fewer bytes, 4 at least.
     """
     vector = device_lib.ACCESS_BYTES // itemsize
-    streamed = count is None
-    if not streamed and count * width <= FEW and width % device_lib.THREADS == 0:
-        vector = math.gcd(width // device_lib.THREADS, vector)
     step = device_lib.THREADS * vector
     if width <= step:
         repeat = min(repeat, MAX_BOX // rows.row_tile(width, itemsize).rows)
         return _Tile(rows.row_tile(width, itemsize, repeat=repeat, interpret=interpret), 1)
     warp = device_lib.LANES * vector
-    if not streamed and width % step and width % warp == 0:
+    if count is not None and width % step and width % warp == 0 and count % device_lib.WARPS == 0:
         down, lanes = (device_lib.WARPS, 1), (1, device_lib.LANES)
         of_tile = device_lib.WARPS * repeat, warp, 1
         on_chip = rows.RowTile(width, *of_tile, vector, down, lanes, interpret=interpret)
         return _Tile(on_chip, width // warp)
+    least = 4 // itemsize  # of a thread
+    if count is not None and count * width <= FEW and width % (device_lib.THREADS * least) == 0:
+        vector = math.gcd(width // device_lib.THREADS, vector)
+        step = device_lib.THREADS * vector
     inner = math.gcd(width, MAX_BOX)
     most = min(repeat, MAX_BOX * inner // step)
     tiles = lambda times: -(-width // (times * step))  # noqa: E731

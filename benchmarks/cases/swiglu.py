@@ -64,7 +64,7 @@ def _case(
         arguments=(*arrays, out) if backward else arrays,
         run=run,
         plain=plain,
-        kind="launch" if f == QWEN and m * f <= FEW else "memory",
+        kind="launch" if f > 1024 and f % 1024 and m * f <= FEW else "memory",  # no whole tiles
         bytes=size_bytes(arrays, out, arrays if backward else ()),
         truth=truth if activation != "exact" else None,  # erf takes NumPy minutes
         compile_only=compile_only,

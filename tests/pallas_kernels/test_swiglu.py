@@ -90,6 +90,7 @@ def run(activation, arrays, d_out, **keywords):
         ("silu", (3, 4872), jnp.bfloat16, True),  # two tiles a row
         ("silu", (3, 4864), jnp.bfloat16, True),  # 19 tiles of two numbers a thread
         ("silu", (8, 4864), jnp.bfloat16, True),  # tiles of a warp fill the rows
+        ("relu2", (1, 4864), jnp.bfloat16, True),  # and of one row fewer bytes do
         ("gelu", (4, 640), jnp.float32, True),
         ("silu", (2, 4864), jnp.float16, False),
         ("gelu_pytorch_tanh", (2, 1024), jnp.bfloat16, True),  # tiles that fill the arrays
@@ -263,6 +264,12 @@ def test_configs_follow_the_sizes():
     assert default_config(*specs(M=64), device=H200) == Config(1, 0, 1)
     assert default_config(*specs(M=1), device=H200) == Config(1, 0, 1)  # 19 tiles of 256
     assert default_config(*specs(M=1, fused=True), device=H200) == Config(1, 0, 1)
+    assert default_config(*specs(M=1, F=1032), device=H200).stages == 1
+    for count, warps, vector in ((1, (1, 4), 2), (4, (4, 1), 8), (16, (4, 1), 8), (3, (1, 4), 2)):
+        tile = _tile(4864, 2, 1, count)
+        assert tile.fills(count)
+        assert (tile.on_chip.warps, tile.on_chip.vector) == (warps, vector)
+    assert not _tile(1152, 2, 1, 1).fills(1)  # by two bytes a thread: less than is taken
     assert default_config(*specs(M=15), device=H200) == Config(1, 1, 8)  # 71.25 tiles
     assert default_config(*specs(fused=True), device=H200) == Config(2, 0, 1)
     assert default_config(*specs(M=8188, fused=True), device=H200) == Config(1, 0, 1)
