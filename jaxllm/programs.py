@@ -101,7 +101,9 @@ def _forward(weights: Weights, tokens, counts, cache: KVCache):
 
 
 def _check(who: str, weights: Weights, cache: KVCache, **arrays: tuple[Any, str]) -> None:
-    """What is no such object, and integers of another shape than their letters say."""
+    """Raises: ValueError for what is no such object, no integers of the shape that their letters
+    say, or no token.
+    """
     for given, kind, maker in (
         (weights, Weights, "jaxllm.flatten(model)"),
         (cache, KVCache, "KVCache.create"),
@@ -115,8 +117,8 @@ def _check(who: str, weights: Weights, cache: KVCache, **arrays: tuple[Any, str]
         fits = array.ndim == len(letters.split()) and array.shape[0] == rows and array.size
         if not fits or not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(
-                f"{who}: {name} must be integers [{letters}] of the cache's {rows} rows, got "
-                f"{array.dtype}{list(array.shape)}"
+                f"{who}: {name} must be integers [{letters}] of the cache's {rows} rows, one or "
+                f"more in each, got {array.dtype}{list(array.shape)}"
             )
 
 
@@ -137,10 +139,9 @@ def prefill(
     """
     _check("prefill", weights, cache, tokens=(tokens, "B, T"), counts=(counts, "B"))
     new, cache = _forward(weights, tokens, counts, cache)
-    if logits is not None and logits.shape != new.shape:
+    if logits is not None and (shape := jnp.shape(logits)) != new.shape:
         raise ValueError(
-            f"prefill: logits must be {list(new.shape)}, as it returns them, got "
-            f"{list(logits.shape)}"
+            f"prefill: logits must be {list(new.shape)}, as it returns them, got {list(shape)}"
         )
     return new if logits is None else jnp.where((counts > 0)[:, None], new, logits), cache
 

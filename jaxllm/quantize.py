@@ -303,5 +303,7 @@ def _modules(model: nnx.Module) -> Iterator[tuple[str, Any, str, Any]]:
 
 def _named(name: str, pattern: str) -> bool:
     """Whether a module is meant; one beside an adapter (`lora.Adapted.base`) has its old name."""
-    name = name.removesuffix(".base")
-    return name.rpartition(".")[2] == pattern or fnmatch.fnmatchcase(name, pattern)
+    return any(
+        each.rpartition(".")[2] == pattern or fnmatch.fnmatchcase(each, pattern)
+        for each in (name, name.removesuffix(".base"))
+    )

@@ -62,9 +62,9 @@ def scale_softmax(
     """softmax(scale * x) over `axis`, of what `mask` (True: kept) and `causal` let through.
 
     The mask broadcasts to x; of it only a last axis of one is spread (and all of a mask of rows so
-    short that none can be copied alone, less than 128 numbers). Of rows that do not fill the
-    threads it is copied once, as int8 for the copy engine. With causal, x is [.., T, S] and query
-    t sees keys s <= S - T + t: aligned to the end.
+    short that none can be copied alone, less than 128 numbers). Where the config has stages it is
+    copied once, as int8 for the copy engine. With causal, x is [.., T, S] and query t sees keys s
+    <= S - T + t: aligned to the end.
     Masked entries are 0, whatever x holds there; a row of masked entries, or of -inf, is all 0,
     and so is its gradient. The scale is a number, or an array with a gradient (which XLA computes).
     Dtypes: bfloat16, float16, float32; statistics in float32. The gradient is taken from the result
@@ -90,7 +90,10 @@ def scale_softmax(
     if mask is not None and not groups[-1][1] and _is_short(moved):
         mask = jnp.broadcast_to(mask, moved.shape)
         groups = tuple((n, True) for n, _ in _groups(moved.shape, None, queries))
-    groups, apart = _in_turn(groups, queries, moved.shape[-1], x.dtype.itemsize)
+    turned, apart = _in_turn(groups, queries, moved.shape[-1], x.dtype.itemsize)
+    if config is not None and misfit(config, turned, moved.shape[-1], x.dtype.itemsize):
+        apart = 1  # for what has all rows in order
+    groups = turned if apart > 1 else groups
     if config is None:
         config = tuned.lookup("softmax", bucket(x, **kwargs), device, Config)
         if config is None or misfit(config, groups, moved.shape[-1], x.dtype.itemsize):

@@ -65,8 +65,8 @@ class Static:
     """What a kernel is compiled for.
 
     groups: the leading axes of x from left to right, neighbours that the mask treats alike taken
-    together: (rows, whether the mask has them). apart: 1, or how many rows the last but one of the
-    groups has, if it lies behind the last in x (`softmax.in_groups`). queries: T of a causal
+    together: (rows, whether the mask has them). apart: 1, or the rows of the last group but one,
+    where x has that group behind the last (`softmax._in_turn`). queries: T of a causal
     [.., T, S], else 0. scale: None if it is an array.
     """
 

@@ -403,10 +403,11 @@ def test_what_stays_stays_below_an_adapter_too():
     def packed(name):
         return any(_named(each, name) for each in packed_weights(model))
 
-    model = below_adapters(keep="down_proj")
-    assert not packed("lm_head")
-    assert not packed("down_proj")
-    assert packed("up_proj")
+    for keep in ("down_proj", "layers.*.down_proj.base", "layers.*.down_proj"):
+        model = below_adapters(keep=keep)
+        assert not packed("lm_head")
+        assert not packed("down_proj")
+        assert packed("up_proj")
     model = below_adapters(head="int4")
     assert packed_weights(model)["lm_head.base"].scheme == "int4"
     assert packed("down_proj")

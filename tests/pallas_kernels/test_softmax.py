@@ -220,6 +220,11 @@ def test_rows_of_a_tile_have_a_row_of_the_mask_in_common():
         assert of(groups) == (groups, 1)
     assert softmax._in_turn((heads, queries), 2048, 2048, 2) == ((heads, queries), 1)  # causal
     assert of((heads, queries), width=4096) == ((heads, queries), 1)  # of rows that a block has
+    # A config whose tiles the heads do not fill takes rows in their order
+    x, mask = struct(2, 4, 8, 2048), struct(2, 1, 8, 2048, dtype=bool)
+    config = Config(repeat=2, warps=1, stages=0)
+    run = functools.partial(scale_softmax, config=config, interpret=True)
+    assert jax.eval_shape(lambda x, mask: run(x, mask=mask), x, mask).shape == x.shape
 
 
 @pytest.mark.parametrize("cluster", [1, 8])
