@@ -322,14 +322,13 @@ class TrainStep:
     def _for(self, state: TrainState) -> Any:
         changed, tree = jax.tree.flatten(dataclasses.replace(state, frozen={}))
         places = (None,) if jax.device_count() == 1 else tuple(map(_place, changed))
-        if not any(places):
-            places, out = (), {}
-        else:
-            after = dataclasses.replace(tree.unflatten(places), frozen=None)
-            out = {"out_shardings": (after, None)}
-        if (places, tree) not in self._jitted:
-            self._jitted[places, tree] = self._jit(**out)
-        return self._jitted[places, tree]
+        key = (places, tree) if any(places) else None
+        if key not in self._jitted:
+            after: Any = None
+            if key is not None:
+                after = dataclasses.replace(tree.unflatten(places), frozen=None), None
+            self._jitted[key] = self._jit(out_shardings=after)
+        return self._jitted[key]
 
 
 def _place(x: Any) -> Sharding | None:

@@ -29,7 +29,7 @@ from pallas_kernels.row_parts import Part, fewest_parts, part_of
 RUN = 32  # rows a block: of the commonest word of 8192 come about 400, which 13 blocks have
 STAGES = 8  # rows on their way to a block that adds them up, if they fit
 PART = 2048  # numbers of a row a block: 16 sums a thread, and 4 KB a copy
-MOST_COUNTED = 2**14  # ids, of which each thread of a block has 132 in registers, others included
+MOST_COUNTED = 2**14  # ids, of which each thread of a block has 128 in registers
 KEY_BITS = 32
 ZEROS_BYTES = 8 * 1024  # of the result that leave in one copy
 BLOCKS = 3  # a multiprocessor, whose registers no more have room in with MOST_COUNTED ids
@@ -77,7 +77,7 @@ def _placed(result: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
 
 def _zeros_and_order(part: Part, dy, ids: jax.Array, count: int, dtype: Any, num_sms: int):
     """Zeros [V, parts, n, inner]; the ids in their order, int32 [M + 1 or more], `count` behind the
-    last; and which place each had, int32 of as many, of two alike the first first.
+    last; and which place each had, int32 [M or more], of two alike the first first.
     """
     many = len(ids)
     ids = jnp.clip(ids, 0, count - 1)
