@@ -61,8 +61,8 @@ def load(
         (the widest that is stored, if it says nothing). Stored float64 and float8 are cast too.
     runtime: its param_dtype must be None or agree with dtype.
     sharding: where parameters go: None for the default device, one Sharding for all, or a function
-        from parameter path ("layers.0.mlp.up_proj.weight") and shape to one. A process reads only
-        the rows that its devices need.
+        from parameter path ("layers.0.mlp.up_proj.weight") and shape to one. A mesh has axes of
+        type Auto. A process reads only the rows that its devices need.
     progress: called with (bytes read, bytes to read), from the first tensor on.
 
     The checkpoint is never held twice: beside the parameters, one block of a file (one whole

@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 
 from jaxllm.checkpoint import compressed_tensors, packed_weights
 from jaxllm.checkpoint.folder import enumerate_some
-from jaxllm.checkpoint.placement import to_host
+from jaxllm.checkpoint.placement import check_sharding, to_host
 from jaxllm.checkpoint.quantization_config import Form, Quantization
 from jaxllm.checkpoint.safetensors_file import Source, Tensor
 from jaxllm.checkpoint.tensor_names import layout_of, stored_tensors
@@ -59,7 +59,8 @@ class PackedModule:
         says for its path and shape ("layers.0.mlp.up_proj.codes"). Beside them the host holds this
         one module.
 
-        Raises: ValueError if its tensors contradict the config, or a scale is no positive number.
+        Raises: ValueError if its tensors contradict the config, a scale is no positive number, or
+        an array cannot be spread so.
         """
         owner = f"{next(iter(self.tensors.values())).file}: {self.name}"
         whole, order = packed_weights.load(self.form, self.tensors, self.shape, owner, on_bytes)
@@ -67,13 +68,13 @@ class PackedModule:
         for layer, rows in self.layers.items():
             part = packed_weights.rows(whole, first, rows)
             arrays = {
-                field: _put(array, sharding(f"{layer}.{field}", array.shape))
+                field: _put(f"{layer}.{field}", array, sharding)
                 for field in ("codes", "scale", "zero", "row_scale")
                 if (array := getattr(part, field)) is not None
             }
             weight, places = dataclasses.replace(part, **arrays), None
             if order is not None:
-                places = _put(order, sharding(f"{layer}.order", order.shape))
+                places = _put(f"{layer}.order", order, sharding)
             check_scales(weight, owner)
             found[layer] = weight, places
             first += rows
@@ -107,11 +108,15 @@ class PackedModule:
         }
 
 
-def _put(array: np.ndarray, sharding: Sharding | None) -> jax.Array:
+def _put(
+    path: str, array: np.ndarray, sharding: Callable[[str, Shape], Sharding | None]
+) -> jax.Array:
     array = np.ascontiguousarray(array)
-    if sharding is None:
+    place = sharding(path, array.shape)
+    check_sharding(path, array.shape, place)
+    if place is None:
         return jax.device_put(array)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
 
 
 def find(

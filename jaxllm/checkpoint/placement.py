@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 from rich.filesize import decimal
 
 from jaxllm import memory
@@ -19,6 +19,28 @@ from jaxllm.checkpoint.safetensors_file import BITS, Tensor, read
 
 Shape = tuple[int, ...]
 Bounds = tuple[tuple[int, int], ...]  # begin and end, an axis each
+
+
+def check_sharding(path: str, shape: Shape, sharding: Sharding | None) -> None:
+    """Raises: ValueError if it is no sharding, or none that such an array of a model can have."""
+    if sharding is None:
+        return
+    if not isinstance(sharding, Sharding):
+        raise ValueError(
+            f"load: the sharding of {path} must be a jax.sharding.Sharding, got "
+            f"{type(sharding).__name__} {sharding!s:.60}"
+        )
+    axes = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
+    if any(kind != AxisType.Auto for kind in axes):
+        raise ValueError(
+            f"{path} cannot be spread as {sharding}: the mesh must have axes of type Auto, as of "
+            f"jax.make_mesh(..., axis_types=(AxisType.Auto,) * {len(axes)})"
+        )
+    try:
+        sharding.shard_shape(shape)
+    except (ValueError, IndexError) as error:
+        why = "the sharding has more axes" if isinstance(error, IndexError) else error
+        raise ValueError(f"{path} of shape {shape} cannot be spread as {sharding}: {why}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +58,7 @@ class Placement:
     sharding: Sharding | None
 
     def __post_init__(self) -> None:
-        try:
-            if self.sharding is not None:
-                self.sharding.shard_shape(self.shape)
-        except (ValueError, IndexError) as error:
-            why = "the sharding has more axes" if isinstance(error, IndexError) else error
-            raise ValueError(
-                f"{self.path} of shape {self.shape} cannot be spread as {self.sharding}: {why}"
-            ) from None
+        check_sharding(self.path, self.shape, self.sharding)
 
     def shards(self) -> dict[Any, Bounds]:
         """What each device of this process gets."""

@@ -12,6 +12,7 @@ import pytest
 import quantised_checkpoints as made
 import safetensors.numpy
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
 from tiny_models import logits
 
 import jaxllm
@@ -186,6 +187,19 @@ def test_arrays_go_where_sharding_says(tmp_path):
     }
     plain, _ = jaxllm.load(packed, dtype="float32")
     np.testing.assert_array_equal(logits(model, TOKENS), logits(plain, TOKENS))
+
+
+@pytest.mark.parametrize(("kind", "part"), [("packed", "codes"), ("plain", "weight")])
+def test_what_cannot_spread_an_array_is_refused(tmp_path, kind, part):
+    made.write(tmp_path, "int4")
+    path = f"layers.0.mlp.down_proj.{part}"
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    for place, said in (
+        (NamedSharding(mesh, jax.P()), f"{path} cannot be spread as .* axes of type Auto"),
+        (jax.P(), f"the sharding of {path} must be a jax.sharding.Sharding, got"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            jaxllm.load(tmp_path / kind, sharding=lambda p, _, to=place: to if p == path else None)
 
 
 def test_progress_counts_packed_tensors_and_nothing_is_held_twice(tmp_path):
