@@ -177,7 +177,7 @@ def warmup(
     `prompt_lengths` are in tokens; None is one prompt of 512, or of what the model's positions and
     `max_new_tokens` leave. Programs depend on sizes and on the kind of sampling, not on its
     values; give the tokenizer and the options of the call to come. Each program runs once, on
-    nothing.
+    nothing; over several devices again, for caches that XLA has spread.
     """
     batch_size = integer("batch_size", batch_size, 1, who="warmup")
     if prompt_lengths is None:

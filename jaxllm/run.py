@@ -224,7 +224,7 @@ class Run:
         self.state = dataclasses.replace(state, logits=logits, cache=cache)
 
     def compile(self) -> None:
-        """Run each program once that the call needs, or one with shorter rows, on nothing."""
+        """Run each program that the call needs, or one with shorter rows, on nothing."""
         longest = max(len(row.prompt) for row in self.rows)
         end = max(len(row.prompt) + row.budget for row in self.rows)
         lengths = {longest}
@@ -234,10 +234,18 @@ class Run:
             first = max(longest, self.crossing + 1)
             last = min(end, first + self.chunk) if len(self.rows) > 1 else first
             lengths.update(range(first, last + 1))
-        self._start([[0]] * len(self.rows))
-        for size in sorted({size for length in lengths for _, size in self.chunks(length)}):
-            self._append(np.zeros((self.batch, size), np.int32), np.zeros(self.batch, np.int32))
-        self.dispatch(0)
+        chunks = [[size for _, size in self.chunks(length)] for length in sorted(lengths)]
+        orders, times = {tuple(sorted({size for sizes in chunks for size in sizes}))}, 1
+        if self.sharding.num_devices > 1:
+            # XLA spreads the cache in a way of its own, and a program is compiled for what the one
+            # before it has left: they run in the order of the call, and each after itself.
+            orders, times = {(*sizes[:2], *sizes[2:][-1:]) for sizes in chunks}, 2
+        for sizes in sorted(orders):
+            self._start([[0]] * len(self.rows))
+            for size in sizes:
+                self._append(np.zeros((self.batch, size), np.int32), np.zeros(self.batch, np.int32))
+            for _ in range(times):
+                self.dispatch(0)
         self.state = self.constants = None
         self.decode_s, self.dispatch_count = 0.0, 0
 

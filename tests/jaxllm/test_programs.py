@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_checkpoints import read_golden, write_checkpoint
 from tiny_models import TINY, build
 
 import jaxllm
@@ -305,3 +306,28 @@ def test_weights_spread_over_four_devices_give_the_same_tokens(stories, shared):
         check=True,
     )
     assert done.stdout.strip() == str(reference["generated_ids"].tolist()[:20])
+
+
+WARM = """
+import sys, jax, jaxllm
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+rows = lambda path, shape: NamedSharding(mesh, P("x" if shape[0] % 4 == 0 and shape[1:] else None))
+model, _ = jaxllm.load(sys.argv[1], dtype="float32", sharding=rows)
+options = {"max_new_tokens": 6, "prefill_chunk": 4, "steps_per_dispatch": 2}
+jaxllm.warmup(model, None, batch_size=2, prompt_lengths=[13], **options)
+compiled = jaxllm.compile_count()
+jaxllm.generate(model, None, [[3] * 13, [1]], stop_ids=[], **options)
+assert jaxllm.compile_count() == compiled
+"""
+
+
+@pytest.mark.slow
+def test_warmup_compiles_for_the_caches_that_xla_spreads(tmp_path):
+    write_checkpoint(tmp_path / "gemma3", read_golden("gemma3"))  # one key head, which XLA splits
+    subprocess.run(
+        [sys.executable, "-c", WARM, tmp_path / "gemma3"],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        check=True,
+    )
