@@ -200,6 +200,21 @@ for _ in range(2):
     for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(places), strict=True):
         assert x.sharding.is_equivalent_to(place, x.ndim), (x.shape, x.sharding)
 assert sum(jitted._cache_size() for jitted in step._jitted.values()) == 1
+
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+two_axes = jax.make_mesh((4, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+for spec in (P("x", None), P("x", "y")):  # XLA says P("x") of what it returns
+    model, _ = jaxllm.load(
+        sys.argv[1],
+        dtype="float32",
+        sharding=lambda path, _: NamedSharding(two_axes, spec if "mlp" in path else P()),
+    )
+    state, step = train.init_state(model, optimizer), train.make_train_step(model, optimizer)
+    state, _ = step(state, batch)
+    compiled.clear()
+    step(state, batch)
+    assert "/jax/core/compile/backend_compile_duration" not in compiled, spec
 """
 
 
