@@ -167,9 +167,9 @@ class Trainer:
         beside it.
         Raises: ValueError, with nothing overwritten, if the folder holds a run and `resume` is not
         set, or if it holds one with other settings, another model or optimiser; if the batches end
-        early, or have rows that `micro_batches` does not divide; if no step changed anything, for
-        no loss and gradient was finite. FileNotFoundError if there is none to resume. StoppedError
-        after Ctrl-C.
+        early, or have rows that `micro_batches` does not divide; if what is held out has no target;
+        if no step changed anything, for no loss and gradient was finite. FileNotFoundError if there
+        is none to resume. StoppedError after Ctrl-C.
         """
         folder = self.out / "checkpoints"
         with Checkpoints(folder, keep=self.keep, say=self._say) as checkpoints:
@@ -317,7 +317,11 @@ class Trainer:
         measured: dict[str, Any] = {}
         if self.held_out:
             total, count = self.evaluate(self.state.all_params, self.held_out)
-            measured["held_out_loss"] = total / max(count, 1)
+            if not count:
+                raise ValueError(
+                    "trainer: the held-out batches hold no target to measure a loss of"
+                )
+            measured["held_out_loss"] = total / count
         if self.sample is not None:
             train.update(self.model, self.state.all_params)
             measured["sample"] = self.sample(self.model)

@@ -335,6 +335,9 @@ def test_what_cannot_be_trained_is_said_before_anything_is_measured(tmp_path, sa
     with pytest.raises(ValueError, match="2 rows cannot be split into 3 equal micro-batches"):
         run.fit()
     assert not said.text
+    nothing = [{**batch, "targets": np.full_like(batch["targets"], -100)} for batch in HELD_OUT]
+    with pytest.raises(ValueError, match="^trainer: the held-out batches hold no target"):
+        trainer(tmp_path / "none", held_out=nothing).fit()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match="matplotlib, which draws loss.png, is not installed"):
         trainer(tmp_path)
