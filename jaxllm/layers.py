@@ -143,30 +143,17 @@ class RMSNorm(nnx.Module):
         return ops.Norm(self.weight[...], self.eps, self.zero_centered)
 
 
-class Rotary(nnx.Module):
-    """cos and sin of the rotary angles of one kind of layer: float32 [B, T, R / 2] each."""
-
-    def __init__(self, rope: Rope, rotary_dim: int):
-        self.rope = rope
-        self.rotary_dim = rotary_dim
-
-    def __call__(
-        self, positions: Int[Array, "B T"], lengths: Int[Array, " B #T"] | None = None
-    ) -> Tables:
-        """`lengths`: of the text that each token belongs to; longrope chooses its list by it.
-
-        It is the largest position + 1 of the row if None.
-        """
-        return rotary_tables(self.rope, self.rotary_dim, positions, lengths)
-
-
 def rotary_tables(
     rope: Rope,
     rotary_dim: int,
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B #T"] | None = None,
 ) -> Tables:
-    """What `Rotary` returns, for who has no module of it."""
+    """cos and sin of the rotary angles of one kind of layer: float32 [B, T, R / 2] each.
+
+    `lengths`: of the text that each token belongs to; longrope chooses its list by it. It is the
+    largest position + 1 of the row if None.
+    """
     if rope.rope_type != "longrope":
         return cos_sin(positions, *_turns(rope, rotary_dim, None), scale=rope.attention_factor)
     if lengths is None:
@@ -229,7 +216,8 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(width, **norm) if config.qk_norm else None
         self.k_norm = RMSNorm(width, **norm) if config.qk_norm else None
         self.attn_sub_norm = RMSNorm(heads * width, **norm) if config.sub_norms else None
-        self.rotary = _rotary(config, layer)
+        kind = config.layer_types[layer]
+        self.rope, self.rotary_dim = config.ropes[kind], config.rotary_dim(kind)
         self.heads, self.kv_heads, self.width = heads, kv_heads, width
         self.scale = (config.query_pre_attn_scalar or width) ** -0.5
         self.softcap = config.attn_logit_softcapping
@@ -246,9 +234,9 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Entry | None]:
         """The result, and the cache entry with these tokens (None without a cache).
 
-        `rotary` is what `Rotary` returns for the tokens' positions; None means positions that count
-        from 0, or from what the cache holds. With a cache, padding is what the cache's counts leave
-        out, and segment ids are not looked at.
+        `rotary` is what `self.rotary` returns for the tokens' positions; None means positions that
+        count from 0, or from what the cache holds. With a cache, padding is what the cache's counts
+        leave out, and segment ids are not looked at.
         """
         b, t, _ = x.shape
         if self.qkv_proj is None:
@@ -274,6 +262,10 @@ class Attention(nnx.Module):
         if self.attn_sub_norm is not None:
             out = self.attn_sub_norm(out)
         return self.o_proj(out), entry
+
+    def rotary(self, positions: Int[Array, "B T"]) -> Tables:
+        """`rotary_tables` of the layer's kind."""
+        return rotary_tables(self.rope, self.rotary_dim, positions)
 
     def attend(self, q: Float[Array, "B T N H"], keys: dict[str, Any]) -> Float[Array, "B T NH"]:
         """What the heads see, side by side; `keys` is the key side of the attention call."""
@@ -465,8 +457,3 @@ def _fused(linear: Any, x: Float[Array, "*B I"], **around: Any) -> Any:
 
 def _kind(config: ModelConfig, owner: str, name: str) -> type[Linear]:
     return BitLinear if config.is_bit_linear(f"{owner}.{name}") else Linear
-
-
-def _rotary(config: ModelConfig, layer: int) -> Rotary:
-    kind = config.layer_types[layer]
-    return Rotary(config.ropes[kind], config.rotary_dim(kind))
