@@ -234,11 +234,13 @@ class Run:
             first = max(longest, self.crossing + 1)
             last = min(end, first + self.chunk) if len(self.rows) > 1 else first
             lengths.update(range(first, last + 1))
-        chunks = [[size for _, size in self.chunks(length)] for length in sorted(lengths)]
-        orders, times = {tuple(sorted({size for sizes in chunks for size in sizes}))}, 1
-        if self.sharding.num_devices > 1:
+        chunks = [[size for _, size in self.chunks(length)] for length in lengths]
+        if self.sharding.num_devices == 1:
+            orders, times = {tuple(sorted(set().union(*chunks)))}, 1
+        else:
             # XLA spreads the cache in a way of its own, and a program is compiled for what the one
-            # before it has left: they run in the order of the call, and each after itself.
+            # before it has left: they run in the order of the call, each behind itself too. Chunks
+            # between the second and the last are like the second.
             orders, times = {(*sizes[:2], *sizes[2:][-1:]) for sizes in chunks}, 2
         for sizes in sorted(orders):
             self._start([[0]] * len(self.rows))

@@ -320,13 +320,14 @@ class TrainStep:
         return self._for(state).lower(state, batch)
 
     def _for(self, state: TrainState) -> Any:
-        changed, tree = jax.tree.flatten(dataclasses.replace(state, frozen={}))
-        places = (None,) if jax.device_count() == 1 else tuple(map(_place, changed))
-        key = (places, tree) if any(places) else None
-        if key not in self._jitted:
-            after: Any = None
-            if key is not None:
+        key, after = None, None
+        if jax.device_count() > 1:
+            changed, tree = jax.tree.flatten(dataclasses.replace(state, frozen={}))
+            places = tuple(map(_place, changed))
+            if any(places):
+                key = places, tree
                 after = dataclasses.replace(tree.unflatten(places), frozen=None), None
+        if key not in self._jitted:
             self._jitted[key] = self._jit(out_shardings=after)
         return self._jitted[key]
 
