@@ -56,17 +56,17 @@ def sum_by_id(
     part = part_of(width, parts, min(sizes), rows=1, interpret=interpret)
     rows = part.view(dy)
     result, in_order, order = _zeros_and_order(part, rows, ids, count, dtype, num_sms)
-    run = _Run(part, len(dy), count, dtype, None if scale is None else dy.dtype.type(scale))
+    sums = _Sums(part, len(dy), count, dtype, None if scale is None else dy.dtype.type(scale))
     if _compat.WRITES_REFERENCES:
         held = jax.new_ref(result)
-        [aside] = run.sums(rows, order, in_order, held)
-        run.joined(aside, in_order, held)
+        [aside] = sums.of_blocks(rows, order, in_order, held)
+        sums.joined(aside, in_order, held)
         result = jax.freeze(held)
     else:
-        aside, sums = run.sums(rows, order, in_order)
-        own, shared = run.owners(in_order)
-        result = _placed(result, own, sums)
-        result = _placed(result, shared, *run.joined(aside, in_order))
+        aside, found = sums.of_blocks(rows, order, in_order)
+        own, shared = sums.owners(in_order)
+        result = _placed(result, own, found)
+        result = _placed(result, shared, *sums.joined(aside, in_order))
     return result.reshape(count, width)
 
 
@@ -191,7 +191,7 @@ def _begun(in_order: Any, block: Any, number: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class _Sums:
     """The sums of `rows` rows by ids below `count`, by blocks that have RUN of them in order.
 
     They go into `held`, an array [V, parts, n, inner]; without one into one of their own, each
@@ -208,7 +208,7 @@ class _Run:
     def blocks(self) -> int:
         return -(-self.rows // RUN)
 
-    def sums(self, dy, order, in_order, held=None) -> list[jax.Array]:
+    def of_blocks(self, dy, order, in_order, held=None) -> list[jax.Array]:
         """float32 [2 blocks, parts, chunks, inner]: what each block adds to an id of the block
         before it, then what it leaves the next to add to; where there is neither, anything.
         Without `held` then the other sums, [rows, parts, n, inner].
@@ -241,7 +241,7 @@ class _Run:
             plgpu.wait_smem_to_gmem(0)
 
         aside = (2 * self.blocks, part.parts, part.chunks, part.inner)
-        return self._run(
+        return self._launch(
             body,
             "embedding_backward_sums",
             (dy, order, in_order),
@@ -284,7 +284,7 @@ class _Run:
                 self._leave(total, out, target, block if held is None else here, column)
                 plgpu.wait_smem_to_gmem(0)
 
-        return self._run(
+        return self._launch(
             body,
             "embedding_backward_joined",
             (aside, in_order),
@@ -295,8 +295,8 @@ class _Run:
         )
 
     def owners(self, in_order: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """int32 [rows] and [blocks]: the ids of what `sums` and `joined` return, `count` and more
-        where that is nothing.
+        """int32 [rows] and [blocks]: the ids of what `of_blocks` and `joined` return, `count` and
+        more where that is nothing.
         """
         place, block = jnp.arange(self.rows), jnp.arange(self.blocks)
         last = jnp.minimum(block * RUN + RUN, self.rows) - 1
@@ -316,7 +316,9 @@ class _Run:
         plgpu.commit_smem()
         self.part.write(out, target, place, 1, column, target.shape[0])
 
-    def _run(self, body, name, arrays, results, held, *, of: int, staged: Any) -> list[jax.Array]:
+    def _launch(
+        self, body, name, arrays, results, held, *, of: int, staged: Any
+    ) -> list[jax.Array]:
         """body(inputs, results, target, ring, out, arrived) by all blocks; what it returns holds,
         without `held`, last the target, of so many rows.
         """

@@ -91,9 +91,10 @@ def scale_softmax(
         mask = jnp.broadcast_to(mask, moved.shape)
         groups = tuple((n, True) for n, _ in _groups(moved.shape, None, queries))
     turned, apart = _in_turn(groups, queries, moved.shape[-1], x.dtype.itemsize)
-    if config is not None and misfit(config, turned, moved.shape[-1], x.dtype.itemsize):
-        apart = 1  # for what has all rows in order
-    groups = turned if apart > 1 else groups
+    if config is None or misfit(config, turned, moved.shape[-1], x.dtype.itemsize) is None:
+        groups = turned
+    else:  # a config whose tiles have rows in their order
+        apart = 1
     if config is None:
         config = tuned.lookup("softmax", bucket(x, **kwargs), device, Config)
         if config is None or misfit(config, groups, moved.shape[-1], x.dtype.itemsize):

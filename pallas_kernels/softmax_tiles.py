@@ -159,10 +159,10 @@ class Plan:
     def place(self, ref: Any, index: Any, first: int, chunks: int) -> Any:
         """Some chunks of tile `index` in device memory, [groups / apart, rows, apart, n, inner]."""
         group, row, chunk = self.at(index)
-        outer, inner = self.both(group)
+        outer, inner = self.split(group)
         return ref.at[outer, pl.ds(row, self.tile.rows), inner, pl.ds(chunk + first, chunks)]
 
-    def both(self, group: Any) -> tuple[Any, Any]:
+    def split(self, group: Any) -> tuple[Any, Any]:
         """Where a group is in x, before its rows and behind them."""
         if self.apart == 1:
             return group, 0
@@ -230,7 +230,7 @@ class Tile:
 
     def _of(self, part: Part) -> Any:
         group, row, chunk = self.plan.at(self.index)
-        outer, inner = self.plan.both(group)
+        outer, inner = self.plan.split(group)
         columns = pl.ds((chunk + part.chunk) * part.tile.inner, part.shape[1])
         return self.ref.at[outer, pl.ds(row + part.row, part.rows), inner, columns]
 

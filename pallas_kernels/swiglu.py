@@ -128,9 +128,9 @@ def default_config(gate, up=None, *, backward: bool = False, device: Device | No
     thread has four or six on the way, and is still one of a thousand on its multiprocessor. Few
     numbers go in small tiles, so that more multiprocessors have one, and no more than FEW by less
     than 16 bytes, where only that fills the arrays (H200, bfloat16, us: 1 x 4864 by a stream 1.6,
-    1 x 14336 without one 1.4). A stream has tiles of about
-    8 KB an array, half of that in the backward pass, whose arrays and slopes are in registers at
-    once, three in flight a block, and as many blocks as fit.
+    1 x 14336 without one 1.4). A stream has tiles of about 8 KB an array, half of that in the
+    backward pass, whose arrays and slopes are in registers at once, three in flight a block, and as
+    many blocks as fit.
     """
     device = device or device_lib.current()
     count, width = _sizes(gate, up)
