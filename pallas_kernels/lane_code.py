@@ -143,6 +143,12 @@ def load_late(address: Any, offset: int) -> list[Any]:
     return asm(text, "rrrr", address, effects=True)
 
 
+def store(address: Any, offset: int, words: Sequence[Any]) -> None:
+    """Four words to global memory."""
+    text = f"st.global.v4.u32 [$0 + {offset}], {{$1, $2, $3, $4}};"
+    asm(text, "", address, *words)
+
+
 def store_once(address: Any, words: Sequence[Any]) -> None:
     """Four words to global memory, the first to leave the L2."""
     asm("st.global.cs.v4.u32 [$0], {$1, $2, $3, $4};", "", address, *words)

@@ -1,7 +1,7 @@
 """Parts of rows that lie apart in device memory, one by one on their way through a multiprocessor.
 
-What the kernels of the embedding share: a row [D] is cut into parts of equal width, and a block
-has one part of some rows on chip, each brought by a copy of its own.
+Of the embedding's gradient: a row [D] is cut into parts of equal width, and a block has one part of
+some rows on chip, each brought by a copy of its own.
 """
 
 from __future__ import annotations
@@ -81,12 +81,11 @@ class Part:
                 pl.when(first + r < count)(functools.partial(copy, r))
         plgpu.commit_smem_to_gmem_group()
 
-    def load(self, ref: Any, rows: int = 1) -> jax.Array:
-        """Rows on chip as one vector in registers, 16 bytes a thread and access."""
-        size = rows * self.padded
+    def load(self, ref: Any) -> jax.Array:
+        """A row on chip in registers, 16 bytes a thread and access."""
         if self.interpret:
-            return ref[...].reshape(size)
-        return _compat.load(ref.reshape(size), self._layout(size))
+            return ref[...].reshape(self.padded)
+        return _compat.load(ref.reshape(self.padded), self._layout)
 
     def store(self, ref: Any, value: jax.Array) -> None:
         """The other way."""
@@ -98,45 +97,33 @@ class Part:
     def zeros(self, dtype: Any = jnp.float32) -> jax.Array:
         """A row of them in registers."""
         nothing = jnp.zeros((self.padded,), dtype)
-        return nothing if self.interpret else plgpu.layout_cast(nothing, self._layout(self.padded))
+        return nothing if self.interpret else plgpu.layout_cast(nothing, self._layout)
 
-    def _layout(self, size: int) -> Any:
-        return plgpu.Layout.WG_STRIDED((size,), vec_size=self.vector)
+    @property
+    def _layout(self) -> Any:
+        return plgpu.Layout.WG_STRIDED((self.padded,), vec_size=self.vector)
 
 
-def part_of(
-    width: int, parts: int, itemsize: int, *, rows: int = 0, interpret: bool = False
-) -> Part:
-    """`itemsize`: of the narrowest dtype; `rows` is how many the registers hold, if any."""
+def part_of(width: int, parts: int, itemsize: int, *, interpret: bool = False) -> Part:
+    """`itemsize`: of the narrowest dtype."""
     width, vector = width // parts, ACCESS_BYTES // itemsize
     inner = math.gcd(width, MAX_BOX)
     chunks = -(-width // inner)
-    while chunks * inner % (ALIGNED // itemsize) or chunks * inner * rows % (THREADS * vector):
+    while chunks * inner % (ALIGNED // itemsize) or chunks * inner % (THREADS * vector):
         chunks += 1
     return Part(parts, width, inner, chunks, vector, interpret)
 
 
-def problem(width: int, sizes: tuple[int, ...], rows: int, parts: int) -> str | None:
-    """What keeps the hardware from blocks of so many rows and parts of a row.
-
-    sizes: bytes of a number, in each of the buffers that the rows have on chip.
-    """
-    if rows < 1 or parts < 1:
-        return "rows and parts must be 1 at least"
-    if width % parts or width // parts * min(sizes) % ACCESS_BYTES:
-        return f"{width} numbers cannot be cut into {parts} parts of 16-byte accesses"
-    part = part_of(width, parts, min(sizes), rows=rows)
-    if max(rows, part.chunks) > MAX_BOX:
-        return f"a copy of {rows} rows of {part.chunks} pieces is longer than {MAX_BOX}"
-    size_bytes = rows * part.padded * sum(sizes) + 1024
-    if size_bytes > SHARED_BYTES:
-        return f"takes {size_bytes} of {SHARED_BYTES} bytes on chip"
-    return None
-
-
 def fewest_parts(width: int, sizes: tuple[int, ...], *, most: int = MAX_WIDTH) -> int | None:
-    """Into how many parts a row must be cut for a block to add it up, `most` numbers a part."""
+    """Into how many parts a row must be cut for a block to add it up, `most` numbers a part; None:
+    it cannot be had in accesses of 16 bytes and copies that the hardware takes.
+
+    sizes: bytes of a number, in each of the buffers that a row has on chip.
+    """
     for parts in (1, 2, 4, 8, 16, 32):
-        if width // parts <= most and problem(width, sizes, 1, parts) is None:
+        if width // parts > most or width % parts or width // parts * min(sizes) % ACCESS_BYTES:
+            continue
+        part = part_of(width, parts, min(sizes))
+        if part.chunks <= MAX_BOX and part.padded * sum(sizes) + 1024 <= SHARED_BYTES:
             return parts
     return None

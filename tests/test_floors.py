@@ -147,8 +147,12 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.row_parts"
     ),
     "pallas_kernels.embedding": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.embedding_backward "
+        "pallas_kernels.device pallas_kernels.embedding_backward pallas_kernels.embedding_lanes "
         "pallas_kernels.row_parts pallas_kernels.tuned"
+    ),
+    "pallas_kernels.embedding_lanes": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_arithmetic "
+        "pallas_kernels.lane_code"
     ),
     "pallas_kernels.packed": "",
     "pallas_kernels.quantize": "pallas_kernels.packed",
