@@ -7,6 +7,7 @@ import dataclasses
 import jax
 
 SCHEMES = ("int8", "int4", "fp8", "nvfp4", "mxfp4", "mxfp8", "ternary")
+PLAIN = "plain"  # no scheme to pack by: the numbers themselves, for what takes a `Packed`
 CODES_PER_BYTE = {"int4": 2, "nvfp4": 2, "mxfp4": 2, "ternary": 4}  # of others one
 
 
@@ -26,6 +27,7 @@ class Packed:
         mxfp4     uint8 [O, I / 2]       E2M1
         mxfp8     float8_e4m3fn [O, I]
         ternary   uint8 [O, I / 4]       two bits, c - 1 with c of 0, 1, 2
+        plain     bfloat16 or float16 [O, I]; a weight that is not packed (`Packed.of`)
         Codes of less than a byte lie lowest bits first: column 2i (4i) in the lowest bits.
     scale: [I / G, O], so that the scales of outputs that a tile computes lie side by side: the
         weight's dtype or float32 (int8, int4, fp8), float8_e4m3fn (nvfp4, G = 16), uint8 exponents
@@ -46,3 +48,8 @@ class Packed:
     def shape(self) -> tuple[int, int]:
         """(O, I) of the weight."""
         return self.codes.shape[0], self.codes.shape[1] * CODES_PER_BYTE.get(self.scheme, 1)
+
+    @classmethod
+    def of(cls, weight: jax.Array) -> Packed:
+        """The weight itself, as "plain"; its shape alone will do."""
+        return cls(weight, None, None, None, PLAIN)

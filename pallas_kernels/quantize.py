@@ -361,7 +361,7 @@ def _grouped_values(packed: Packed) -> Float[Array, "O J G"]:
     """What the codes stand for without scales, in float32."""
     scheme, rows = packed.scheme, packed.codes.shape[0]
     shape = (rows, -1, packed.group_size or packed.shape[1])
-    if scheme in ("int8", "fp8", "mxfp8"):
+    if scheme not in CODES_PER_BYTE:
         return packed.codes.astype(jnp.float32).reshape(shape)
     codes = _unpack(packed.codes, CODES_PER_BYTE[scheme]).astype(jnp.int32)
     codes = codes.reshape(shape)

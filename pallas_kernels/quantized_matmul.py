@@ -3,8 +3,9 @@
 W [O, I] is a `Packed` of 8- or 4-bit codes, which are unpacked on chip and never lie in memory as
 numbers; sums are float32. `quantized_matmul_kernel` says what a block does with few rows of x,
 `quantized_matmul_tiles` what with more. The gradient of x is
-a product with the dequantised weight, which is XLA's; a packed weight has none. A ternary weight
-takes x as int8 and has a kernel of its own: `ternary_matmul`.
+a product with the dequantised weight, which is XLA's; a packed weight has none, but for numbers of
+16 bits that are not packed (`Packed.of`), which few rows of x are multiplied by here. A ternary
+weight takes x as int8 and has a kernel of its own: `ternary_matmul`.
 Source of the formats: quantize.py; of the norm: around_product.py.
 """
 
@@ -30,7 +31,7 @@ from pallas_kernels import ternary_matmul as ternary
 from pallas_kernels.around_product import Cache, Norm, Rotary, around_heads, turn_and_write
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.matmul_finish import finish
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import PLAIN, Packed
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul_check import OUT_DTYPES, check, result_dtype
 from pallas_kernels.quantized_matmul_config import MMA_ROWS, Config, Heads, Static
@@ -40,7 +41,7 @@ from pallas_kernels.quantized_unpack import MX
 from pallas_kernels.rms_norm import rms_norm_reference
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-SCHEMES = tuple(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary")
+SCHEMES = (*(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary"), PLAIN)
 # If this one fits on chip, one of its warps and turns does for every epilogue
 SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)
 # H200, int4 [28672, 4096] with its gate, us, ours and XLA's: 64 rows 62 and 212, 512 rows 250 and
@@ -78,7 +79,8 @@ def quantized_matmul(
     bias, cos and sin any float, slots any integers; the result and the residual have `out_dtype`:
     bfloat16, float16 or float32, x's if None, and with "rope" no other. Scales of MX above 2^21,
     and the one for NaN, count as 2^21.
-    Gradients: of x, the norm's weight, bias, residual, cos, sin and the cache; of W none.
+    Gradients: of x, the norm's weight, bias, residual, cos, sin and the cache; of W none, unless it
+    is not packed.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
@@ -187,6 +189,8 @@ def why_not(
         return f"takes x in bfloat16 or float16, got {x.dtype}"
     if packed.scheme not in SCHEMES:
         return f"takes {', '.join(SCHEMES)}, got {packed.scheme}"
+    if packed.scheme == PLAIN and packed.codes.dtype != x.dtype:
+        return f"takes numbers of x's dtype, {x.dtype}, got {packed.codes.dtype}"
     if packed.scheme in MX and x.dtype == jnp.float16:
         return f"float16 has not the exponents of {packed.scheme}'s scales; x must be bfloat16"
     if norm is not None and x.dtype == jnp.float16:
@@ -205,6 +209,8 @@ def why_not(
             return f"norms no rows of x where tiles multiply them: {m} of {i} numbers"
         if rotary is not None:
             return f"turns no heads where tiles multiply rows of x: {m} of {i} numbers"
+        if packed.scheme == PLAIN:
+            return f"multiplies no {m} rows of {i} numbers by a weight that is not packed"
         return tiles.why_not(packed)
     splits = config.splits if config else _fewest_splits(m, packed)
     if norm is not None and splits != 1:
@@ -454,6 +460,8 @@ def _forward(static, *arrays):
 
 def _backward(static, arrays, dy):
     x, packed, *rest = arrays
+    if packed.scheme == PLAIN:
+        return jax.vjp(functools.partial(_plain, static), *arrays)[1](dy)
 
     def plain(x, *rest):
         return _plain(static, x, packed, *rest)

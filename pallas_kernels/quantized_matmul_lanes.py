@@ -271,15 +271,15 @@ class Block:
         return found
 
     def _x(self, round_: Any, which: int) -> list[Any]:
-        """Of each 8 rows of x a part as pairs, by the word of codes that they multiply."""
-        count, x = unpack.per_word(self.scheme) // 2, []
+        """Of each 8 rows of x a part as pairs, in the order of the codes."""
+        x = []
         for pointer in self.x_at:
             pointer = further(pointer, times(round_, self.config.warps * self.turn * 2))
             found = []
             for i in range(0, self.part // ACROSS * 2, ACCESS_BYTES):
                 offset = which * self.part * 2 + i * ACROSS
                 found += load_shared(pointer, offset, 4)
-            x.append([found[i : i + count] for i in range(0, len(found), count)])
+            x.append(found)
         return x
 
     def _sums_at(self, round_: Any) -> Any:
@@ -325,24 +325,25 @@ class Block:
         pair_zeros: list[Any] = [None] * (2 * g)
         if self.scheme == "int4" and not self.from_sums:
             pair_zeros = [unpack.zero_pair(self.dtype, z) for z in zeros or pair_zeros]
+        rows: list[list[Any]] = [[], []]  # of each, the pairs of the words so far
+        done = 0
         for at in range(4):
             here = at * g // 4
-            rows = [
-                unpack.values(
+            for down in range(2):
+                rows[down] += unpack.values(
                     self.scheme,
                     codes[down][at],
                     self.dtype,
                     zero=pair_zeros[down * g + here],
                     scale=pair_scales[down * g + here],
                 )
-                for down in range(2)
-            ]
-            for step in range(0, unpack.per_word(self.scheme) // 2, 2):
-                left = [rows[0][step], rows[1][step], rows[0][step + 1], rows[1][step + 1]]
+            while done + 2 <= len(rows[0]):  # an instruction takes two pairs of each row
+                left = [row[done + i] for i in range(2) for row in rows]
                 sums = [
-                    added_products(p, left, x[j][at][step : step + 2], self.dtype)
+                    added_products(p, left, x[j][done : done + 2], self.dtype)
                     for j, p in enumerate(sums)
                 ]
+                done += 2
         return sums
 
     def _scaled(

@@ -7,6 +7,7 @@ what that has added or multiplied. No table, and no conversion, of which there a
     int8    128 + (c & 127), less 128 or, of a negative c, 256
     E2M1    sign, two bits of exponent and one of mantissa at the ends of theirs: times 2^126
     E4M3    likewise, times 2^120
+    plain   there is nothing to do
 
 Of a word, the pairs are of numbers that lie half a word apart, for they are there at once: of 8
 codes 0 and 4, 1 and 5, 2 and 6, 3 and 7, of 4 codes 0 and 2, 1 and 3. `pairs_of_x` brings what
@@ -23,7 +24,7 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import llvm
 
 from pallas_kernels.lane_code import asm, word
-from pallas_kernels.packed import CODES_PER_BYTE
+from pallas_kernels.packed import CODES_PER_BYTE, PLAIN
 
 E2M1 = ("nvfp4", "mxfp4")
 MX = ("mxfp4", "mxfp8")
@@ -32,7 +33,7 @@ _MX_SHIFT = 20  # MX scales up to 2^21 stay numbers of bfloat16, and what they m
 
 def per_word(scheme: str) -> int:
     """Codes in 32 bits."""
-    return 4 * CODES_PER_BYTE.get(scheme, 1)
+    return 2 if scheme == PLAIN else 4 * CODES_PER_BYTE.get(scheme, 1)
 
 
 def values(scheme: str, codes: Any, dtype: Any, *, zero: Any, scale: Any) -> list[Any]:
@@ -41,6 +42,8 @@ def values(scheme: str, codes: Any, dtype: Any, *, zero: Any, scale: Any) -> lis
     zero: `zero_pair`'s, of int4; None: numbers are too large by `too_large`. scale: `scale_pair`'s,
     where numbers are scaled one by one, as E2M1 always are; else None.
     """
+    if scheme == PLAIN:
+        return [codes]
     bfloat16 = dtype == jnp.bfloat16
     kind = "bf16x2" if bfloat16 else "f16x2"
     if scheme == "int4":
@@ -138,6 +141,8 @@ def pairs_of_x(words: Sequence[Any], scheme: str) -> list[Any]:
     """Numbers of 16 bits in their order, as many as a word has codes, as pairs like `values`'s."""
     half = len(words) // 2
     assert len(words) == per_word(scheme) // 2
+    if scheme == PLAIN:
+        return list(words)
     return [
         asm(f"prmt.b32 $0, $1, $2, {order};", "r", words[i], words[i + half])
         for i in range(half)

@@ -14,7 +14,7 @@ from numerics import assert_as_accurate
 
 from pallas_kernels import _compat
 from pallas_kernels.around_product import Cache, Norm, Rotary
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import PLAIN, Packed
 from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_matmul import quantized_matmul, quantized_matmul_reference
 
@@ -50,6 +50,8 @@ def numbers(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -
 
 
 def packed_weight(form: str, o: int, i: int, dtype: Any) -> Packed:
+    if form == PLAIN:
+        return Packed.of(numbers(1, (o, i), dtype, i**-0.5))
     scheme, group, zeros, *wide = TILED_FORMATS[form]
     return quantize(numbers(1, (o, i), *wide or [dtype], i**-0.5), scheme, group, zero_points=zeros)
 

@@ -20,8 +20,8 @@ from pallas_kernels.around_product import Cache, Norm, Rotary, write
 from pallas_kernels.gemv import MAX_ROWS, check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
 from pallas_kernels.packed import Packed
+from pallas_kernels.quantized_matmul import FEW_ROWS, quantized_matmul
 from pallas_kernels.quantized_matmul import not_auto as not_auto_quantized
-from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.rms_norm import rms_norm as rms_norm_kernel
 from pallas_kernels.rms_norm import why_not as why_not_rms_norm
@@ -36,7 +36,7 @@ GATES = {"swiglu": "silu", "relu2_glu": "relu2"}  # of an epilogue: the activati
 
 def takes_rows(count: int, *weights: Array | Packed) -> bool:
     """Whether so few rows of x are what the kernels of the op are for, with these weights."""
-    return count <= min(PACKED_ROWS if isinstance(w, Packed) else MAX_ROWS for w in weights)
+    return count <= min(PACKED_ROWS if isinstance(w, Packed) else FEW_ROWS for w in weights)
 
 
 def fused_linear(
@@ -111,9 +111,16 @@ def _turn(y, rotary: Rotary, cache: Cache | None, implementation):
 
 def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
     del implementation
+    weight = _for_warps(x, weight)
     if isinstance(weight, Packed):
         return _packed(x, weight, bias, **around, interpret=interpret)
     return gemv(x, weight, bias=bias, interpret=interpret, **around)
+
+
+def _for_warps(x, weight):
+    """Of more rows of x than `gemv` takes, the tensor cores of warps multiply plain weights too."""
+    many = math.prod(x.shape[:-1]) > MAX_ROWS
+    return Packed.of(weight) if many and not isinstance(weight, Packed) else weight
 
 
 def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpret):
@@ -155,6 +162,7 @@ def _turn_packed(y, rotary: Rotary, cache: Cache | None, interpret):
 def _why_not_pallas(
     x, weight, bias, *, device, norm, epilogue, rotary, cache, **rest
 ) -> str | None:
+    weight = _for_warps(x, weight)
     if epilogue == "relu2_glu" and not (isinstance(weight, Packed) and weight.scheme == "ternary"):
         return "only ternary weights have 'relu2_glu'"
     if not isinstance(weight, Packed):

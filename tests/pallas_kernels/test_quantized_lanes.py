@@ -22,6 +22,7 @@ from pallas_kernels import (
     quantized_unpack,
 )
 from pallas_kernels import quantized_matmul_config as sizes
+from pallas_kernels.packed import PLAIN
 from pallas_kernels.quantized_matmul_config import Config, Static
 
 MODULES = (
@@ -163,6 +164,16 @@ CALLS: Any = {
     "held, heads": (
         HELD(32, 4, 2, 1),
         partial(call, 16, 256, 512, "int4", BF16, "norm heads 2 1 64"),
+    ),
+    "16 bits": (Config(16, 4, 2, 1), partial(call, 5, 48, 992, PLAIN, BF16, "residual")),
+    "16 bits, a gate": (
+        Config(32, 4, 3, 1),
+        partial(call, 16, 64, 896, PLAIN, BF16, "norm bias", epilogue="swiglu"),
+    ),
+    "16 bits, held": (HELD(16, 8, 2, 1), partial(call, 7, 64, 576, PLAIN, F16, "bias")),
+    "16 bits, heads": (
+        Config(32, 4, 2, 1),
+        partial(call, 12, 256, 256, PLAIN, BF16, "norm bias heads 2 1 64"),
     ),
     "heads, scales of a byte": (
         Config(64, 4, 1, 1),
