@@ -37,7 +37,7 @@ from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_matmul_kernel as kernel
 from pallas_kernels.around_product import Norm
 from pallas_kernels.device import SHARED_BYTES
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import PLAIN, Packed
 from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_matmul import (
     SCHEMES,
@@ -62,6 +62,8 @@ CALLS: Any = {
     "norm of one row, gate": partial(call, 1, 64, 896, "int8", BF16, "norm", epilogue="swiglu"),
     "norm that adds 1": partial(call, 3, 32, 256, "mxfp4", BF16, "norm centred"),
     "float32 result": partial(call, 2, 32, 256, "nvfp4", BF16, "residual", out_dtype=F32),
+    "not packed": partial(call, 9, 64, 256, PLAIN, BF16, "norm bias residual", epilogue="swiglu"),
+    "not packed, float16": partial(call, 3, 32, 896, PLAIN, F16, "bias"),
 }
 
 
@@ -438,7 +440,30 @@ def test_on_chip_as_compiled():
 
 
 def test_every_scheme_is_tried():
-    assert {scheme for scheme, _, _ in FORMATS.values()} == set(SCHEMES)
+    assert {scheme for scheme, _, _ in FORMATS.values()} | {PLAIN} == set(SCHEMES)
+
+
+def test_a_weight_that_is_not_packed():
+    """It has a gradient, is of x's dtype, and is for few rows."""
+    x, weight = numbers(0, (9, 256), BF16), numbers(1, (64, 256), BF16, 1 / 16)
+
+    def product(f, x, w):
+        return jnp.sum(jnp.tanh(f(x, w).astype(F32)))
+
+    def ours(x, w):
+        return quantized_matmul(x, Packed.of(w), interpret=True)
+
+    found = interpreted(jax.grad(partial(product, ours), (0, 1)), x, weight)
+    plain = jax.grad(partial(product, lambda x, w: x @ w.T), (0, 1))(x, weight)
+    for mine, near in zip(found, plain, strict=True):
+        np.testing.assert_allclose(np.float32(mine), np.float32(near), atol=0.02, rtol=0.02)
+    of = Packed.of(jax.ShapeDtypeStruct((64, 256), BF16))
+    assert why_not(jax.ShapeDtypeStruct((16, 256), BF16), of, device=H200) is None
+    for m, dtype, phrase in (
+        (17, BF16, "multiplies no 17 rows of 256 numbers by a weight that is not packed"),
+        (1, F16, "takes numbers of x's dtype, float16, got bfloat16"),
+    ):
+        assert why_not(jax.ShapeDtypeStruct((m, 256), dtype), of, device=H200) == phrase
 
 
 @pytest.mark.gpu
@@ -490,7 +515,9 @@ def test_a_bias_of_8_bits(dtype: Any):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [2, 3, 4])
-@pytest.mark.parametrize("form", ["int4", "int4, groups of 64, zero points", "int8", "nvfp4"])
+@pytest.mark.parametrize(
+    "form", ["int4", "int4, groups of 64, zero points", "int8", "nvfp4", PLAIN]
+)
 def test_splits_on_a_gpu(form: str, splits: int):
     """Of 4864 numbers, whose last turn is not whole; and of rows that do not lie on chip."""
     for rows, i in ((1, 4864), (16, 4864), (16, 14336)):
@@ -505,7 +532,9 @@ def test_splits_on_a_gpu(form: str, splits: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["int4", "int4, groups of 64, zero points", "int8", "nvfp4"])
+@pytest.mark.parametrize(
+    "form", ["int4", "int4, groups of 64, zero points", "int8", "nvfp4", PLAIN]
+)
 def test_x_in_registers_on_a_gpu(form: str):
     config = Config(32, 8, 1, 1, held=True)
     for rows, i in ((1, 4096), (7, 896), (16, 2048)):
@@ -520,7 +549,7 @@ def test_x_in_registers_on_a_gpu(form: str):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [*FORMATS, PLAIN])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu(rows: int, form: str, dtype: str):
     if dtype == "float16" and form.startswith("mx"):

@@ -1,5 +1,6 @@
 """A projection with what stands around it: every implementation, and which one runs."""
 
+import functools
 import importlib
 from typing import Any
 
@@ -180,11 +181,28 @@ def test_which_one_runs():
         assert here["pallas"] == "needs an NVIDIA GPU, found cpu"
 
 
+@pytest.mark.parametrize("epilogue", [None, "swiglu", "rope"])
+def test_a_plain_weight_and_rows_that_warps_multiply(epilogue):
+    x, weight, _, around = case(epilogue, jnp.bfloat16)
+    more = lambda a: jnp.concatenate([a, a[::-1], -a])  # noqa: E731
+    if epilogue == "rope":
+        cos, sin, *heads = around["rotary"]
+        around["rotary"] = Rotary(more(cos), more(sin), *heads)
+    else:
+        around["residual"] = more(around["residual"])
+    run = functools.partial(fused_linear, **around)
+    ours = interpreted(functools.partial(run, implementation="pallas-interpret"), more(x), weight)
+    parts = jax.jit(functools.partial(run, implementation="xla"))(more(x), weight)
+    for y, part in zip(jax.tree.leaves(ours), jax.tree.leaves(parts), strict=True):
+        assert (y.shape, y.dtype) == (part.shape, jnp.bfloat16)
+        np.testing.assert_allclose(np.float32(y), np.float32(part), atol=0.06)
+
+
 def test_how_many_rows_it_is_for():
     _, weight, *_ = case(None, jnp.bfloat16)
     packed = quantize(weight, "int8")
-    assert ops.takes_rows(4, weight, packed)
-    assert not ops.takes_rows(5, weight, packed)
+    assert ops.takes_rows(16, weight, packed)
+    assert not ops.takes_rows(17, weight, packed)
     assert ops.takes_rows(PACKED_ROWS, packed)
     assert not ops.takes_rows(PACKED_ROWS + 1, packed)
 
