@@ -1,4 +1,4 @@
-"""GEMV: a weight times one to four rows of x, with what stands before and behind it in decoding.
+"""GEMV: a weight times one row of x, with what stands before and behind it in decoding.
 
     y = epilogue(norm(x) W^T + bias) + residual
 
@@ -31,7 +31,6 @@ from pallas_kernels.rms_norm import rms_norm_reference
 DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 GATES = ("swiglu",)  # epilogues of gate and up
-MAX_ROWS = 4  # of x; more would compute longer than they read
 AT_ONCE = (1, 2, 3, 4, 6, 8, 12, 16)  # accesses to a row that `candidates` lets a thread ask for
 # hidden and intermediate size, heads of queries, of keys, and their width
 TUNED_MODELS = {
@@ -58,7 +57,7 @@ def gemv(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Any:
-    """epilogue(norm(x) W^T + bias) + residual: [*B, F]; sums in float32.
+    """epilogue(norm(x) W^T + bias) + residual: [*B, F], *B one row; sums in float32.
 
     epilogue "swiglu": the O = 2F outputs are gate, then up, and the result is silu(gate) * up.
     "rope": heads of q and k are turned by `rotary` as rope.py does, and the result is
@@ -158,14 +157,14 @@ def why_not(
     if x.dtype not in DTYPES or weight.dtype != x.dtype:
         return f"takes bfloat16 or float16, got x {x.dtype} and a weight {weight.dtype}"
     m, (o, i) = math.prod(x.shape[:-1]), weight.shape
-    if 0 in (m, o, i):
-        return f"nothing to multiply: x is {list(x.shape)}, the weight {[o, i]}"
-    if m > MAX_ROWS:
-        return f"takes {MAX_ROWS} rows of x at most, got {m}"
+    if m != 1:
+        return f"takes one row of x, got {m}"
+    if 0 in (o, i):
+        return f"nothing to multiply: the weight is {[o, i]}"
     if i % THREADS:
         return f"takes inputs in multiples of {THREADS}, got {i}"
-    if m * i * ITEMSIZE > SHARED_BYTES - RESERVED_BYTES:
-        return f"{m} x {i} inputs do not fit on chip"
+    if i * ITEMSIZE > SHARED_BYTES - RESERVED_BYTES:
+        return f"{i} inputs do not fit on chip"
     span = _span(o, epilogue, rotary)
     if span % grain(i):
         return f"takes outputs in multiples of {grain(i)}, got {span}"
@@ -195,7 +194,7 @@ def default_config(
     x, weight, *, epilogue=None, rotary=None, device: Device | None = None, **rest: Any
 ) -> Config:
     """Small blocks, so that many are on a multiprocessor; a thread of theirs has four accesses
-    under way, eight where rows are long. One row of x, bfloat16, H200: the products of a layer of
+    under way, eight where rows are long. bfloat16, H200: the products of a layer of
     Llama-3.1-8B take 107 to 110 us so, and 114 with as many under way as registers hold.
     """
     del device, rest
@@ -234,11 +233,11 @@ def tuning_calls() -> list[tuned.Call]:
 
 
 def bucket(x, weight, *, norm=None, epilogue=None, **rest: Any) -> str:
-    """The key of a tuned row: all sizes as they are."""
+    """The key of a tuned row: the weight as it is; m1 is x's one row."""
     del rest
     o, i = weight.shape
     kind = f"{'norm-' if norm is not None else ''}{epilogue or 'plain'}"
-    return f"{x.dtype.name}-m{math.prod(x.shape[:-1])}-n{o}-k{i}-{kind}"
+    return f"{x.dtype.name}-m1-n{o}-k{i}-{kind}"
 
 
 def check(

@@ -1,4 +1,4 @@
-"""The kernel of `gemv`: a block's outputs, of one to four rows of x.
+"""The kernel of `gemv`: a block's outputs, of one row of x.
 
 A warp has some rows of the weight at a time, 16 bytes a thread, and adds up along them. The weight
 is asked for first; while it is on its way every block makes norm(x) anew in its shared memory.
@@ -55,13 +55,13 @@ def grain(i: int) -> int:
 
 
 def products(static: Static, x, weight, norm, bias, residual, angles, cache):
-    """What `gemv` returns, of x [M, I] and the weight [O, I].
+    """What `gemv` returns, of x [1, I] and the weight [O, I].
 
-    norm: the norm's weight [I]; angles: cos and sin, [M, H / 2] each.
+    norm: the norm's weight [I]; angles: cos and sin, [1, H / 2] each.
     """
     config, interpret = static.config, static.interpret
     dtype, out_dtype = x.dtype, jnp.dtype(static.out_dtype)
-    (m, i), o = x.shape, weight.shape[0]
+    o, i = weight.shape
     half = angles[0].shape[1] if angles else o // 2 if static.epilogue else o
     across, vector = lanes_across(i), ACCESS_BYTES // ITEMSIZE
     down, line = LANES // across, across * vector
@@ -69,7 +69,7 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
     layout = _compat.tiled_layout(
         ((WARPS * down, line), (down, line), (vector,)), warp_dims=(-5, -4), lane_dims=(-3, -2)
     )
-    each = math.gcd(i // THREADS, vector)  # numbers of a row of x side by side in a thread
+    each = math.gcd(i // THREADS, vector)  # numbers of x side by side in a thread
     along = plgpu.Layout.WG_STRIDED((i,), vec_size=each)
 
     def load(ref, of):
@@ -81,9 +81,9 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
     def lay_out(value):
         return value if interpret else plgpu.layout_cast(value, layout)
 
-    def prepared(x_ref, norm_ref, one):
-        """norm(x)'s row `one`, rounded."""
-        row = wide(x_ref.at[one], along)
+    def prepared(x_ref, norm_ref):
+        """norm(x), rounded."""
+        row = wide(x_ref.at[0], along)
         if norm_ref is None:
             return row.astype(dtype)
         scale = lax.rsqrt(jnp.sum(row * row) / i + static.eps)
@@ -119,19 +119,19 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
 
         def multiply(weights, first, sums):
             for n in range(len(weights[0])):
-                for one in range(m):
-                    left = wide(x_s.at[one, pl.ds((first + n) * line, line)], layout.reduce(0))
-                    left = lay_out(lax.broadcast_in_dim(left, (config.outputs, line), (1,)))
-                    for part, row in zip(weights, sums, strict=True):
-                        row[one] = row[one] + left * part[n].astype(jnp.float32)
+                left = wide(x_s.at[pl.ds((first + n) * line, line)], layout.reduce(0))
+                left = lay_out(lax.broadcast_in_dim(left, (config.outputs, line), (1,)))
+                sums = [
+                    total + left * part[n].astype(jnp.float32)
+                    for part, total in zip(weights, sums, strict=True)
+                ]
             return sums
 
         ahead = fetch(0, min(step, lines))
-        for one in range(m):
-            x_s.at[one][...] = prepared(x_ref, norm_ref, one)
+        x_s[...] = prepared(x_ref, norm_ref)
         plgpu.commit_smem()  # all threads have written
         zeros = lay_out(jnp.zeros((config.outputs, line), jnp.float32))
-        sums = multiply(ahead, 0, [[zeros] * m for _ in starts])
+        sums = multiply(ahead, 0, [zeros for _ in starts])
         if lines > step:
             whole = lines // step
             sums = lax.fori_loop(
@@ -139,32 +139,31 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
             )
             sums = multiply(fetch(whole * step, lines % step), whole * step, sums)
         place = pl.ds(starts[0], config.outputs)
-        for one in range(m):
-            ys = [jnp.sum(row[one], axis=1) for row in sums]
-            column = layout.reduce(1)
-            if bias_ref is not None:
-                ys = [
-                    y + wide(bias_ref.at[pl.ds(start, config.outputs)], column)
-                    for y, start in zip(ys, starts, strict=True)
-                ]
-            if static.epilogue == "swiglu":
-                ys = [jax.nn.silu(ys[0]) * ys[1]]
-            if static.epilogue == "rope":
-                here = pl.ds(places.first, config.outputs)
-                cos, sin = (rounded(wide(ref.at[one, here], column)) for ref in angle_refs)
-                ys = places.turned(map(rounded, ys), cos, sin)
-            if residual_ref is not None:
-                ys = [ys[0] + wide(residual_ref.at[one, place], column)]
-            if angles:
-                found = places.targets(out_refs, held, one)
-            else:
-                found = [(block >= 0, out_refs[0].at[one, place])]
-            for wanted, *targets in found:
+        ys = [jnp.sum(total, axis=1) for total in sums]
+        column = layout.reduce(1)
+        if bias_ref is not None:
+            ys = [
+                y + wide(bias_ref.at[pl.ds(start, config.outputs)], column)
+                for y, start in zip(ys, starts, strict=True)
+            ]
+        if static.epilogue == "swiglu":
+            ys = [jax.nn.silu(ys[0]) * ys[1]]
+        if static.epilogue == "rope":
+            here = pl.ds(places.first, config.outputs)
+            cos, sin = (rounded(wide(ref.at[0, here], column)) for ref in angle_refs)
+            ys = places.turned(map(rounded, ys), cos, sin)
+        if residual_ref is not None:
+            ys = [ys[0] + wide(residual_ref.at[0, place], column)]
+        if angles:
+            found = places.targets(out_refs, held, 0)
+        else:
+            found = [(block >= 0, out_refs[0].at[0, place])]
+        for wanted, *targets in found:
 
-                @pl.when(wanted)
-                def _(ys=ys, targets=targets):
-                    for y, target in zip(ys, targets, strict=True):
-                        target[...] = y.astype(out_dtype)
+            @pl.when(wanted)
+            def _(targets=targets):
+                for y, target in zip(ys, targets, strict=True):
+                    target[...] = y.astype(out_dtype)
 
     def rounded(y):
         return y.astype(dtype).astype(jnp.float32)
@@ -179,8 +178,8 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
     results = _compat.kernel(
         body,
         name="gemv_" + "norm_" * (norm is not None) + (static.epilogue or "plain"),
-        out_type=[jax.ShapeDtypeStruct((m, width), out_dtype) for width in widths],
-        scratch_types=[plgpu.SMEM((m, i), dtype)],
+        out_type=[jax.ShapeDtypeStruct((1, width), out_dtype) for width in widths],
+        scratch_types=[plgpu.SMEM((i,), dtype)],
         grid=(o // (config.outputs * (1 if static.epilogue is None else 2)),),
         grid_names=("block",),
         interpret=interpret,

@@ -21,28 +21,24 @@ MODELS = (QWEN, LLAMA_8B, PHI_3_MINI, LLAMA)
 
 
 def cases() -> list[Case]:
-    """Two and four rows, and an odd size, are compiled only."""
-    found = [case for model in MODELS for case in _layer(model, 1)]
-    found += [case for m in (2, 4) for case in _layer(QWEN, m, compile_only=True)]
-    found.append(_case(3, 24, 384, norm=True, compile_only=True))
-    return found
+    """An odd size is compiled only."""
+    found = [case for model in MODELS for case in _layer(model)]
+    return [*found, _case(24, 384, norm=True, compile_only=True)]
 
 
-def _layer(model: ModelConfig, m: int, *, compile_only: bool = False) -> list[Case]:
+def _layer(model: ModelConfig) -> list[Case]:
     d, f, width = model.hidden_size, model.intermediate_size, model.head_dim
     heads = model.num_attention_heads, model.num_key_value_heads
     outputs = (heads[0] + 2 * heads[1]) * width
-    case = functools.partial(_case, m, compile_only=compile_only)
     return [
-        case(outputs, d, norm=True, heads=(*heads, width), bias=model.qkv_bias),
-        case(d, heads[0] * width, residual=True),
-        case(2 * f, d, norm=True, epilogue="swiglu"),
-        case(d, f, residual=True),
+        _case(outputs, d, norm=True, heads=(*heads, width), bias=model.qkv_bias),
+        _case(d, heads[0] * width, residual=True),
+        _case(2 * f, d, norm=True, epilogue="swiglu"),
+        _case(d, f, residual=True),
     ]
 
 
 def _case(
-    m: int,
     o: int,
     i: int,
     *,
@@ -55,25 +51,25 @@ def _case(
 ) -> Case:
     bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     outputs = o // 2 if epilogue == "swiglu" else o
-    named: dict[str, Any] = {"x": bf16((m, i)), "weight": bf16((o, i))}
+    named: dict[str, Any] = {"x": bf16((1, i)), "weight": bf16((o, i))}
     named |= {"norm": bf16((i,))} if norm else {}
     named |= {"bias": bf16((o,))} if bias else {}
-    named |= {"residual": bf16((m, o))} if residual else {}
+    named |= {"residual": bf16((1, o))} if residual else {}
     if heads is not None:
         epilogue = "rope"
-        angles = jax.ShapeDtypeStruct((m, heads[2] // 2), jnp.float32)
+        angles = jax.ShapeDtypeStruct((1, heads[2] // 2), jnp.float32)
         named |= {"cos": angles, "sin": angles}
     words = ["norm"] * norm + ["bias"] * bias + [epilogue or ""] + ["residual"] * residual
     call = functools.partial(_call, tuple(named), epilogue, heads)
     return Case(
         op="gemv",
-        label=", ".join(filter(None, [f"{m} x {o} x {i} bfloat16", *words])),
+        label=", ".join(filter(None, [f"1 x {o} x {i} bfloat16", *words])),
         arguments=tuple(named.values()),
         run=functools.partial(call, gemv),
         plain=functools.partial(call, gemv_reference),
         kind="memory-read",
-        bytes=size_bytes(*named.values()) + 2 * m * outputs,
-        operations=2 * m * o * i,
+        bytes=size_bytes(*named.values()) + 2 * outputs,
+        operations=2 * o * i,
         ceiling="read",
         truth=functools.partial(_truth, tuple(named), epilogue, heads),
         compile_only=compile_only,
@@ -106,7 +102,7 @@ def _truth(names: tuple[str, ...], epilogue: str | None, heads: Any, *arrays: np
     n, k, width = heads
     dtype = arrays[0].dtype
     cos, sin = (given[name].astype(dtype).astype(np.float64)[None] for name in ("cos", "sin"))
-    q, keys, values = np.split(y.reshape(1, len(y), -1, width), (n, n + k), axis=2)
+    q, keys, values = np.split(y.reshape(1, 1, -1, width), (n, n + k), axis=2)
     q, keys = (oracles.turn(part, cos, sin) for part in (q, keys))
     kv = np.concatenate([keys, values], axis=2)
-    return tuple(part.reshape(len(y), -1) for part in (q, kv))
+    return tuple(part.reshape(1, -1) for part in (q, kv))

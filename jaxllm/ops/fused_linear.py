@@ -17,7 +17,7 @@ from jaxllm.ops.norm import rms_norm
 from jaxllm.ops.rope import rope
 from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Norm, Rotary, write
-from pallas_kernels.gemv import MAX_ROWS, check, gemv
+from pallas_kernels.gemv import check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantized_matmul import FEW_ROWS, quantized_matmul
@@ -35,7 +35,9 @@ GATES = {"swiglu": "silu", "relu2_glu": "relu2"}  # of an epilogue: the activati
 
 
 def takes_rows(count: int, *weights: Array | Packed) -> bool:
-    """Whether so few rows of x are what the kernels of the op are for, with these weights."""
+    """Whether so few rows of x are what the kernels of the op are for, with these weights: of those
+    that are not packed `gemv` takes one row, and `quantized_matmul` the rest.
+    """
     return count <= min(PACKED_ROWS if isinstance(w, Packed) else FEW_ROWS for w in weights)
 
 
@@ -118,9 +120,12 @@ def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
 
 
 def _for_warps(x, weight):
-    """Of more rows of x than `gemv` takes, the tensor cores of warps multiply plain weights too."""
-    many = math.prod(x.shape[:-1]) > MAX_ROWS
-    return Packed.of(weight) if many and not isinstance(weight, Packed) else weight
+    """What more than one row of x is multiplied by: a plain weight as a packed one, by the tensor
+    cores of warps.
+    """
+    # H200, bfloat16, Qwen2.5-0.5B, us a decode step: one row 563 by `gemv`, 650 by warps
+    several = math.prod(x.shape[:-1]) > 1
+    return Packed.of(weight) if several and not isinstance(weight, Packed) else weight
 
 
 def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpret):
@@ -185,16 +190,19 @@ def _why_not_pallas(
     return why_not_quantized(x, weight, **after, device=device)
 
 
-def _not_auto(x, weight, bias, **around) -> str | None:
-    # H200, bfloat16, us, one row: the four of a layer of Qwen2.5-0.5B 16, by XLA in parts 27; of
-    # Llama-3.1-8B 107 and 131. Two rows: 21 and 31, but 141 and 118.
-    del bias, around
-    rows = math.prod(x.shape[:-1])
+def _not_auto(x, weight, bias, *, norm, epilogue, **around) -> str | None:
+    # H200, bfloat16, us a decode step, by warps and by XLA in parts: of Qwen2.5-0.5B 653 and 886
+    # with 2 rows, 785 and 908 with 16; of Llama-3.1-8B 3831 and 4186, 4434 and 4505
+    del around
     if isinstance(weight, Packed):
         return not_auto_quantized(x, weight)
-    if rows == 1:
+    weight = _for_warps(x, weight)
+    if norm is None or not isinstance(weight, Packed):
         return None
-    return f"of {rows} rows XLA's products are faster where weights are large"
+    within = {"norm": norm, "bias": bias, "epilogue": epilogue, "device": device_lib.INTERPRETED}
+    if (reason := why_not_quantized(x, weight, **within)) is None:
+        return None
+    return f"its norm would be a launch of its own, which was not measured: {reason}"
 
 
 FUSED_LINEAR: Table = {

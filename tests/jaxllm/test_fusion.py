@@ -6,12 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from kernels import interpreted
+from numerics import assert_as_accurate
 from safetensors.numpy import load_file
 from tiny_models import ALL, SLIDING, TINY, build, logits
 
 import jaxllm
 from jaxllm import fusion, lora, train
-from jaxllm.config import ModelConfig
+from jaxllm.config import ModelConfig, Runtime
 from jaxllm.layers import Linear
 
 CONFIGS = {
@@ -22,8 +24,9 @@ CONFIGS = {
 }
 
 
-def tokens(config: ModelConfig) -> jax.Array:
-    return jax.random.randint(jax.random.key(2), (2, 9), 0, config.vocab_size, jnp.int32)
+def tokens(config: ModelConfig, *shape: int) -> jax.Array:
+    shape = shape or (2, 9)
+    return jax.random.randint(jax.random.key(2), shape, 0, config.vocab_size, jnp.int32)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -105,6 +108,48 @@ def test_decoding_with_a_fused_model_is_decoding(name):
         found.append(np.stack(rows))
     # Sums of float32 in another order at most
     np.testing.assert_allclose(*found, atol=2e-5)
+
+
+# Wide enough for the kernels of `ops.fused_linear`
+WIDE = dataclasses.replace(
+    TINY,
+    hidden_size=128,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    head_dim=32,
+    qkv_bias=True,
+    layer_types=(),
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"), [(1, {}), (2, {}), (2, {"zero_centered_norm": True}), (16, {})]
+)
+def test_a_fused_model_decodes_with_its_kernels(rows, changes):
+    """So do the 16 tokens of the prompts, of one or two rows without a place in the cache."""
+    config = dataclasses.replace(WIDE, **changes)
+    ids = tokens(config, rows, 16 // rows)
+    lengths = jnp.full(rows, ids.shape[1], jnp.int32).at[0].set(1)
+
+    def steps(weights, ids, cache):
+        logits, cache = jaxllm.prefill(weights, ids, lengths, cache)
+        return jnp.stack([logits, jaxllm.decode_step(weights, ids[:, 0], cache)[0]])
+
+    def decoded(dtype, implementation):
+        runtime = Runtime(dtype, dtype, implementation={"fused_linear": implementation})
+        fusion.fuse(model := build(config, runtime))
+        run = interpreted if "interpret" in implementation else lambda f, *args: jax.jit(f)(*args)
+        cache = jaxllm.KVCache.create(config, rows, 32, jnp.dtype(dtype))
+        return run(steps, jaxllm.flatten(model), ids, cache)
+
+    ours = decoded("bfloat16", "pallas-interpret")
+    plain, truth = (decoded(dtype, "xla") for dtype in ("bfloat16", "float32"))
+    truth = np.asarray(truth, np.float64)
+    # As far as plain is, and a hundredth of the largest number beside it: both round, otherwise
+    term = 0.01 * float(np.abs(truth).max()) / (4 * 2**-23)
+    assert_as_accurate(ours, plain, truth, largest_term=term)
+    with pytest.raises(AssertionError):  # the twin
+        assert_as_accurate(np.float64(ours) * 1.1, plain, truth, largest_term=term)
 
 
 @pytest.mark.parametrize("family", [{}, {"qkv_bias": True, "model_type": "qwen2"}])

@@ -1,6 +1,5 @@
 """A projection with what stands around it: every implementation, and which one runs."""
 
-import functools
 import importlib
 from typing import Any
 
@@ -20,18 +19,18 @@ from pallas_kernels.quantize import quantize
 HEADS, WIDTH = (2, 1), 32
 
 
-def case(epilogue: str | None, dtype: Any) -> tuple[Any, ...]:
+def case(epilogue: str | None, dtype: Any, rows: int = 2) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
     outputs = 4 * WIDTH
-    x, weight, bias = draw(2, 1, 128), draw(outputs, 128) / 128**0.5, draw(outputs)
+    x, weight, bias = draw(rows, 1, 128), draw(outputs, 128) / 128**0.5, draw(outputs)
     around: dict[str, Any] = {"norm": Norm(draw(128), 1e-5), "epilogue": epilogue}
     if epilogue == "rope":
-        angles = rng.uniform(-4, 4, (2, 1, WIDTH // 2))
+        angles = rng.uniform(-4, 4, (rows, 1, WIDTH // 2))
         cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
         around["rotary"] = Rotary(cos, sin, *HEADS)
     else:
-        around["residual"] = draw(2, 1, outputs // (1 if epilogue is None else 2))
+        around["residual"] = draw(rows, 1, outputs // (1 if epilogue is None else 2))
     return x, weight, bias, around
 
 
@@ -43,12 +42,13 @@ def in_parts(x, weight, bias, *, norm, epilogue, residual: Any = None, rotary=No
         y = ops.glu(*jnp.split(y, 2, axis=-1), activation=activation)
     if rotary is None:
         return (y + residual,)
-    heads = y.reshape(2, 1, 4, WIDTH)
+    heads = y.reshape(len(x), 1, 4, WIDTH)
     q, k = ops.rope(heads[:, :, :2], heads[:, :, 2:3], rotary.cos, rotary.sin)
     return q, k, heads[:, :, 3:]
 
 
 @pytest.mark.parametrize("epilogue", [None, "swiglu", "rope"])
+@pytest.mark.parametrize("rows", [1, 2, 16])
 @pytest.mark.parametrize(
     ("implementation", "dtype", "atol"),
     [
@@ -57,24 +57,49 @@ def in_parts(x, weight, bias, *, norm, epilogue, residual: Any = None, rotary=No
         ("pallas-interpret", jnp.bfloat16, 0.06),  # does not round between the parts
     ],
 )
-def test_every_implementation_is_the_parts(epilogue, implementation, dtype, atol):
-    *arrays, around = case(epilogue, dtype)
+def test_every_implementation_is_the_parts(epilogue, rows, implementation, dtype, atol):
+    *arrays, around = case(epilogue, dtype, rows)
     run = interpreted if "interpret" in implementation else lambda f, *args: jax.jit(f)(*args)
     ours = run(lambda *a: fused_linear(*a, **around, implementation=implementation), *arrays)
     parts = jax.jit(lambda *a: in_parts(*a, **around))(*arrays)
     for y, part in zip(jax.tree.leaves(ours), parts, strict=True):
         assert (y.shape, y.dtype) == (part.shape, dtype)
-        np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol)
+        np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol, rtol=atol / 8)
 
 
 def test_the_parts_are_told_apart():
-    """The twin: a product that is 2 % off is more than 0.06 away."""
+    """The twin: a product that is 3 % off is more than 0.06 and a part in 133 away."""
     x, weight, bias, around = case(None, jnp.bfloat16)
     right, wrong = (
-        in_parts(x, w, bias, **around)[0].astype(jnp.float32) for w in (weight, weight * 1.02)
+        in_parts(x, w, bias, **around)[0].astype(jnp.float32) for w in (weight, weight * 1.03)
     )
     with pytest.raises(AssertionError):
-        np.testing.assert_allclose(right, wrong, atol=0.06)
+        np.testing.assert_allclose(right, wrong, atol=0.06, rtol=0.06 / 8)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("epilogue", [None, "swiglu", "rope"])
+def test_gradients_are_those_of_the_parts(epilogue, rows):
+    """Of x, the weight, the bias and the norm's weight."""
+    *arrays, around = case(epilogue, jnp.bfloat16, rows)
+    norm = around.pop("norm")
+
+    def gradients(implementation):
+        def loss(x, weight, bias, scale):
+            named = {**around, "norm": norm._replace(weight=scale)}
+            y = fused_linear(x, weight, bias, **named, implementation=implementation)
+            parts = (jnp.tanh(part.astype(jnp.float32)) for part in jax.tree.leaves(y))
+            return sum(jnp.sum(part) for part in parts)
+
+        return jax.grad(loss, (0, 1, 2, 3))
+
+    ours = interpreted(gradients("pallas-interpret"), *arrays, norm.weight)
+    parts = jax.jit(gradients("xla"))(*arrays, norm.weight)
+    for mine, part in zip(ours, parts, strict=True):
+        mine, part = np.float32(mine), np.float32(part)
+        # Rounded otherwise: to a few of bfloat16's 8 bits of the largest
+        np.testing.assert_allclose(mine, part, atol=0.03 * np.abs(part).max())
+        assert np.abs(part).max() > 0.1
 
 
 def assert_as_in_parts(scheme, epilogue, implementation, atol, dtype):
@@ -122,16 +147,19 @@ def test_what_only_ternary_weights_have():
         assert "adds no 1" in str(ops.explain("fused_linear", x, packed, **around)["pallas"])
 
 
-@pytest.mark.parametrize("weights", ["plain", "int8", "int8, turned apart", "ternary"])
+@pytest.mark.parametrize(
+    "weights", ["plain", "plain, one row", "int8", "int8, turned apart", "ternary"]
+)
 @pytest.mark.parametrize(("implementation", "atol"), [("xla", 0), ("pallas-interpret", 0.06)])
 def test_tokens_go_into_a_cache(weights, implementation, atol, monkeypatch):
     """Turned where they are summed, or by a kernel of its own where that one does not take it."""
     if not _compat.WRITES_REFERENCES and "interpret" in implementation:
         pytest.skip("jax 0.10 has no kernels that write into what they are given")
     dtype = jnp.float16 if weights == "ternary" else jnp.bfloat16
-    x, weight, bias, around = case("rope", dtype)
-    held = jnp.zeros((2, 3, HEADS[1], WIDTH), dtype)
-    cache = Cache(held, held + 1, jnp.asarray([2, 0], jnp.int32))
+    slots = [2, 0][: 1 if "one row" in weights else 2]
+    x, weight, bias, around = case("rope", dtype, len(slots))
+    held = jnp.zeros((len(slots), 3, HEADS[1], WIDTH), dtype)
+    cache = Cache(held, held + 1, jnp.asarray(slots, jnp.int32))
     scheme = weights.split(",")[0]
     arrays = x, weight if scheme == "plain" else quantize(weight, scheme), bias, cache
     module = importlib.import_module("jaxllm.ops.fused_linear")
@@ -158,7 +186,7 @@ def test_tokens_go_into_a_cache(weights, implementation, atol, monkeypatch):
     assert bool(turned) == own
     parts = in_parts(*arrays[:3], **around)
     np.testing.assert_allclose(np.float32(q), np.float32(parts[0]), atol=atol)
-    for row, slot in enumerate((2, 0)):
+    for row, slot in enumerate(slots):
         for ours, part, before in ((k, parts[1], 0), (v, parts[2], 1)):
             here = np.asarray(ours[row], np.float32)
             np.testing.assert_allclose(here[slot], np.float32(part[row, 0]), atol=atol)
@@ -171,7 +199,6 @@ def test_which_one_runs():
     with absent("NVIDIA H200"):
         assert ops.chosen("fused_linear", x, packed, **around) == "pallas"
         assert ops.chosen("fused_linear", x[:1], weight, norm=around["norm"]) == "pallas"
-        assert ops.chosen("fused_linear", x, weight, **around) == "xla"  # two rows
         wide = jax.ShapeDtypeStruct((1, PACKED_ROWS + 1, 128), jnp.bfloat16)
         reasons = ops.explain("fused_linear", wide, packed, norm=around["norm"])
     assert list(reasons) == ["pallas", "pallas-interpret", "xla"]
@@ -181,21 +208,36 @@ def test_which_one_runs():
         assert here["pallas"] == "needs an NVIDIA GPU, found cpu"
 
 
-@pytest.mark.parametrize("epilogue", [None, "swiglu", "rope"])
-def test_a_plain_weight_and_rows_that_warps_multiply(epilogue):
-    x, weight, _, around = case(epilogue, jnp.bfloat16)
-    more = lambda a: jnp.concatenate([a, a[::-1], -a])  # noqa: E731
-    if epilogue == "rope":
-        cos, sin, *heads = around["rotary"]
-        around["rotary"] = Rotary(more(cos), more(sin), *heads)
-    else:
-        around["residual"] = more(around["residual"])
-    run = functools.partial(fused_linear, **around)
-    ours = interpreted(functools.partial(run, implementation="pallas-interpret"), more(x), weight)
-    parts = jax.jit(functools.partial(run, implementation="xla"))(more(x), weight)
-    for y, part in zip(jax.tree.leaves(ours), jax.tree.leaves(parts), strict=True):
-        assert (y.shape, y.dtype) == (part.shape, jnp.bfloat16)
-        np.testing.assert_allclose(np.float32(y), np.float32(part), atol=0.06)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        *(({"rows": rows}, None) for rows in (1, 2, 16)),
+        ({"rows": 17}, "multiplies no 17 rows of 128 numbers by a weight that is not packed"),
+        ({"inputs": 144}, "plain takes inputs in multiples of 32, got 144"),
+        ({"dtype": jnp.float32}, "takes x in bfloat16 or float16, got float32"),
+        (
+            {"dtype": jnp.float16},
+            "its norm would be a launch of its own, which was not measured: x times a norm's "
+            "weight may pass what float16 holds; x must be bfloat16",
+        ),
+        (
+            {"rows": 16, "inputs": 8192},
+            "its norm would be a launch of its own, which was not measured: norms whole rows of "
+            "x, and 16 of 8192 numbers are in 2 parts",
+        ),
+        ({"dtype": jnp.float16, "norm": None}, None),
+        ({"rows": 1, "dtype": jnp.float16}, None),
+    ],
+)
+def test_what_auto_takes_of_a_plain_weight(changes, said):
+    sizes: dict[str, Any] = {"rows": 2, "inputs": 128, "dtype": jnp.bfloat16, **changes}
+    i, dtype = sizes["inputs"], sizes["dtype"]
+    shapes = (sizes["rows"], 1, i), (64, i), (i,)
+    arrays: Any = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    x, weight, scale = arrays
+    around = {"norm": sizes.get("norm", Norm(scale, 1e-5)), "epilogue": "swiglu"}
+    with absent("NVIDIA H200"):
+        assert ops.explain("fused_linear", x, weight, **around)["pallas"] == said
 
 
 def test_how_many_rows_it_is_for():
