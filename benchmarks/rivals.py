@@ -68,7 +68,7 @@ def of(case: Case) -> dict[str, Rival]:
     rivals |= {name: Rival(run) for name, run in case.rivals.items()}
     rivals |= attention_rivals.of(case)
     backward = is_backward(case)
-    if case.op == "quantized_matmul":
+    if "dense" in case.keywords:
         rest = {name: case.keywords[name] for name in ("epilogue", "out_dtype")}
         product = functools.partial(matmul_reference, transpose_b=True, **rest)
         rivals["dense"] = Rival(product, case.keywords["dense"])

@@ -1,9 +1,10 @@
 """Quantized matmul: the projections of Llama-3.1-8B and Qwen2.5-0.5B when decoding, and of the
 first also for 64 to 4096 rows of x, a prefill's.
 
-A label is M x N x K and the format; "silu" has a weight of 2N rows, gate and up. "dense"
-is a rival: the product by XLA with the weight in 16 bits. "packed" is the structure of the weight,
-whose parts are the arguments behind x.
+A label is M x N x K and the format; "silu" has a weight of 2N rows, gate and up. "plain" is no
+format: the weight is in 16 bits, and what stands around its product is part of it. "dense" is a
+rival of the formats: the product by XLA with the weight in 16 bits. "packed" is the structure of
+the weight, whose parts are the arguments behind x.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from benchmarks.case import Case
 from pallas_kernels.around_product import Cache, Norm, Rotary
 from pallas_kernels.measure import size_bytes
+from pallas_kernels.packed import PLAIN, Packed
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul import (
     Config,
@@ -55,6 +57,14 @@ def cases() -> list[Case]:
     found += [
         _case(m, *LLAMA[name], silu="gate" in name) for m in (64, 512, 4096) for name in LLAMA
     ]
+    for m in (2, 16):
+        for model, of_qkv in ((QWEN, "norm bias"), (LLAMA, "norm")):
+            found += [
+                _case(m, *model["qkv"], PLAIN, words=of_qkv),
+                _case(m, *model["out"], PLAIN, words="residual"),
+                _case(m, *model["gate, up"], PLAIN, words="norm", silu=True),
+                _case(m, *model["down"], PLAIN, words="residual"),
+            ]
     named = {case.label for case in found}
     return found + [case for case in _compiled() if case.label not in named]
 
@@ -76,13 +86,14 @@ def _compiled() -> list[Case]:
             found.append(_case(m, 896, 4864, "int4", dtype, 128, True, words="residual", **only))
             found.append(_case(m, 896, 4864, "int4", dtype, 32, True, **only))
     for m in (1, 7, 16):
-        for form in FORMATS:
+        found.append(_case(m, *QWEN["qkv"], PLAIN, "float16", words="bias", **only))
+        for form in (*FORMATS, PLAIN):
             found.append(_case(m, *QWEN["qkv"], form, words="norm bias", **only))
         found.append(_case(m, *LLAMA["qkv"], group=32, zeros=True, words="norm", **only))
         found.append(_case(m, *LLAMA["gate, up"], silu=True, words="norm", **only))
-        for form in FORMATS:
+        for form in (*FORMATS, PLAIN):
             found.append(_case(m, *QWEN["qkv"], form, words="norm bias", heads=(14, 2, 64), **only))
-        for form in ("int4", "int8"):
+        for form in ("int4", "int8", PLAIN):
             found.append(_case(m, *LLAMA["qkv"], form, words="norm", heads=(32, 8, 128), **only))
         found.append(_case(m, 9216, 3072, words="norm", heads=(32, 32, 96), **only))
     for m in (1, 16, 64):
@@ -93,10 +104,16 @@ def _compiled() -> list[Case]:
 
 
 def _shapes(m: int, n: int, k: int, form: str, dtype: str, group: int | None, zeros: bool):
-    make = functools.partial(quantize, scheme=form, group_size=group, zero_points=zeros)
+    make = functools.partial(_weight, form=form, group=group, zeros=zeros)
     return jax.ShapeDtypeStruct((m, k), dtype), jax.eval_shape(
         make, jax.ShapeDtypeStruct((n, k), dtype)
     )
+
+
+def _weight(numbers: Any, form: str, group: int | None, zeros: bool) -> Packed:
+    if form == PLAIN:
+        return Packed.of(numbers)
+    return quantize(numbers, form, group, zero_points=zeros)
 
 
 def _case(
@@ -128,6 +145,7 @@ def _case(
         rest |= {"cos": angles, "sin": angles, "k": held, "v": held}
         keywords |= {"epilogue": "rope", "heads": heads[:2]}
     call = functools.partial(_call, tree, tuple(rest), keywords)
+    dense = {} if form == PLAIN else {"dense": functools.partial(_dense, tree)}
     label = [f"{m} x {n} x {k} {form}"]
     label += [f"groups of {group}"] * bool(group) + ["zero points"] * zeros + ["silu"] * silu
     label += [words] * bool(words) + ["rope"] * bool(heads) + [dtype] * (dtype != "bfloat16")
@@ -144,7 +162,7 @@ def _case(
         bytes=size_bytes(x, codes, tuple(rest.values()), result),
         operations=2 * m * rows * k,
         ceiling="read" if m <= FEW_ROWS else "matmul",
-        keywords={**keywords, "packed": tree, "dense": functools.partial(_dense, tree)},
+        keywords={**keywords, "packed": tree, **dense},
         make=functools.partial(_make, x, (rows, k), (form, group, zeros), tuple(rest.values())),
         truth=functools.partial(_truth, tree, tuple(rest), silu, heads),
         sample=_sample if m > FEW_ROWS and "residual" not in rest else None,
@@ -170,12 +188,10 @@ def _slots(rows: int) -> jax.Array:
 
 
 def _make(x: Any, shape: Any, how: Any, rest: Any, key: jax.Array) -> tuple[jax.Array, ...]:
-    form, group, zeros = how
-
     def made(key: jax.Array) -> tuple[Any, ...]:
         one, two, *more = jax.random.split(key, 2 + len(rest))
         weight = jax.random.normal(two, shape, jnp.float32) * jnp.float32(shape[1] ** -0.5)
-        weight = quantize(weight.astype(x.dtype), form, group, zero_points=zeros)
+        weight = _weight(weight.astype(x.dtype), *how)
         normal = [
             jax.random.normal(key, spec.shape, jnp.float32).astype(spec.dtype)
             for key, spec in zip((one, *more), (x, *rest), strict=True)
