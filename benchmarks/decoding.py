@@ -6,6 +6,7 @@ Models have random weights, and of packed ones each is made, packed and let go o
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ from pallas_kernels.quantize import quantize
 SECTIONS = ("decode", "packed-decode", "cuda-graphs")
 PROMPT, NEW_TOKENS = 64, 256
 FUSED = "auto, fused"  # what `jaxllm generate` runs
+ROWS = (4, 16)  # that FUSED decodes too, and XLA
 # (format, rows): bfloat16 with as many rows is what the others are compared with
 PACKED = (
     *(("bfloat16", 1), ("int8", 1), ("int4", 1), ("ternary", 1)),
@@ -54,6 +56,9 @@ def tasks(section: str) -> Iterator[tuple[str, Work]]:
     if section == "decode":
         for name in implementations():
             yield f"decode/{name}", functools.partial(by_implementation, QWEN, name)
+        for rows, name in itertools.product(ROWS, (FUSED, "xla")):
+            run = functools.partial(by_implementation, QWEN, name, rows=rows)
+            yield f"decode/{_label(name, rows)}", run
     elif section == "packed-decode":
         for scheme, rows in PACKED:
             run = functools.partial(packed, LLAMA_8B, scheme, rows)
@@ -83,14 +88,15 @@ def by_implementation(
     implementation: str,
     watch: Stopwatch,
     *,
+    rows: int = 1,
     prompt: int = PROMPT,
     new_tokens: int = NEW_TOKENS,
 ) -> dict[str, Any]:
-    """`generate` for one row of a bfloat16 model."""
+    """`generate` for some rows of a bfloat16 model."""
     del watch  # the loop's own times are what a user sees
     choice = implementations()[implementation]
     model = random_model(config, choice, fused=implementation == FUSED)
-    found = generated(model, 1, prompt=prompt, new_tokens=new_tokens)
+    found = generated(model, rows, prompt=prompt, new_tokens=new_tokens)
     return {**found, "implementation": choice if isinstance(choice, str) else dict(choice)}
 
 
@@ -232,8 +238,8 @@ def graphs(
     }
 
 
-def _label(scheme: str, rows: int) -> str:
-    return scheme if rows == 1 else f"{scheme}, {rows} rows"
+def _label(name: str, rows: int) -> str:
+    return name if rows == 1 else f"{name}, {rows} rows"
 
 
 def lines(
@@ -252,7 +258,10 @@ def _by_implementation(
 ) -> Iterator[str]:
     if not found:
         return
-    yield "Decoding, Qwen2.5-0.5B's shape, random bfloat16 weights, batch 1, 64 + 256 tokens:"
+    yield (
+        "Decoding, Qwen2.5-0.5B's shape, random bfloat16 weights, one row if no more are named, "
+        "64 + 256 tokens each:"
+    )
     yield ""
     yield "| implementation | tokens a second | of the limit by the copy rate | by the read rate |"
     yield "|---|--:|--:|--:|"

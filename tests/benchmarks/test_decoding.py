@@ -36,11 +36,11 @@ CACHED = 2 * 2 * 2 * 32 * (4 + 4)  # two bytes, k and v, two layers, heads of 32
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["xla", decoding.FUSED])
-def test_a_model_decodes_by_an_implementation(name):
-    found = decoding.by_implementation(TINY, name, measure.Stopwatch("host"), **FEW)
+@pytest.mark.parametrize(("name", "rows"), [("xla", 1), (decoding.FUSED, 1), (decoding.FUSED, 2)])
+def test_a_model_decodes_by_an_implementation(name, rows):
+    found = decoding.by_implementation(TINY, name, measure.Stopwatch("host"), rows=rows, **FEW)
     assert found["tokens_per_s"] > 0
-    assert found["bytes_a_token"] == 2 * (97 * 64 + 2 * LAYER + 64) + CACHED
+    assert found["bytes_a_token"] == 2 * (97 * 64 + 2 * LAYER + 64) // rows + CACHED
     assert len(found["tokens"]) == 8
 
 
@@ -115,6 +115,9 @@ def test_graphs_change_no_number():
 def test_the_sections_are_those_that_are_asked_for():
     keys = {name: [key for key, _ in decoding.tasks(name)] for name in decoding.SECTIONS}
     assert "decode/auto, fused" in keys["decode"]
+    assert keys["decode"][-4:] == [
+        *(f"decode/{name}, {rows} rows" for rows in (4, 16) for name in ("auto, fused", "xla")),
+    ]
     assert keys["packed-decode"] == [
         *(f"packed-decode/{name}" for name in ("bfloat16", "int8", "int4", "ternary")),
         *(f"packed-decode/{name}, 16 rows" for name in ("bfloat16", "int4")),
