@@ -369,13 +369,15 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
 
 
 def tuning_calls() -> list[tuned.Call]:
-    """The projections of real models, in int4 and int8: what decodes one row first."""
+    """The projections of real models, in int4 and int8: what decodes one row first; and not packed,
+    where several do.
+    """
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     shapes += [(1152, 896), (896, 896), (9728, 896), (896, 4864)]
     calls = []
-    for (scheme, m), (o, i) in itertools.product(
-        itertools.product(("int4", "int8"), (1, 16, 8, 64, 512)), shapes
-    ):
+    kinds = [(scheme, m) for scheme in ("int4", "int8") for m in (1, 16, 8, 64, 512)]
+    kinds += [(PLAIN, m) for m in (16, 8, 4, 2)]
+    for (scheme, m), (o, i) in itertools.product(kinds, shapes):
         make = functools.partial(_random_call, m, o, i, scheme)
         arguments: Any = jax.eval_shape(make, jax.random.key(0))
         keywords: dict[str, Any] = {"epilogue": "swiglu"} if o in (28672, 9728) else {}
@@ -397,7 +399,8 @@ def _one_slot(kv_heads: int, width: int) -> Cache:
 def _random_call(m: int, o: int, i: int, scheme: str, key: jax.Array) -> tuple[Any, Any]:
     one, other = jax.random.split(key)
     weight = jax.random.normal(other, (o, i), jnp.bfloat16)
-    return jax.random.normal(one, (m, i), jnp.bfloat16), quantize(weight, scheme)
+    packed = Packed.of(weight) if scheme == PLAIN else quantize(weight, scheme)
+    return jax.random.normal(one, (m, i), jnp.bfloat16), packed
 
 
 def bucket(x, packed, *, epilogue=None, out_dtype=None, **rest: Any) -> str:
