@@ -27,7 +27,7 @@ from quantized_calls import (
 from pallas_kernels import _compat
 from pallas_kernels import quantized_matmul_kernel as kernel
 from pallas_kernels.around_product import Rotary
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import PLAIN, Packed
 from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_matmul import (
     quantized_matmul,
@@ -209,7 +209,7 @@ def test_angles_of_few_bits(dtype: Any):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [*FORMATS, PLAIN])
 @pytest.mark.parametrize(("n", "k", "width"), [(14, 2, 64), (8, 2, 128), (4, 4, 96)])
 def test_on_a_gpu(rows: int, form: str, n: int, k: int, width: int):
     i = 1024 if form == "int4, groups of 512" else 896
