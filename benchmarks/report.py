@@ -117,17 +117,15 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _cases(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
-    if not results["rows"]:
-        return
-    yield (
-        "| case | right | MB | GFLOP | ours, us | GB/s | TFLOP/s | of ceiling | XLA, us | "
-        "best rival | ratio |"
-    )
-    yield "|---|---|--:|--:|--:|--:|--:|--:|--:|---|--:|"
-    late = 0
-    for row in results["rows"]:
-        if row["correct"] in LATE and row["times"].get("ours") in LATE:
-            late += 1
+    late = [row["correct"] in LATE and row["times"].get("ours") in LATE for row in results["rows"]]
+    if not all(late):
+        yield (
+            "| case | right | MB | GFLOP | ours, us | GB/s | TFLOP/s | of ceiling | XLA, us | "
+            "best rival | ratio |"
+        )
+        yield "|---|---|--:|--:|--:|--:|--:|--:|--:|---|--:|"
+    for row, is_late in zip(results["rows"], late, strict=True):
+        if is_late:
             continue
         f = figures(row, ceilings)
         rival = "" if f["best"] is None else f"{f['best']} {f['best_us']:.1f}"
@@ -146,9 +144,10 @@ def _cases(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
             _number(f["ratio"], "{:.2f}"),
         ]
         yield "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
-    yield ""
-    if late:
-        yield f"{late} more had no time in this run."
+    if not all(late):
+        yield ""
+    if any(late):
+        yield f"{sum(late)} {'cases' if all(late) else 'more'} had no time in this run."
         yield ""
 
 
