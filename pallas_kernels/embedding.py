@@ -17,11 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device as device_lib
 from pallas_kernels import embedding_backward, row_parts, tuned
-from pallas_kernels.device import Device
-from pallas_kernels.embedding_lanes import rows_by_id
+from pallas_kernels.device import ACCESS_BYTES, Device
+from pallas_kernels.embedding_lanes import MOST, MOST_PIECES, numbers_of_piece, rows_by_id
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-MOST_PIECES = 16  # that a thread has registers for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +100,14 @@ def why_not(table, ids, *, scale=None, dtype=None, device: Device | None = None)
         return f"takes a table [V, D], got {list(table.shape)}"
     if 0 in (*table.shape, *ids.shape):
         return f"nothing to look up: the table is {list(table.shape)}, ids are {list(ids.shape)}"
-    row_bytes = table.shape[1] * min(kind.itemsize for kind in dtypes)
-    if reason := device_lib.why_not_copied("rows", row_bytes):
-        return reason
+    each = numbers_of_piece(*dtypes)
+    if table.shape[1] % each:
+        row_bytes = table.shape[1] * min(kind.itemsize for kind in dtypes)
+        return f"rows of {row_bytes} bytes are no multiple of {ACCESS_BYTES} bytes, one access"
+    if (pieces := math.prod(ids.shape) * (table.shape[1] // each)) >= MOST:
+        return f"a result of {pieces} times {ACCESS_BYTES} bytes; fewer than {MOST} are taken"
     if row_parts.fewest_parts(table.shape[1], _sizes(table, dtype)) is None:
-        return f"rows of {table.shape[1]} numbers cannot be cut into parts that one copy takes"
+        return f"rows of {table.shape[1]} numbers cannot be cut into parts, as the gradient needs"
     return None
 
 

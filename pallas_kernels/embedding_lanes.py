@@ -8,6 +8,7 @@ Imported only by embedding.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -32,6 +33,14 @@ from pallas_kernels.lane_code import (
     word,
 )
 
+MOST_PIECES = 16  # of a thread: those that it has registers for
+MOST = 2**31  # pieces in all, whose number is a word
+
+
+def numbers_of_piece(table: Any, out: Any) -> int:
+    """Numbers side by side that are 16 bytes in the narrower of two dtypes."""
+    return ACCESS_BYTES // min(jnp.dtype(dtype).itemsize for dtype in (table, out))
+
 
 def rows_by_id(
     table: jax.Array,
@@ -46,71 +55,100 @@ def rows_by_id(
 
     pieces: of a thread.
     """
-    (v, d), (count,) = table.shape, ids.shape
-    sizes = {"table": table.dtype.itemsize, "out": jnp.dtype(dtype).itemsize}
-    numbers = ACCESS_BYTES // min(sizes.values())
-    across = d // numbers
-    total = count * across
+    (v, d), (count,), out = table.shape, ids.shape, jnp.dtype(dtype)
+    factor = None if scale is None else out.type(scale)
+    total = count * (d // numbers_of_piece(table.dtype, out))
 
-    def body(ids_ref, table_ref, out_ref):
+    def body(*refs):
+        every = dict(zip(("ids", "table", "out"), refs, strict=True))
         block = lax.axis_index("block")
         if interpret:
-            row = table_ref[jnp.clip(ids_ref[block], 0, v - 1)].astype(dtype)
-            out_ref[block] = row if scale is None else row * jnp.asarray(scale, dtype)
+            row = every["table"][jnp.clip(every["ids"][block], 0, v - 1)].astype(out)
+            every["out"][block] = row if factor is None else row * factor
             return
-        types = plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT
+        types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
 
         @plgpu.inline_mgpu(arg_types=types)
-        def copy(_: Any, ids: Any, table: Any, out: Any, block: Any) -> Any:
-            run(*map(address_of, (ids, table, out)), block.registers.item())
+        def copy(_: Any, every: Any, block: Any) -> Any:
+            at = jax.tree.map(address_of, every)
+            scale = None if factor is None else float(factor)
+            dtypes = table.dtype.name, out.name
+            Block(at, block.registers.item(), dtypes, table.shape, count, scale, pieces).run()
 
-        copy(ids_ref, table_ref, out_ref, block)  # pyright: ignore[reportCallIssue]
+        copy(every, block)  # pyright: ignore[reportCallIssue]
 
-    def run(ids_at: Any, table_at: Any, out_at: Any, block: Any) -> None:
-        thread = arith.addi(times(block, pieces * THREADS), mgpu_utils.thread_idx())
-        places = [arith.addi(thread, word(i * THREADS)) for i in range(pieces)]
-        inside = [None if total % (pieces * THREADS) == 0 else less(at, total) for at in places]
-        places = [arith.minui(at, word(total - 1)) for at in places]
-        found = []
-        for at in places:
-            row, chunk = (f(at, word(across)) for f in (arith.divui, arith.remui))
-            found.append((load(further(ids_at, times_long(row, 4)), 0), chunk))
-        held = []
-        for which, chunk in found:
-            which = arith.minsi(arith.maxsi(which, word(0)), word(v - 1))
-            row = further(table_at, times_long(which, d * sizes["table"]))
-            held.append(words(further(row, times(chunk, numbers * sizes["table"]))))
-        for at, each, there in zip(places, held, inside, strict=True):
-            target = further(out_at, times_long(at, numbers * sizes["out"]))
-            only_where(there, write, target, result(each))
-
-    def words(address: Any) -> list[Any]:
-        bytes_ = numbers * sizes["table"]
-        return [x for at in range(0, bytes_, ACCESS_BYTES) for x in load(address, at, 4)]
-
-    def write(address: Any, words: list[Any]) -> None:
-        for i in range(0, len(words), 4):
-            store(address, 4 * i, words[i : i + 4])
-
-    def result(words: list[Any]) -> list[Any]:
-        dtypes = table.dtype.name, jnp.dtype(dtype).name
-        if dtypes[0] != dtypes[1]:
-            words = in_words(all_floats(words, dtypes[0]), dtypes[1])
-        if scale is None:
-            return words
-        by = number(float(jnp.asarray(scale, dtype)))
-        return in_words([arith.mulf(x, by) for x in all_floats(words, dtypes[1])], dtypes[1])
-
-    def in_words(floats: list[Any], dtype: str) -> list[Any]:
-        return list(map(bits, floats)) if dtype == "float32" else words_of_floats(floats, dtype)
-
-    blocks = count if interpret else -(-total // (pieces * THREADS))
     [rows] = _compat.kernel(
         body,
         name="embedding",
-        out_type=[jax.ShapeDtypeStruct((count, d), dtype)],
-        grid=(blocks,),
+        out_type=[jax.ShapeDtypeStruct((count, d), out)],
+        grid=(count if interpret else -(-total // (pieces * THREADS)),),
         grid_names=("block",),
         interpret=interpret,
     )(ids, table)
     return rows
+
+
+class Block:
+    """What a thread of a block does.
+
+    at: addresses of ids [M], table [V, D] and out [M, D]. block: which one. dtypes: of table and
+    out. count: M.
+    """
+
+    def __init__(
+        self,
+        at: Mapping[str, Any],
+        block: Any,
+        dtypes: tuple[str, str],
+        shape: tuple[int, int],
+        count: int,
+        scale: float | None,
+        pieces: int,
+    ):
+        self.at, self.dtypes, self.scale, self.pieces = at, dtypes, scale, pieces
+        self.last, width = shape[0] - 1, shape[1]
+        numbers = numbers_of_piece(*dtypes)
+        self.across = width // numbers
+        self.total = count * self.across
+        self.bytes = [numbers * jnp.dtype(dtype).itemsize for dtype in dtypes]  # of a piece
+        self.first = arith.addi(times(block, pieces * THREADS), mgpu_utils.thread_idx())
+
+    def run(self) -> None:
+        places = [arith.addi(self.first, word(i * THREADS)) for i in range(self.pieces)]
+        whole = self.total % (self.pieces * THREADS) == 0
+        inside = [None if whole else less(place, self.total) for place in places]
+        places = [arith.minui(place, word(self.total - 1)) for place in places]
+        sources = [self._source(place) for place in places]
+        held = [
+            [x for offset in range(0, self.bytes[0], ACCESS_BYTES) for x in load(source, offset, 4)]
+            for source in sources
+        ]
+        for place, words, there in zip(places, held, inside, strict=True):
+            target = further(self.at["out"], times_long(place, self.bytes[1]))
+            only_where(there, _store, target, self._result(words))
+
+    def _source(self, place: Any) -> Any:
+        row, piece = (f(place, word(self.across)) for f in (arith.divui, arith.remui))
+        which = load(further(self.at["ids"], times_long(row, 4)), 0)
+        which = arith.minsi(arith.maxsi(which, word(0)), word(self.last))
+        start = further(self.at["table"], times_long(which, self.across * self.bytes[0]))
+        return further(start, times(piece, self.bytes[0]))
+
+    def _result(self, words: list[Any]) -> list[Any]:
+        """Rounded to the result's dtype, and once more where it is scaled."""
+        dtype, out = self.dtypes
+        if dtype != out:
+            words = _words(all_floats(words, dtype), out)
+        if self.scale is None:
+            return words
+        by = number(self.scale)
+        return _words([arith.mulf(x, by) for x in all_floats(words, out)], out)
+
+
+def _words(floats: list[Any], dtype: str) -> list[Any]:
+    return list(map(bits, floats)) if dtype == "float32" else words_of_floats(floats, dtype)
+
+
+def _store(address: Any, words: list[Any]) -> None:
+    for i in range(0, len(words), 4):
+        store(address, 4 * i, words[i : i + 4])

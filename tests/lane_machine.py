@@ -295,6 +295,13 @@ def dialects(machine: Machine) -> dict[str, Any]:
     def whole(function: Callable[..., np.ndarray]) -> Callable[..., Value]:
         return lambda a, b: Value(function(a.bits, b.bits), a.type)
 
+    def signed(function: Callable[..., np.ndarray]) -> Callable[..., Value]:
+        def apart(a: Value, b: Value) -> Value:
+            found = function(*(x.bits.astype(np.uint32).view(np.int32) for x in (a, b)))
+            return Value(found.view(np.uint32).astype(a.bits.dtype), a.type)
+
+        return apart
+
     def floats(function: Callable[..., np.ndarray]) -> Callable[..., Value]:
         return lambda a, b: Value(of_f32(function(f32(a.bits), f32(b.bits))), "f32")
 
@@ -326,6 +333,8 @@ def dialects(machine: Machine) -> dict[str, Any]:
         divui=whole(np.floor_divide),
         remui=whole(np.remainder),
         minui=whole(np.minimum),
+        minsi=signed(np.minimum),
+        maxsi=signed(np.maximum),
         andi=whole(np.bitwise_and),
         xori=whole(np.bitwise_xor),
         ori=whole(np.bitwise_or),
