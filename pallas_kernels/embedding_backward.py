@@ -72,9 +72,9 @@ def sum_by_id(
 
 
 class _Order(NamedTuple):
-    """Ids in their order: int32 [M + 1 or more], the number of rows of the result behind the last;
-    which place each had, int32 [M or more], of two alike the first first; and for each block the
-    first place, in the order, of its first id, int32 [blocks].
+    """Ids in their order: int32 [M + 1], the number of rows of the result behind the last; which
+    place each had, int32 [M], of two alike the first first; and for each block the first place, in
+    the order, of its first id, int32 [blocks].
     """
 
     ids: jax.Array
@@ -338,7 +338,7 @@ class _Sums:
         more where that is nothing.
         """
         place, block = jnp.arange(self.rows), jnp.arange(self.blocks)
-        first, ids = block * RUN, order.ids[: self.rows + 1]
+        first, ids = block * RUN, order.ids
         several = order.begins < first  # blocks have the first id of a block
         begun = jnp.where(several, ids[first], -1)
         whole = (ids[place] != ids[place + 1]) & (ids[place] != begun[place // RUN])

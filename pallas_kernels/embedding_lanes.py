@@ -73,7 +73,7 @@ def rows_by_id(
             at = jax.tree.map(address_of, every)
             scale = None if factor is None else float(factor)
             dtypes = table.dtype.name, out.name
-            Block(at, block.registers.item(), dtypes, table.shape, count, scale, pieces).run()
+            Block(at, block.registers.item(), dtypes, (v, d), count, scale, pieces).run()
 
         copy(every, block)  # pyright: ignore[reportCallIssue]
 

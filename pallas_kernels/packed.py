@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 SCHEMES = ("int8", "int4", "fp8", "nvfp4", "mxfp4", "mxfp8", "ternary")
-PLAIN = "plain"  # no scheme to pack by: the numbers themselves, for what takes a `Packed`
+PLAIN = "plain"  # of a `Packed` that holds the numbers themselves; nothing is packed by it
 CODES_PER_BYTE = {"int4": 2, "nvfp4": 2, "mxfp4": 2, "ternary": 4}  # of others one
 
 

@@ -1,11 +1,10 @@
 """Quantized matmul: norm(x) @ W^T with W packed, and what follows it before anything is written.
 
 W [O, I] is a `Packed` of 8- or 4-bit codes, which are unpacked on chip and never lie in memory as
-numbers; sums are float32. `quantized_matmul_kernel` says what a block does with few rows of x,
-`quantized_matmul_tiles` what with more. The gradient of x is
-a product with the dequantised weight, which is XLA's; a packed weight has none, but for numbers of
-16 bits that are not packed (`Packed.of`), which few rows of x are multiplied by here. A ternary
-weight takes x as int8 and has a kernel of its own: `ternary_matmul`.
+numbers; or, for few rows of x, of numbers of 16 bits (`Packed.of`). Sums are float32.
+`quantized_matmul_kernel` says what a block does with few rows of x, `quantized_matmul_tiles` what
+with more. The gradient of x is a product with the dequantised weight, which is XLA's; codes have
+none. A ternary weight takes x as int8 and has a kernel of its own: `ternary_matmul`.
 Source of the formats: quantize.py; of the norm: around_product.py.
 """
 

@@ -7,10 +7,10 @@ what that has added or multiplied. No table, and no conversion, of which there a
     int8    128 + (c & 127), less 128 or, of a negative c, 256
     E2M1    sign, two bits of exponent and one of mantissa at the ends of theirs: times 2^126
     E4M3    likewise, times 2^120
-    plain   there is nothing to do
+    plain   there is nothing to do: the two of a word are a pair
 
-Of a word, the pairs are of numbers that lie half a word apart, for they are there at once: of 8
-codes 0 and 4, 1 and 5, 2 and 6, 3 and 7, of 4 codes 0 and 2, 1 and 3. `pairs_of_x` brings what
+Of a word of codes, the pairs are of numbers that lie half a word apart, for they are there at once:
+of 8 codes 0 and 4, 1 and 5, 2 and 6, 3 and 7, of 4 codes 0 and 2, 1 and 3. `pairs_of_x` brings what
 they are multiplied with in the same order. Imported only by the modules of quantized_matmul.
 """
 

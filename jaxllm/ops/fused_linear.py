@@ -113,13 +113,13 @@ def _turn(y, rotary: Rotary, cache: Cache | None, implementation):
 
 def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
     del implementation
-    weight = _for_warps(x, weight)
+    weight = _packed_for_several(x, weight)
     if isinstance(weight, Packed):
         return _packed(x, weight, bias, **around, interpret=interpret)
     return gemv(x, weight, bias=bias, interpret=interpret, **around)
 
 
-def _for_warps(x, weight):
+def _packed_for_several(x, weight):
     """What more than one row of x is multiplied by: a plain weight as a packed one, by the tensor
     cores of warps.
     """
@@ -167,7 +167,7 @@ def _turn_packed(y, rotary: Rotary, cache: Cache | None, interpret):
 def _why_not_pallas(
     x, weight, bias, *, device, norm, epilogue, rotary, cache, **rest
 ) -> str | None:
-    weight = _for_warps(x, weight)
+    weight = _packed_for_several(x, weight)
     if epilogue == "relu2_glu" and not (isinstance(weight, Packed) and weight.scheme == "ternary"):
         return "only ternary weights have 'relu2_glu'"
     if not isinstance(weight, Packed):
@@ -196,8 +196,12 @@ def _not_auto(x, weight, bias, *, norm, epilogue, **around) -> str | None:
     del around
     if isinstance(weight, Packed):
         return not_auto_quantized(x, weight)
-    weight = _for_warps(x, weight)
-    if norm is None or not isinstance(weight, Packed):
+    weight = _packed_for_several(x, weight)
+    if not isinstance(weight, Packed):
+        return None
+    if x.dtype != jnp.bfloat16:
+        return f"several rows of x were measured in bfloat16, these are {x.dtype}"
+    if norm is None:
         return None
     within = {"norm": norm, "bias": bias, "epilogue": epilogue, "device": device_lib.INTERPRETED}
     if (reason := why_not_quantized(x, weight, **within)) is None:

@@ -454,9 +454,12 @@ def test_a_weight_that_is_not_packed():
         return quantized_matmul(x, Packed.of(w), interpret=True)
 
     found = interpreted(jax.grad(partial(product, ours), (0, 1)), x, weight)
-    plain = jax.grad(partial(product, lambda x, w: x @ w.T), (0, 1))(x, weight)
-    for mine, near in zip(found, plain, strict=True):
-        np.testing.assert_allclose(np.float32(mine), np.float32(near), atol=0.02, rtol=0.02)
+    theirs = jax.grad(partial(product, lambda x, w: x @ w.T), (0, 1))
+    plain, exact = theirs(x, weight), theirs(x.astype(F32), weight.astype(F32))
+    for mine, near, right in zip(found, plain, exact, strict=True):
+        assert_as_accurate(mine, near, np.asarray(right, np.float64))
+        with pytest.raises(AssertionError):  # the twin
+            assert_as_accurate(mine * 1.03, near, np.asarray(right, np.float64))
     of = Packed.of(jax.ShapeDtypeStruct((64, 256), BF16))
     assert why_not(jax.ShapeDtypeStruct((16, 256), BF16), of, device=H200) is None
     for m, dtype, phrase in (
