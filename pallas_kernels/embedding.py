@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import device as device_lib
 from pallas_kernels import embedding_backward, row_parts, tuned
 from pallas_kernels.device import ACCESS_BYTES, Device
-from pallas_kernels.embedding_lanes import MOST, MOST_PIECES, numbers_of_piece, rows_by_id
+from pallas_kernels.embedding_lanes import MOST, MOST_PIECES, rows_by_id
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -100,13 +100,13 @@ def why_not(table, ids, *, scale=None, dtype=None, device: Device | None = None)
         return f"takes a table [V, D], got {list(table.shape)}"
     if 0 in (*table.shape, *ids.shape):
         return f"nothing to look up: the table is {list(table.shape)}, ids are {list(ids.shape)}"
-    each = numbers_of_piece(*dtypes)
-    if table.shape[1] % each:
-        row_bytes = table.shape[1] * min(kind.itemsize for kind in dtypes)
+    sizes = tuple(kind.itemsize for kind in dtypes)
+    row_bytes = table.shape[1] * min(sizes)
+    if row_bytes % ACCESS_BYTES:
         return f"rows of {row_bytes} bytes are no multiple of {ACCESS_BYTES} bytes, one access"
-    if (pieces := math.prod(ids.shape) * (table.shape[1] // each)) >= MOST:
+    if (pieces := math.prod(ids.shape) * row_bytes // ACCESS_BYTES) >= MOST:
         return f"a result of {pieces} times {ACCESS_BYTES} bytes; fewer than {MOST} are taken"
-    if row_parts.fewest_parts(table.shape[1], _sizes(table, dtype)) is None:
+    if row_parts.fewest_parts(table.shape[1], sizes) is None:
         return f"rows of {table.shape[1]} numbers cannot be cut into parts, as the gradient needs"
     return None
 
@@ -158,11 +158,6 @@ class _Static:
     scale: float | None
     num_sms: int
     interpret: bool
-
-
-def _sizes(table, dtype) -> tuple[int, int]:
-    """Bytes of a number of the table, and of the result."""
-    return table.dtype.itemsize, jnp.dtype(dtype or table.dtype).itemsize
 
 
 def check(table, ids, scale, dtype) -> None:

@@ -267,6 +267,9 @@ def test_what_one_run_had_no_time_for_is_in_the_tables_of_another():
     text = "\n".join(report.lines(results(rows=[row(), spent])))
     assert "1 more had no time in this run." in text
     assert "spent |" not in text
+    nothing = "\n".join(report.lines(results(rows=[spent], sections={})))
+    assert "1 of its cases had no time in this run." in nothing
+    assert "| case |" not in nothing
 
 
 def test_a_run_that_was_ended_says_so():

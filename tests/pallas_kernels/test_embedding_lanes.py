@@ -13,7 +13,7 @@ from lane_machine import Machine, dialects
 
 from jaxllm import aot
 from pallas_kernels import embedding_lanes, lane_arithmetic, lane_code
-from pallas_kernels.device import THREADS
+from pallas_kernels.device import REGISTERS, THREADS
 from pallas_kernels.embedding import Config, embedding, embedding_reference
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
@@ -77,12 +77,12 @@ def test_threads_bring_rows(monkeypatch, v, d, count, dtype, out, scale, pieces)
 @pytest.mark.parametrize("pieces", [1, 2, 16])
 @pytest.mark.parametrize(("dtype", "out"), [(BF16, BF16), (F32, BF16), (F16, F32)])
 def test_as_compiled(dtype, out, pieces):
-    """Pieces are asked for before the first is stored, and lie in registers."""
+    """Pieces are asked for before the first is stored, and lie in registers: of three blocks."""
     table = jax.ShapeDtypeStruct((1009, 1000), dtype)
     ids = jax.ShapeDtypeStruct((333,), jnp.int32)
     run = lambda t, i: embedding(t, i, scale=2.5, dtype=out, config=Config(pieces))  # noqa: E731
     kernel = aot.compile_for(run, table, ids).kernel("embedding")
     assert kernel.spill_store_bytes == 0
-    assert kernel.registers <= 168
+    assert 3 * THREADS * kernel.registers <= REGISTERS
     wide = pieces * jnp.dtype(dtype).itemsize // min(jnp.dtype(x).itemsize for x in (dtype, out))
     assert sum(n for name, n in kernel.instructions.items() if name.startswith("LDG.E.128")) == wide

@@ -219,10 +219,11 @@ def test_which_one_runs():
         ({"inputs": 144}, "plain takes inputs in multiples of 32, got 144"),
         ({"dtype": jnp.float32}, "takes x in bfloat16 or float16, got float32"),
         ({"dtype": jnp.float16}, "several rows of x were measured in bfloat16, these are float16"),
+        ({"rows": 16, "inputs": 5632}, None),  # the README says so
         (
-            {"rows": 16, "inputs": 8192},
+            {"rows": 16, "inputs": 5664},
             "its norm would be a launch of its own, which was not measured: norms whole rows of "
-            "x, and 16 of 8192 numbers are in 2 parts",
+            "x, and 16 of 5664 numbers are in 2 parts",
         ),
         ({"norm": None}, None),
         ({"rows": 1, "dtype": jnp.float16}, None),
