@@ -3,9 +3,9 @@
 x is [*B, S], or any axis of any array, which is then moved to the end and back: a copy each way.
 Each row is read once and written once. A row of up to 32 KB, in no more pieces than one copy takes,
 has one block, which owns every blocks-th tile of rows; a longer one is shared out among the blocks
-of a cluster, which show each other their maxima and sums (`softmax_kernel`; where each number of 16
-bits counts and the scale is known and above 0, `softmax_lanes`). The backward kernels work likewise
-on the saved result: d_x = scale * y * (d_y - sum(d_y * y)); float32 rows of more than 112,000
+of a cluster, which show each other their maxima and sums (`softmax_kernel`; where each number
+counts and the scale is known and above 0, `softmax_lanes`). The backward kernels work likewise on
+the saved result: d_x = scale * y * (d_y - sum(d_y * y)); float32 rows of more than 112,000
 numbers are read twice there, if they fill the threads. A mask is read as it is stored, one byte a
 number, never at the size of x; where it is of queries and not of heads, a tile is of heads, which
 have a row of it in common. Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (how the sums

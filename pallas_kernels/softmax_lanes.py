@@ -1,18 +1,19 @@
-"""Softmax of long rows of 16-bit numbers among the blocks of a cluster, told in PTX.
+"""Softmax of long rows among the blocks of a cluster, told in PTX.
 
-A thread has 8 numbers side by side of every 8 * threads of its block's share, and keeps them two in
-a register, as they came: more rows are under way at a time than with float32 in twice as many. Each
-thread sums exponentials around its own maximum, each warp joins what its threads have, and sends it
-to every block of the cluster. The messages count themselves at the barrier of the block that they
-go to, so a block waits once, and none goes before all that is sent to it has come. The exponentials
-are then taken anew, with the sum in the exponent. The interpreter, which knows no lanes, checks
-only what surrounds a block. Imported only by softmax.py.
+A thread has 16 bytes side by side of every 16 * threads of its block's share. Numbers of 16 bits it
+keeps two in a register, as they came: more rows are under way at a time than with float32 in twice
+as many. Each thread sums exponentials around its own maximum, each warp joins what its threads
+have, and sends it to every block of the cluster. The messages count themselves at the barrier of
+the block that they go to, so a block waits once, and none goes before all that is sent to it has
+come. The exponentials are then taken anew, with the sum in the exponent; those of float32 numbers
+have stayed in the numbers' registers. The interpreter, which knows no lanes, checks only what
+surrounds a block. Imported only by softmax.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,9 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
 from pallas_kernels.lane_arithmetic import (
-    DTYPES,
-    EACH,
     KINDS,
+    bits,
     floats,
     halves_as_float32,
     hex_of,
@@ -48,31 +48,40 @@ from pallas_kernels.lane_code import (
     word,
 )
 
-MOST_NUMBERS = 128  # of a thread: half as many registers
+MOST_WORDS = 64  # of a thread: registers
 CLUSTERS, WARPGROUPS = (2, 4, 8), (1, 2, 4)
 PAIR_BYTES = 8  # a maximum and a sum
 PAIRS_AT = 16  # bytes of the board before its pairs: a barrier has 8
-NOTHING = {"bfloat16": 0xFF80FF80, "float16": 0xFC00FC00}  # -inf twice
+# Words of -inf, twice where two numbers are one
+NOTHING = {"bfloat16": 0xFF80FF80, "float16": 0xFC00FC00, "float32": 0xFF800000}
 LOWEST = float(jnp.finfo(jnp.float32).min)
+# PTX of the sum x: of a row of -inf it is 0; a NaN stays
+AT_LEAST_HALF = "max.NaN.f32 x, $1, 0f3F000000;"
 
 
-def _share(width: int, cluster: int) -> int:
+def _each(dtype: Any) -> int:
+    """Numbers of an access."""
+    return ACCESS_BYTES // jnp.dtype(dtype).itemsize
+
+
+def _share(width: int, dtype: Any, cluster: int) -> int:
     """Accesses of each block; the last may have fewer."""
-    return -(-width // (EACH * cluster))
+    return -(-width // (_each(dtype) * cluster))
 
 
 def takes(width: int, dtype: Any, cluster: int, warpgroups: int) -> bool:
     """Whether such blocks take rows of that width."""
-    fits = width % EACH == 0 and _share(width, cluster) * EACH <= (
-        MOST_NUMBERS * warpgroups * THREADS
-    )
-    return dtype in DTYPES and cluster in CLUSTERS and warpgroups in WARPGROUPS and fits
+    known = jnp.dtype(dtype).name in NOTHING and cluster in CLUSTERS and warpgroups in WARPGROUPS
+    most = MOST_WORDS // 4 * warpgroups * THREADS
+    return known and width % _each(dtype) == 0 and _share(width, dtype, cluster) <= most
 
 
 def default_warpgroups(width: int, dtype: Any, cluster: int) -> int:
     """Of a block; 0: such rows are not taken here.
 
-    Two: H200, us of 1, 2 and 4: 64 x 131072 12.5, 11.6 and 11.5; 1 x 32064 by 2 and 4 2.3 and 2.6.
+    Two: H200, bfloat16, us of 1, 2 and 4: 64 x 131072 12.5, 11.6 and 11.5; 1 x 32064 by 2 and 4 2.3
+    and 2.6. In float32 a multiprocessor has registers for three blocks of 131072's two, and for two
+    of four.
     """
     return next((n for n in (2, 4) if takes(width, dtype, cluster, n)), 0)
 
@@ -154,12 +163,11 @@ class Block:
         thread = mgpu_utils.thread_idx()
         self.warp, self.lane = (f(thread, word(LANES)) for f in (arith.divui, arith.remui))
         self.first = less(thread, 1)
-        share, accesses = _share(width, cluster), width // EACH
+        share, accesses = _share(width, dtype, cluster), width // _each(dtype)
         start = arith.addi(times(rank, share), thread)
         where = times(start, ACCESS_BYTES)
-        self.ours, self.results = (
-            further(further(at[name], times_long(row, 2 * width)), where) for name in ("x", "out")
-        )
+        row_at = times_long(row, jnp.dtype(dtype).itemsize * width)
+        self.ours, self.results = (further(further(at[n], row_at), where) for n in ("x", "out"))
         self.mine = []  # bytes to each access from the first, and whether there is one (None: yes)
         for place in range(0, share, warps * LANES):
             rules = []
@@ -173,19 +181,20 @@ class Block:
     def run(self) -> None:
         self._prepare()
         words = [self._load(offset, inside) for offset, inside in self.mine]
-        top, total = self._join(*self._of_thread(words))
-        self._send(top, total)
-        top, total = self._received()
-        # Of a row of -inf 0 is the sum; a NaN stays
-        text = "{ .reg .f32 x; max.NaN.f32 x, $1, 0f3F000000; lg2.approx.ftz.f32 x, x; "
-        less_sum = asm(text + "mul.f32 $0, x, 0fBF800000; }", "f", total)
-        zero = self._zero(total)
-        for (offset, inside), four in zip(self.mine, words, strict=True):
-            done = []
-            for x in four:
-                done.append(self._quotients(x, top, less_sum, zero))
-                zero = self._zero(done[-1])
-            only_where(inside, store_once, further(self.results, word(offset)), done)
+        top = self._top(words)
+        if self.dtype == "float32":
+            exponentials, total = self._exponentials(words, top)
+            results = self._scaled(exponentials, top, *self._of_row(top, total))
+        else:
+            total = self._sum_of_thread(words, top)
+            results = self._anew(words, *self._of_row(top, total))
+        for (offset, inside), four in zip(self.mine, results, strict=True):
+            only_where(inside, store_once, further(self.results, word(offset)), four)
+
+    def _of_row(self, top: Any, total: Any) -> tuple[Any, Any]:
+        """The row's maximum, and its sum around it, of what a thread has."""
+        self._send(*self._join(top, total))
+        return self._received()
 
     def _load(self, offset: int, inside: Any) -> list[Any]:
         """Four words, of -inf where there are none."""
@@ -197,20 +206,47 @@ class Block:
         text += f"@p ld.global.nc.L1::no_allocate.v4.u32 {{$0, $1, $2, $3}}, [$4 + {offset}]; }}"
         return asm(text, "rrrr", self.ours, there, effects=True)
 
-    def _of_thread(self, words: list[list[Any]]) -> tuple[Any, Any]:
-        """The maximum of its numbers, finite if all are -inf, and the sum of their exponentials."""
-        kind = KINDS[self.dtype]
+    def _top(self, words: list[list[Any]]) -> Any:
+        """The maximum of the thread's numbers, finite if all are -inf."""
+        kind = KINDS.get(self.dtype, "f32")
         largest = functools.reduce(
             lambda a, b: asm(f"max.{kind} $0, $1, $2;", "r", a, b), [x for y in words for x in y]
         )
-        low, high = floats(largest, self.dtype)
-        text = f"{{ .reg .f32 x; max.f32 x, $1, $2; max.f32 $0, x, {hex_of(LOWEST)}; }}"
-        top = asm(text, "f", low, high)
+        return functools.reduce(_larger, floats(largest, self.dtype), number(LOWEST))
+
+    def _exponentials(self, words: list[list[Any]], top: Any) -> tuple[list[list[Any]], Any]:
+        """Those of float32 numbers, and their sum: they take no more registers than the numbers."""
+        found = [[self._exponential(floats(x, self.dtype)[0], top) for x in four] for four in words]
+        return found, functools.reduce(arith.addf, [x for four in found for x in four])
+
+    def _scaled(
+        self, exponentials: list[list[Any]], top: Any, row_top: Any, row_sum: Any
+    ) -> Iterator[list[Any]]:
+        """The words of exponentials around `top` over the row's sum."""
+        inverse = asm(f"{{ .reg .f32 x; {AT_LEAST_HALF} rcp.approx.ftz.f32 $0, x; }}", "f", row_sum)
+        by = self._around(row_top, top, inverse)
+        for four in exponentials:
+            yield [bits(arith.mulf(x, by)) for x in four]
+
+    def _sum_of_thread(self, words: list[list[Any]], top: Any) -> Any:
+        """Of the exponentials of its numbers."""
         zero, total = word(0), number(0)
         for x in (x for four in words for x in four):
             total = arith.addf(total, self._sum(x, top, zero))
             zero = self._zero(total)
-        return top, total
+        return total
+
+    def _anew(self, words: list[list[Any]], top: Any, row_sum: Any) -> Iterator[list[Any]]:
+        """The words of the numbers' exponentials over the row's sum."""
+        text = f"{{ .reg .f32 x; {AT_LEAST_HALF} lg2.approx.ftz.f32 x, x; "
+        less_sum = asm(text + "mul.f32 $0, x, 0fBF800000; }", "f", row_sum)
+        zero = self._zero(row_sum)
+        for four in words:
+            done = []
+            for x in four:
+                done.append(self._quotients(x, top, less_sum, zero))
+                zero = self._zero(done[-1])
+            yield done
 
     def _zero(self, after: Any) -> Any:
         """The sign of a number that has none, so that the compiler waits for it, and has one word
@@ -256,8 +292,12 @@ class Block:
 
     def _around(self, other: Any, top: Any, total: Any) -> Any:
         """A sum around `top`, around another maximum."""
+        return arith.mulf(self._exponential(top, other), total)
+
+    def _exponential(self, x: Any, top: Any) -> Any:
+        """Of a number."""
         text = f"{{ .reg .f32 x; sub.f32 x, $1, $2; mul.f32 x, x, {self.factor}; "
-        return asm(text + "ex2.approx.ftz.f32 x, x; mul.f32 $0, x, $3; }", "f", top, other, total)
+        return asm(text + "ex2.approx.ftz.f32 $0, x; }", "f", x, top)
 
     def _prepare(self) -> None:
         """The barrier of this block's messages, and half of a meeting: `_send` has the other."""
@@ -291,12 +331,13 @@ class Block:
         for start in range(0, count, LANES):
             text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {PAIRS_AT + PAIR_BYTES * start}];"
             pairs.append(asm(text, "ff", address, effects=True))
-        largest = functools.reduce(
-            lambda a, b: asm("max.f32 $0, $1, $2;", "f", a, b), [top for top, _ in pairs]
-        )
-        largest = over_warp(largest, "max.f32")
+        largest = over_warp(functools.reduce(_larger, [top for top, _ in pairs]), "max.f32")
         sums = [self._around(largest, *pair) for pair in pairs]
         total = over_warp(functools.reduce(arith.addf, sums), "add.f32")
         if count < LANES:  # lanes have read each pair so often
             total = asm(f"mul.f32 $0, $1, {hex_of(count / LANES)};", "f", total)
         return largest, total
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return asm("max.f32 $0, $1, $2;", "f", a, b)

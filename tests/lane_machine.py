@@ -236,7 +236,7 @@ class Machine:
         if kind == "f32" and name != "mov":
             y = [f32(each).astype(np.float64) for each in x]
             functions: Any = {"mul": lambda a, b: a * b, "add": lambda a, b: a + b}
-            functions |= {"fma": lambda a, b, c: a * b + c, "ex2": np.exp2}
+            functions |= {"fma": lambda a, b, c: a * b + c, "ex2": np.exp2, "rcp": lambda a: 1 / a}
             functions |= {"div": lambda a, b: a / b, "rsqrt": lambda a: a**-0.5}
             functions |= {"sub": lambda a, b: a - b, "lg2": np.log2, "neg": lambda a: -a}
             functions["max"] = np.maximum if "NaN" in op else np.fmax

@@ -66,6 +66,10 @@ def assert_right(found: Any, x: jax.Array, scale: float) -> None:
         ((1, 8264), BF16, 1.0, 8, 4),  # and threads that have none
         ((1, 24576), F16, 1.0, 4, 2),
         ((1, 16640), BF16, 0.5, 1, 2),
+        ((2, 8196), F32, 0.3, 2, 1),  # of an odd number of accesses, and the last is one thread's
+        ((1, 16384), F32, 2.0, 8, 1),
+        ((1, 8204), F32, 1.0, 8, 4),
+        ((1, 16640), F32, 1.0, 1, 4),
     ],
 )
 def test_every_row(monkeypatch, shape, dtype, scale, cluster, warpgroups):
@@ -77,7 +81,7 @@ def test_every_row(monkeypatch, shape, dtype, scale, cluster, warpgroups):
             assert_right(wrong.astype(dtype), x, scale)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("cluster", [2, 4])
 def test_rows_that_are_not_finite(monkeypatch, cluster, dtype):
     x = rows((5, 8248), dtype)
@@ -90,13 +94,15 @@ def test_rows_that_are_not_finite(monkeypatch, cluster, dtype):
     assert np.all(np.asarray(found)[0] == 0)
 
 
-def test_scores_that_are_far_apart(monkeypatch):
-    x = rows((1, 8248), BF16).at[0, :3].set(jnp.asarray([3e38, -3e38, 3e38], BF16))
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_scores_that_are_far_apart(monkeypatch, dtype):
+    x = rows((1, 8248), dtype).at[0, :3].set(jnp.asarray([3e38, -3e38, 3e38], dtype))
     found = np.asarray(by_lanes(monkeypatch, x, 1e3, 2, 1), np.float32)
     np.testing.assert_array_equal(found, [[0.5, 0, 0.5] + [0] * 8245])
 
 
-def test_what_surrounds_a_block(monkeypatch):
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_what_surrounds_a_block(monkeypatch, dtype):
     """In the interpreter, which has the reference for lanes: alone, under vmap, its gradient."""
     taken, ran = [], softmax_lanes.softmax_of_rows
 
@@ -105,17 +111,17 @@ def test_what_surrounds_a_block(monkeypatch):
         return ran(x, **keywords)
 
     monkeypatch.setattr(softmax_lanes, "softmax_of_rows", seen)
-    x = rows((6, 8248), BF16)
+    x = rows((6, 8248), dtype)
     f = partial(scale_softmax, scale=0.7, interpret=True)
     assert_right(interpreted(f, x), x, 0.7)
     many = interpreted(jax.vmap(f), x.reshape(2, 3, -1))
     assert_right(many.reshape(x.shape), x, 0.7)
     assert taken == [2, 2]
-    d_y = rows(x.shape, BF16)[::-1]
+    d_y = rows(x.shape, dtype)[::-1]
     (d_x,) = interpreted(lambda x, d_y: jax.vjp(f, x)[1](d_y), x, d_y)
     how = {"scale": 0.7, "d_y": np.asarray(d_y)}
     plain, truth = (
-        oracles.scale_softmax(np.asarray(x), **how, dtype=dtype)[0] for dtype in (BF16, np.float64)
+        oracles.scale_softmax(np.asarray(x), **how, dtype=each)[0] for each in (dtype, np.float64)
     )
     assert_as_accurate(d_x, plain, truth)
 
@@ -132,7 +138,7 @@ def test_what_it_leaves_to_others(monkeypatch):
     x = jnp.zeros((2, 8248), BF16)
     for keywords in ({"mask": x == 0}, {"causal": True}, {"scale": jnp.float32(1)}, {"scale": -1}):
         assert shape(x, **keywords) == x.shape
-    assert shape(x.astype(F32)) == x.shape
+    assert shape(jnp.zeros((1, 131076), F32)) == (1, 131076)  # more than registers hold
     assert shape(x[:, :8192]) == (2, 8192)  # on chip as a whole
     with pytest.raises(TypeError, match="NoneType"):
         shape(x)
@@ -143,7 +149,11 @@ def test_which_rows_it_takes():
     assert taken(131072, BF16, 8, 1)
     assert taken(151936, F16, 8, 2)
     assert not taken(151936, BF16, 8, 1)  # 149 numbers a thread
-    assert not taken(131072, F32, 8, 2)
+    assert taken(131072, F32, 8, 2)
+    assert not taken(131076, F32, 8, 2)
+    assert taken(131076, F32, 8, 4)
+    assert not taken(131074, F32, 8, 4)  # no whole accesses
+    assert not taken(131072, jnp.int32, 8, 2)
     assert not taken(131072, BF16, 8, 0)
     assert not taken(131072, BF16, 6, 2)
 
@@ -157,13 +167,14 @@ def test_which_rows_it_takes():
 
     assert default(16, 128248) == (8, 2)
     assert default(64, 131072, dtype="float16") == (8, 2)
-    assert default(64, 131072, dtype="float32") == (8, 0)
+    assert default(64, 131072, dtype="float32") == (8, 2)
+    assert default(64, 151936, dtype="float32") == (8, 4)
     assert default(64, 131072, causal=True) == (8, 0)
     assert default(64, 8192) == (1, 0)
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("shape", [(1024, 131072), (16, 128248), (64, 151936), (1, 32064)])
 def test_compiled(shape, dtype):
     """Wide accesses, nothing spilled, and registers for 768 threads at a time."""
@@ -172,23 +183,24 @@ def test_compiled(shape, dtype):
     assert kernel.spill_store_bytes == 0
     assert kernel.registers <= 80
     warpgroups = softmax.default_config(x, device=H200).warpgroups
-    accesses = -(-shape[1] // (8 * 8 * 128 * warpgroups))
+    numbers = 16 // jnp.dtype(dtype).itemsize
+    accesses = -(-shape[1] // (8 * numbers * 128 * warpgroups))
     assert kernel.count("LDG", "128") == accesses
     assert kernel.count("STG", "EF", "128") == accesses
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize(
-    ("width", "cluster", "warpgroups"),
+    ("width", "dtype", "cluster", "warpgroups"),
     [
-        (width, *how)
+        (width, dtype, *how)
         for width in (8248, 32064, 128248, 131072, 151936)
+        for dtype in (BF16, F16, F32)
         for how in ((8, 1), (8, 2), (8, 4), (4, 4), (2, 2))
-        if softmax_lanes.takes(width, BF16, *how)
+        if softmax_lanes.takes(width, dtype, *how)
     ],
 )
-def test_on_the_gpu(width, cluster, warpgroups, dtype):
+def test_on_the_gpu(width, dtype, cluster, warpgroups):
     """Alone, and under vmap, where a block is not its number in the grid."""
     x = rows((6, width), dtype)
     x = x.at[1].set(-jnp.inf).at[2, 3:].set(-jnp.inf).at[3, : width // 2].set(-jnp.inf)
