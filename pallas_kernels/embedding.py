@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device as device_lib
-from pallas_kernels import embedding_backward, row_parts, tuned
+from pallas_kernels import embedding_backward, tuned
 from pallas_kernels.device import ACCESS_BYTES, Device
 from pallas_kernels.embedding_lanes import MOST, MOST_PIECES, rows_by_id
 
@@ -100,14 +100,11 @@ def why_not(table, ids, *, scale=None, dtype=None, device: Device | None = None)
         return f"takes a table [V, D], got {list(table.shape)}"
     if 0 in (*table.shape, *ids.shape):
         return f"nothing to look up: the table is {list(table.shape)}, ids are {list(ids.shape)}"
-    sizes = tuple(kind.itemsize for kind in dtypes)
-    row_bytes = table.shape[1] * min(sizes)
+    row_bytes = table.shape[1] * min(kind.itemsize for kind in dtypes)
     if row_bytes % ACCESS_BYTES:
         return f"rows of {row_bytes} bytes are no multiple of {ACCESS_BYTES} bytes, one access"
     if (pieces := math.prod(ids.shape) * row_bytes // ACCESS_BYTES) >= MOST:
         return f"a result of {pieces} times {ACCESS_BYTES} bytes; fewer than {MOST} are taken"
-    if row_parts.fewest_parts(table.shape[1], sizes) is None:
-        return f"rows of {table.shape[1]} numbers cannot be cut into parts, as the gradient needs"
     return None
 
 

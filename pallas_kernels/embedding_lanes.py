@@ -3,7 +3,7 @@
 A thread has pieces of rows, of 16 bytes in the narrower of table and result: it asks for their ids,
 then for all pieces, and then stores them. Rows need not fill a warp, and nothing waits on chip. The
 interpreter, which knows no lanes, copies a row a block and checks only what surrounds that.
-Imported only by embedding.py.
+Imported only by the modules of embedding.
 """
 
 from __future__ import annotations
@@ -119,13 +119,10 @@ class Block:
         inside = [None if whole else less(place, self.total) for place in places]
         places = [arith.minui(place, word(self.total - 1)) for place in places]
         sources = [self._source(place) for place in places]
-        held = [
-            [x for offset in range(0, self.bytes[0], ACCESS_BYTES) for x in load(source, offset, 4)]
-            for source in sources
-        ]
+        held = [load_piece(source, self.bytes[0]) for source in sources]
         for place, words, there in zip(places, held, inside, strict=True):
             target = further(self.at["out"], times_long(place, self.bytes[1]))
-            only_where(there, _store, target, self._result(words))
+            only_where(there, store_piece, target, self._result(words))
 
     def _source(self, place: Any) -> Any:
         row, piece = (f(place, word(self.across)) for f in (arith.divui, arith.remui))
@@ -138,17 +135,24 @@ class Block:
         """Rounded to the result's dtype, and once more where it is scaled."""
         dtype, out = self.dtypes
         if dtype != out:
-            words = _words(all_floats(words, dtype), out)
+            words = words_in(out, all_floats(words, dtype))
         if self.scale is None:
             return words
         by = number(self.scale)
-        return _words([arith.mulf(x, by) for x in all_floats(words, out)], out)
+        return words_in(out, [arith.mulf(x, by) for x in all_floats(words, out)])
 
 
-def _words(floats: list[Any], dtype: str) -> list[Any]:
+def words_in(dtype: str, floats: list[Any]) -> list[Any]:
+    """Float32, rounded to the dtype, as words."""
     return list(map(bits, floats)) if dtype == "float32" else words_of_floats(floats, dtype)
 
 
-def _store(address: Any, words: list[Any]) -> None:
+def load_piece(address: Any, size_bytes: int) -> list[Any]:
+    """The words of a piece."""
+    return [x for offset in range(0, size_bytes, ACCESS_BYTES) for x in load(address, offset, 4)]
+
+
+def store_piece(address: Any, words: list[Any]) -> None:
+    """Writes them."""
     for i in range(0, len(words), 4):
         store(address, 4 * i, words[i : i + 4])

@@ -108,9 +108,20 @@ def times(value: Any, by: int) -> Any:
     return arith.muli(value, word(by))
 
 
-def less(value: Any, than: int) -> Any:
-    """Whether a word is below a number, neither of them negative."""
-    return arith.cmpi(arith.CmpIPredicate.ult, value, word(than))
+def less(value: Any, than: Any) -> Any:
+    """Whether a word is below a number or another word, neither of them negative."""
+    than = word(than) if isinstance(than, int) else than
+    return arith.cmpi(arith.CmpIPredicate.ult, value, than)
+
+
+def equal(a: Any, b: Any) -> Any:
+    """Whether two words are the same."""
+    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+
+def without(a: Any, b: Any) -> Any:
+    """Whether a is true and b is not."""
+    return arith.andi(a, arith.xori(b, mgpu_utils.c(1, ir.IntegerType.get_signless(1))))
 
 
 def load_word(address: Any, where: Any = None) -> Any:

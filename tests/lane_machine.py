@@ -65,11 +65,11 @@ class Machine:
         for name, array in arrays.items():
             content = np.frombuffer(array.tobytes(), np.uint8).copy()
             self._place("global", name, start, content, "i64")
-            start += len(content) + 4096
+            start += -(-len(content) // 1024) * 1024 + 4096
         start = 1024
         for name, size_bytes in shared.items():
             self._place("shared", name, start, np.full(size_bytes, 0xFF, np.uint8), "i32")
-            start += size_bytes + 1024
+            start += -(-size_bytes // 1024) * 1024 + 1024
 
     def _place(self, space: str, name: str, start: int, content: np.ndarray, kind: str) -> None:
         self.memory[space][name] = (start, content)
@@ -197,8 +197,11 @@ class Machine:
                 self._copy(address(arguments[0]), address(arguments[1]), get(arguments[3]))
         elif op[0] == "mapa":
             registers[arguments[0]] = get(arguments[1]) + get(arguments[2]) * np.uint64(REMOTE)
-        elif op[0] in ("bar", "barrier"):
+        elif op[0] in ("bar", "barrier", "fence"):
             pass
+        elif op[0] == "atom":
+            assert "add" in op, "no other is known"
+            registers[arguments[0]] = self._add(address(arguments[1]), get(arguments[2]))
         elif op[0] == "mma":
             given = [[get(name) for name in several(text)] for text in arguments[1:]]
             dtype = HALVES[op[-2]]
@@ -247,6 +250,17 @@ class Machine:
         functions |= {"setp": np.not_equal}  # the only one of its kinds that there is
         functions |= {"mad": lambda a, b, c: a * b + c, "lop3": _lop3, "prmt": _prmt}
         return functions[name](*x)
+
+    def _add(self, addresses: np.ndarray, more: np.ndarray) -> np.ndarray:
+        """Adds to words of global memory, a thread after the other; what each found there."""
+        found, before = np.zeros(self.threads, np.uint64), self.mask
+        for thread in np.flatnonzero(before):
+            self.mask = np.arange(self.threads) == thread
+            [words] = self.load("global", addresses, 4, 1)
+            self.store("global", addresses, 4, [words + more])
+            found[thread] = words[thread]
+        self.mask = before
+        return found
 
     def _copy(self, to: np.ndarray, source: np.ndarray, size: np.ndarray) -> None:
         """16 bytes, or as many zeros; the address is a good one in either case."""
@@ -316,12 +330,13 @@ def dialects(machine: Machine) -> dict[str, Any]:
         machine.mask = before
 
     def fori(count: Value, carry: Any) -> Callable[..., Any]:
-        assert len(np.unique(count.bits)) == 1, "threads of a block turn differently often"
-
         def loop(body: Callable[..., Any]) -> Any:
             results = list(carry)
-            for i in range(int(count.bits[0])):
-                results = body(machine.constant(i, "i32"), results)
+            for i in range(int(count.bits[machine.mask].max(initial=0))):
+                there = Value(count.bits > i, "i1")
+                with when(there):
+                    after = body(machine.constant(i, "i32"), results)
+                results = [select(there, *both) for both in zip(after, results, strict=True)]
             return types.SimpleNamespace(results=results)
 
         return loop
@@ -344,8 +359,8 @@ def dialects(machine: Machine) -> dict[str, Any]:
         select=select,
         extui=lambda kind, x: Value(x.bits, kind),
         constant=lambda kind, x: machine.constant(x, kind),
-        CmpIPredicate=types.SimpleNamespace(ult="ult"),
-        cmpi=lambda _, a, b: Value(a.bits < b.bits, "i1"),
+        CmpIPredicate=types.SimpleNamespace(ult=np.less, eq=np.equal),
+        cmpi=lambda how, a, b: Value(how(a.bits, b.bits), "i1"),
     )
     ir = types.SimpleNamespace(
         F32Type=types.SimpleNamespace(get=lambda: "f32"),

@@ -142,13 +142,21 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.packed pallas_kernels.rms_norm "
         "pallas_kernels.ternary_matmul_kernel pallas_kernels.ternary_rows pallas_kernels.tuned"
     ),
-    "pallas_kernels.row_parts": "pallas_kernels._compat pallas_kernels.device",
+    "pallas_kernels.embedding_sums_lanes": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.embedding_lanes "
+        "pallas_kernels.lane_arithmetic pallas_kernels.lane_code"
+    ),
+    "pallas_kernels.embedding_zeros_lanes": (
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.embedding_sums_lanes "
+        "pallas_kernels.lane_arithmetic pallas_kernels.lane_code"
+    ),
     "pallas_kernels.embedding_backward": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.row_parts"
+        "pallas_kernels._compat pallas_kernels.embedding_sums_lanes "
+        "pallas_kernels.embedding_zeros_lanes"
     ),
     "pallas_kernels.embedding": (
         "pallas_kernels.device pallas_kernels.embedding_backward pallas_kernels.embedding_lanes "
-        "pallas_kernels.row_parts pallas_kernels.tuned"
+        "pallas_kernels.tuned"
     ),
     "pallas_kernels.embedding_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_arithmetic "

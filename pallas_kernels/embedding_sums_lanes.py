@@ -1,0 +1,272 @@
+"""Sums of rows by id, in the order of the ids: what a thread does, told in PTX.
+
+A thread has RUN places of the order, and of their rows the piece of 16 bytes that it writes. It
+asks for all of them before it adds up the first. A sum of which it has all rows it writes. Of an id
+that other threads have rows of, each puts its part aside and counts itself; whoever comes last adds
+all parts in their order, so that no bit depends on who that was. Nobody waits. The interpreter,
+which knows no lanes, adds up an id's rows at once and checks only what surrounds that.
+Imported only by embedding_backward.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+from pallas_kernels.device import ACCESS_BYTES, THREADS
+from pallas_kernels.embedding_lanes import load_piece, numbers_of_piece, store_piece, words_in
+from pallas_kernels.lane_arithmetic import all_floats, bits, floats, number
+from pallas_kernels.lane_code import (
+    address_of,
+    asm,
+    equal,
+    further,
+    less,
+    load,
+    load_late,
+    only_where,
+    store,
+    times,
+    times_long,
+    without,
+    word,
+)
+
+RUN = 8  # places of a thread
+AT_ONCE = 4  # parts of a sum that are asked for before the first of them is added
+
+
+class Order(NamedTuple):
+    """M rows in the order of their ids, all int32.
+
+    ids: [runs RUN + 1], behind the last row V; places: [runs RUN], which row it is. begins, ends:
+    [runs], where the first id of a run begins, and behind which place its last id ends.
+    arrivals: [runs, pieces of a row], zeros: of the last id of a run, if it goes on in the next,
+    how many threads have put their parts aside; zeros again behind a kernel.
+    """
+
+    ids: jax.Array
+    places: jax.Array
+    begins: jax.Array
+    ends: jax.Array
+    arrivals: jax.Array
+
+
+class Sums(NamedTuple):
+    """What is added up: `rows` rows of `width` numbers, by ids below `count`, times scale.
+
+    by_id: a sum is written where its id says; else where the last of its rows stands in the order.
+    """
+
+    rows: int
+    width: int
+    count: int
+    dy: str  # a dtype
+    out: str
+    scale: float | None
+    by_id: bool
+
+    @property
+    def numbers(self) -> int:
+        """Of a piece."""
+        return numbers_of_piece(self.dy, self.out)
+
+    @property
+    def across(self) -> int:
+        """Pieces of a row."""
+        return self.width // self.numbers
+
+    @property
+    def runs(self) -> int:
+        """The last may have fewer places than RUN."""
+        return -(-self.rows // RUN)
+
+
+def sums_by_order(
+    sums: Sums, dy: jax.Array, order: Order, held: Any = None, *, interpret: bool
+) -> jax.Array | None:
+    """Of dy [M, D]. held: a reference to an array [V, D], written if `by_id`; else the result is an
+    array [M, D].
+    """
+    names = ("dy", *Order._fields, *["out"] * sums.by_id, "parts", *["out"] * (not sums.by_id))
+
+    def body(*refs):
+        every = dict(zip(names, refs, strict=True))
+        block = lax.axis_index("block")
+        if interpret:
+            _plainly(sums, block, every)
+            return
+        types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
+
+        @plgpu.inline_mgpu(arg_types=types)
+        def add_up(_: Any, every: Any, block: Any) -> Any:
+            Block(sums, jax.tree.map(address_of, every), block.registers.item()).run()
+
+        add_up(every, block)  # pyright: ignore[reportCallIssue]
+
+    results = [jax.ShapeDtypeStruct((sums.runs, 2, sums.width), jnp.float32)]
+    if not sums.by_id:
+        results.append(jax.ShapeDtypeStruct((sums.rows, sums.width), jnp.dtype(sums.out)))
+    found = _compat.kernel(
+        body,
+        name="embedding_backward_sums",
+        out_type=results,
+        grid=(sums.runs if interpret else -(-sums.runs * sums.across // THREADS),),
+        grid_names=("block",),
+        interpret=interpret,
+    )(dy, *order, *[held] * sums.by_id)
+    return None if sums.by_id else found[1]
+
+
+def _plainly(sums: Sums, run: Any, refs: Mapping[str, Any]) -> None:
+    """The sums of the ids that end in a run."""
+    ids, rows = refs["ids"][...], refs["dy"][...].astype(jnp.float32)
+    rows = rows[refs["places"][...][: sums.rows]]
+    for i in range(RUN):
+        place = run * RUN + i
+        which = ids[place]
+
+        @pl.when((which != ids[place + 1]) & (which < sums.count))
+        def _(place=place, which=which):
+            total = jnp.sum(jnp.where((ids[: sums.rows] == which)[:, None], rows, 0.0), axis=0)
+            total = total if sums.scale is None else total * sums.scale
+            target = refs["out"].at[which if sums.by_id else place]
+            target[...] = total.astype(sums.out)
+
+
+class Block:
+    """What a thread of a block does.
+
+    at: addresses of dy, of what `Order` has, of out, and of parts: float32 [runs, 2, D], of a run
+    what it adds to an id that began before, and what it leaves later ones to add to. block: which.
+    """
+
+    def __init__(self, sums: Sums, at: Mapping[str, Any], block: Any):
+        self.sums, self.at = sums, at
+        total = sums.runs * sums.across
+        index = arith.addi(times(block, THREADS), mgpu_utils.thread_idx())
+        self.inside = less(index, total)
+        index = arith.minui(index, word(total - 1))
+        self.run_, self.piece = (f(index, word(sums.across)) for f in (arith.divui, arith.remui))
+        self.first = times(self.run_, RUN)
+        self.sizes = [sums.numbers * jnp.dtype(dtype).itemsize for dtype in (sums.dy, sums.out)]
+
+    def run(self) -> None:
+        sums = self.sums
+        ids, places = (self._places(name) for name in ("ids", "places"))
+        before = self._word("ids", arith.subi(self.first, arith.minui(self.first, word(1))))
+        behind = self._word("ids", arith.addi(self.first, word(RUN)))
+        begin, end = (self._word(name, self.run_) for name in ("begins", "ends"))
+        rows = [load_piece(self._row(place), self.sizes[0]) for place in places]
+        there = [less(which, sums.count) for which in ids]
+        sameness = [equal(*pair) for pair in zip([before, *ids], [*ids, behind], strict=True)]
+        begun = arith.andi(sameness[0], without(self.inside, less(self.run_, 1)))
+        goes_on = arith.andi(sameness[-1], arith.andi(self.inside, there[-1]))
+        still: Any = begun  # it is the id that began before
+        total: list[Any] = []
+        put_aside, place_of_it = [number(0)] * sums.numbers, self.first
+        for i, (which, words) in enumerate(zip(ids, rows, strict=True)):
+            row = all_floats(words, sums.dy)
+            if i:
+                still = arith.andi(still, sameness[i])
+                total = [arith.select(sameness[i], x, number(0)) for x in total]
+            total = list(map(arith.addf, total, row)) if i else row
+            place = arith.addi(self.first, word(i))
+            ends = without(arith.andi(there[i], self.inside), sameness[i + 1])
+            target = which if sums.by_id else place
+            only_where(without(ends, still), self._write, target, total)
+            taken = arith.andi(ends, still)
+            put_aside = [arith.select(taken, x, y) for x, y in zip(total, put_aside, strict=True)]
+            place_of_it = arith.select(taken, place, place_of_it)
+        began = arith.divui(begin, word(RUN))
+        which = ids[0] if sums.by_id else place_of_it
+        whole = arith.andi(still, goes_on)
+        only_where(
+            without(begun, whole), self._put_aside, put_aside, which, word(0), began, self.run_
+        )
+        last = arith.subi(end, word(1))
+        which = ids[-1] if sums.by_id else last
+        began, half = (
+            arith.select(whole, a, b) for a, b in ((began, self.run_), (word(0), word(1)))
+        )
+        last = arith.divui(last, word(RUN))
+        only_where(goes_on, self._put_aside, total, which, half, began, last)
+
+    def _word(self, name: str, index: Any) -> Any:
+        return load(further(self.at[name], times_long(index, 4)), 0)
+
+    def _places(self, name: str) -> list[Any]:
+        address = further(self.at[name], times_long(self.first, 4))
+        return [x for i in range(0, 4 * RUN, ACCESS_BYTES) for x in load(address, i, 4)]
+
+    def _row(self, place: Any) -> Any:
+        """Where the thread's piece of a row of dy lies; behind the last row anything there is."""
+        place = arith.minui(place, word(self.sums.rows - 1))
+        start = further(self.at["dy"], times_long(place, self.sums.across * self.sizes[0]))
+        return further(start, times(self.piece, self.sizes[0]))
+
+    def _write(self, row: Any, total: list[Any]) -> None:
+        if self.sums.scale is not None:
+            by = number(self.sums.scale)
+            total = [arith.mulf(x, by) for x in total]
+        start = further(self.at["out"], times_long(row, self.sums.across * self.sizes[1]))
+        address = further(start, times(self.piece, self.sizes[1]))
+        store_piece(address, words_in(self.sums.out, total))
+
+    def _part(self, run: Any, half: Any) -> Any:
+        """Where the thread's piece of a part lies."""
+        line = arith.addi(times(run, 2), half)
+        start = further(self.at["parts"], times_long(line, 4 * self.sums.width))
+        return further(start, times(self.piece, 4 * self.sums.numbers))
+
+    def _put_aside(self, part: list[Any], row: Any, half: Any, began: Any, last: Any) -> None:
+        """A part of the sum of an id of runs `began` to `last`; the sum, if all parts are there."""
+        address = self._part(self.run_, half)
+        for i in range(0, len(part), 4):
+            store(address, 4 * i, list(map(bits, part[i : i + 4])))
+        index = arith.addi(times(began, self.sums.across), self.piece)
+        counter = further(self.at["arrivals"], times_long(index, 4))
+        # What others read is there before they see the count, and read after it
+        asm("fence.acq_rel.gpu;", "")
+        text = "atom.global.relaxed.gpu.add.u32 $0, [$1], 1;"
+        others = asm(text, "r", counter, effects=True)
+        with mgpu_utils.when(equal(others, arith.subi(last, began))):
+            asm("fence.acq_rel.gpu;", "")
+            asm("st.global.u32 [$0], $1;", "", counter, word(0))
+            self._write(row, self._all_parts(began, last))
+
+    def _all_parts(self, began: Any, last: Any) -> list[Any]:
+        """Their sum, in the order of the runs."""
+        count = arith.addi(arith.subi(last, began), word(1))
+        turns = arith.divui(arith.addi(count, word(AT_ONCE - 1)), word(AT_ONCE))
+
+        @mgpu_utils.fori(turns, [number(0)] * self.sums.numbers)
+        def turn(i, total):
+            asked = []
+            for j in range(AT_ONCE):
+                which = arith.addi(times(i, AT_ONCE), word(j))
+                half = arith.select(less(which, 1), word(1), word(0))
+                run = arith.minui(arith.addi(began, which), last)
+                address = self._part(run, half)
+                part = [
+                    x
+                    for offset in range(0, 4 * self.sums.numbers, ACCESS_BYTES)
+                    for x in load_late(address, offset)
+                ]
+                asked.append((less(which, count), part))
+            for there, part in asked:
+                numbers = [x for each in part for x in floats(each, "float32")]
+                numbers = [arith.select(there, x, number(0)) for x in numbers]
+                total = list(map(arith.addf, total, numbers))
+            return total
+
+        return list(turn.results)

@@ -1,0 +1,306 @@
+"""Zeros where no id is, and meanwhile the order of the ids: what a thread does, told in PTX.
+
+Zeros take the time. A block writes tiles of them in turn, and has noted on chip in which of its
+rows an id will be, for those are written anyway. The ids lie in the registers of each block, and
+between two tiles it counts for one of them how many come before: its place in the order. The
+interpreter, which knows no lanes, writes zeros alone. Imported only by embedding_backward.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir.dialects import arith, gpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+from pallas_kernels.device import ACCESS_BYTES, THREADS, WARPS
+from pallas_kernels.embedding_sums_lanes import RUN, Order
+from pallas_kernels.lane_arithmetic import over_block
+from pallas_kernels.lane_code import (
+    accesses_of_thread,
+    address_of,
+    asm,
+    equal,
+    further,
+    less,
+    load,
+    load_shared,
+    load_shared_part,
+    only_where,
+    store_once,
+    times,
+    times_long,
+    word,
+)
+
+BLOCKS = 3  # a multiprocessor, whose registers no more have room in with MOST_COUNTED ids
+MOST_COUNTED = 2**14  # ids, of which each thread of a block has 128 in registers
+MOST_NOTED = 2**15  # rows of a block: a byte on chip for each
+NO_KEY = 2**32 - 1  # above all keys
+TILE_BYTES = 16 * 1024
+AT_ONCE = 8  # accesses of a thread between two looks at the end
+BOARDS = 4  # of words, one a warp
+
+
+class Keys(NamedTuple):
+    """An id below `count` and a place below 2^shift in one number: in order, and no two alike."""
+
+    count: int
+    shift: int
+
+    @property
+    def fit(self) -> bool:
+        return self.count << self.shift <= NO_KEY
+
+
+class Zeros(NamedTuple):
+    """An array [count, width] of a dtype, by so many blocks. rows: ids that are counted, or 0."""
+
+    count: int
+    width: int
+    dtype: str
+    rows: int
+    runs: int
+    pieces: int  # of a row, as `Order.arrivals` has them
+    blocks: int
+    keys: Keys
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def tile(self) -> int:
+        """Rows."""
+        return max(1, TILE_BYTES // self.row_bytes)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.count // self.tile)
+
+    @property
+    def tiles_of_block(self) -> int:
+        return -(-self.tiles // self.blocks)
+
+    @property
+    def noted(self) -> int:
+        """Rows of which a block notes whether an id is there; 0: zeros are written everywhere."""
+        rows = self.tiles_of_block * self.tile
+        return rows if self.rows and rows <= MOST_NOTED else 0
+
+    @property
+    def mine(self) -> int:
+        """Ids that a block counts."""
+        return -(-self.rows // self.blocks)
+
+
+def zeros_and_order(
+    zeros: Zeros, ids: jax.Array, dy: jax.Array, *, interpret: bool
+) -> tuple[jax.Array, Order | None]:
+    """Zeros but for rows of which `ids` [M] has the number, where anything may be, and, if ids are
+    counted, their order; else zeros alone, everywhere.
+
+    dy is not read: XLA shall not run this, and keep the zeros, long before there is one.
+    """
+    shapes = {"out": jax.ShapeDtypeStruct((zeros.count, zeros.width), jnp.dtype(zeros.dtype))}
+    if zeros.rows:
+        sizes = Order(
+            (zeros.runs * RUN + 1,),
+            (zeros.runs * RUN,),
+            (zeros.runs,),
+            (zeros.runs,),
+            (zeros.runs, zeros.pieces),
+        )
+        shapes |= {
+            name: jax.ShapeDtypeStruct(size, jnp.int32)
+            for name, size in zip(Order._fields, sizes, strict=True)
+        }
+
+    def body(ids_ref, dy_ref, *refs, **scratch):
+        del dy_ref
+        if interpret:
+            refs[0][...] = jnp.zeros(refs[0].shape, zeros.dtype)
+            return
+        every = {"keys": ids_ref, **dict(zip(shapes, refs, strict=True)), **scratch}
+        types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
+
+        @plgpu.inline_mgpu(arg_types=types)
+        def write(_: Any, every: Any, block: Any) -> Any:
+            Block(zeros, jax.tree.map(address_of, every), block.registers.item()).run()
+
+        write(every, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
+
+    scratch = {name: plgpu.SMEM((size,), jnp.uint8) for name, size in shared_bytes(zeros).items()}
+    found, *order = _compat.kernel(
+        body,
+        name="embedding_backward_zeros",
+        out_type=list(shapes.values()),
+        grid=(1 if interpret else zeros.blocks,),
+        grid_names=("block",),
+        scratch_types={} if interpret else scratch,
+        interpret=interpret,
+    )(ids, dy)
+    return found, Order(*order) if zeros.rows else None
+
+
+def shared_bytes(zeros: Zeros) -> dict[str, int]:
+    """What a block has on chip, by name."""
+    if not zeros.rows:
+        return {}
+    return {
+        "boards": BOARDS * WARPS * 4,
+        "noted": max(1, -(-zeros.noted // ACCESS_BYTES)) * ACCESS_BYTES,
+        "own": zeros.mine * 4,
+    }
+
+
+class Block:
+    """What a thread of a block does.
+
+    at: addresses of the ids [M] ("keys"), of out, and of what `Order` has; on chip of boards, of
+    its own keys, and of a byte for each of its rows: whether an id is there. block: which one.
+    """
+
+    def __init__(self, zeros: Zeros, at: Mapping[str, Any], block: Any):
+        self.zeros, self.at, self.block = zeros, at, block
+        self.thread = mgpu_utils.thread_idx()
+        self.one = less(self.thread, 1)
+
+    def run(self) -> None:
+        z = self.zeros
+        every: list[Any] = []
+        # Memory is busy with the first tile while the ids are looked at
+        self._tile(word(0), noted=False)
+        if z.rows:
+            self._bring_own_keys()
+            places = accesses_of_thread(z.rows, THREADS)
+            every = [self._key(place, there) for place, there in places]
+            self._note(every)
+            self._mark_the_end()
+
+        @mgpu_utils.fori(word(max(z.tiles_of_block - 1, z.mine)), [])
+        def each(i, carry):
+            if z.rows:
+                self._find_place(i, every)
+            self._tile(arith.addi(i, word(1)), noted=z.noted > 0)
+            return carry
+
+    def _tile(self, i: Any, *, noted: bool) -> None:
+        """The block's tile i, if there is one; noted: only where no id is."""
+        z = self.zeros
+        tile = arith.addi(self.block, times(i, z.blocks))
+        across = z.row_bytes // ACCESS_BYTES
+        steps = -(-z.tile * across // THREADS)
+        at_once = min(AT_ONCE, steps)
+        with mgpu_utils.when(less(tile, z.tiles)):
+            start = further(self.at["out"], times_long(tile, z.tile * z.row_bytes))
+            rows = arith.minui(arith.subi(word(z.count), times(tile, z.tile)), word(z.tile))
+
+            @mgpu_utils.fori(word(-(-steps // at_once)), [])
+            def some(turn, carry):
+                for j in range(at_once):
+                    place = arith.addi(times(turn, at_once * THREADS), word(j * THREADS))
+                    place = arith.addi(place, self.thread)
+                    row = arith.divui(place, word(across))
+                    there = less(row, rows)
+                    if noted:
+                        row = arith.addi(times(i, z.tile), arith.minui(row, word(z.tile - 1)))
+                        noted_ = load_shared_part(further(self.at["noted"], row), 0, 1)
+                        there = arith.andi(there, less(noted_, 1))
+                    address = further(start, times_long(place, ACCESS_BYTES))
+                    only_where(there, store_once, address, [word(0)] * 4)
+                return carry
+
+    def _key(self, place: Any, there: Any) -> Any:
+        """Of an id, or one above all; there: whether there is one (None: there is)."""
+        which = load(further(self.at["keys"], times_long(place, 4)), 0)
+        which = arith.minsi(arith.maxsi(which, word(0)), word(self.zeros.count - 1))
+        key = arith.addi(times(which, 1 << self.zeros.keys.shift), place)
+        return key if there is None else arith.select(there, key, word(NO_KEY))
+
+    def _id_of(self, key: Any) -> Any:
+        return arith.divui(key, word(1 << self.zeros.keys.shift))
+
+    def _bring_own_keys(self) -> None:
+        """On chip, of the ids that the block counts."""
+        z = self.zeros
+        for i, inside in accesses_of_thread(z.mine, THREADS):
+            place = arith.minui(arith.addi(self.block, times(i, z.blocks)), word(z.rows - 1))
+            to = further(self.at["own"], times(i, 4))
+            only_where(inside, asm, "st.shared.u32 [$0], $1;", "", to, self._key(place, None))
+
+    def _note(self, every: list[Any]) -> None:
+        """On chip, in which of the block's rows an id is."""
+        z = self.zeros
+        for place, inside in accesses_of_thread(-(-z.noted // ACCESS_BYTES), THREADS):
+            to, text = further(self.at["noted"], times(place, ACCESS_BYTES)), "{$1, $1, $1, $1};"
+            only_where(inside, asm, "st.shared.v4.u32 [$0], " + text, "", to, word(0))
+        gpu.barrier()
+        for key in every if z.noted else []:
+            which = self._id_of(key)
+            tile, row = (f(which, word(z.tile)) for f in (arith.divui, arith.remui))
+            i, owner = (f(tile, word(z.blocks)) for f in (arith.divui, arith.remui))
+            to = further(self.at["noted"], arith.addi(times(i, z.tile), row))
+            own = arith.andi(equal(owner, self.block), less(which, z.count))
+            only_where(own, asm, "st.shared.u8 [$0], $1;", "", to, word(1))
+        gpu.barrier()
+
+    def _mark_the_end(self) -> None:
+        """Of the order, behind the last row."""
+        z = self.zeros
+        more = z.runs * RUN - z.rows
+        place = arith.addi(self.thread, word(z.rows))
+        first = less(self.block, 1)
+        for name, count, value in (("ids", more + 1, z.count), ("places", more, 0)):
+            with mgpu_utils.when(arith.andi(first, less(self.thread, count))):
+                self._put(name, place, word(value))
+
+    def _put(self, name: str, place: Any, value: Any) -> None:
+        to = further(self.at[name], times_long(place, 4))
+        asm("st.global.u32 [$0], $1;", "", to, value)
+
+    def _less(self, every: list[Any], key: Any, board: Any) -> Any:
+        """How many keys come before one; board: which."""
+        i32, count = ir.IntegerType.get_signless(32), word(0)
+        for each in every:
+            count = arith.addi(count, arith.extui(i32, less(each, key)))
+        board = further(self.at["boards"], times(board, 4 * WARPS))
+        return over_block([count], "add.s32", board, WARPS)[0]
+
+    def _find_place(self, i: Any, every: list[Any]) -> None:
+        """Of the id that the block counts i-th, if there is one, in the order."""
+        z = self.zeros
+        with mgpu_utils.when(less(arith.addi(self.block, times(i, z.blocks)), z.rows)):
+            key = load_shared(further(self.at["own"], times(i, 4)), 0)
+            # by turns in two places: no other barrier parts a count from the next
+            at = self._less(every, key, arith.andi(i, word(1)))
+            which = self._id_of(key)
+            first = times(which, 1 << z.keys.shift)  # key of its id
+            run, inner = (f(at, word(RUN)) for f in (arith.divui, arith.remui))
+            with mgpu_utils.when(self.one):
+                self._put("ids", at, which)
+                self._put("places", at, arith.subi(key, first))
+            with mgpu_utils.when(equal(inner, word(0))):
+                begin = self._less(every, first, word(2))
+                only_where(self.one, self._put, "begins", run, begin)
+            last = arith.ori(equal(inner, word(RUN - 1)), equal(at, word(z.rows - 1)))
+            with mgpu_utils.when(last):
+                following = arith.addi(first, word(1 << z.keys.shift))
+                end = self._less(every, following, word(3))
+                only_where(self.one, self._put, "ends", run, end)
+                self._clear_arrivals(run, less(arith.addi(at, word(1)), end))
+
+    def _clear_arrivals(self, run: Any, goes_on: Any) -> None:
+        """Of a run whose last id goes on in the next."""
+        z = self.zeros
+        for start in range(0, z.pieces, THREADS):
+            piece = arith.addi(self.thread, word(start))
+            with mgpu_utils.when(arith.andi(goes_on, less(piece, z.pieces))):
+                self._put("arrivals", arith.addi(times(run, z.pieces), piece), word(0))
