@@ -68,9 +68,9 @@ def _sorted(sums: Sums, keys: Keys, ids: jax.Array) -> Order:
     ends = jnp.searchsorted(ids, lasts, side="right", method="scan_unrolled")
     more = sums.runs * RUN - sums.rows
     return Order(
-        jnp.pad(ids, (0, more + 1), constant_values=sums.count),
+        jnp.pad(ids, (0, more + RUN), constant_values=sums.count),
         jnp.pad(places, (0, more)),
         begins.astype(jnp.int32),
         ends.astype(jnp.int32),
-        jnp.zeros((sums.runs, sums.across), jnp.int32),
+        jnp.zeros((sums.runs, 2, sums.across), jnp.int32),
     )

@@ -3,14 +3,15 @@
 A thread has RUN places of the order, and of their rows the piece of 16 bytes that it writes. It
 asks for all of them before it adds up the first. A sum of which it has all rows it writes. Of an id
 that other threads have rows of, each puts its part aside and counts itself; whoever comes last adds
-all parts in their order, so that no bit depends on who that was. Nobody waits. The interpreter,
+the parts in their order, so that no bit depends on who that was. Nobody waits. The interpreter,
 which knows no lanes, adds up an id's rows at once and checks only what surrounds that.
 Imported only by embedding_backward.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, THREADS
 from pallas_kernels.embedding_lanes import load_piece, numbers_of_piece, store_piece, words_in
-from pallas_kernels.lane_arithmetic import all_floats, bits, floats, number
+from pallas_kernels.lane_arithmetic import all_floats, bits, number
 from pallas_kernels.lane_code import (
     address_of,
     asm,
@@ -34,7 +35,6 @@ from pallas_kernels.lane_code import (
     load,
     load_late,
     only_where,
-    store,
     times,
     times_long,
     without,
@@ -42,16 +42,17 @@ from pallas_kernels.lane_code import (
 )
 
 RUN = 8  # places of a thread
-AT_ONCE = 4  # parts of a sum that are asked for before the first of them is added
+GROUP = 16  # runs whose parts one thread adds up
+AT_ONCE = 4  # parts that it asks for before it adds the first
 
 
 class Order(NamedTuple):
     """M rows in the order of their ids, all int32.
 
-    ids: [runs RUN + 1], behind the last row V; places: [runs RUN], which row it is. begins, ends:
+    ids: [(runs + 1) RUN], behind the last row V; places: [runs RUN], which row it is. begins, ends:
     [runs], where the first id of a run begins, and behind which place its last id ends.
-    arrivals: [runs, pieces of a row], zeros: of the last id of a run, if it goes on in the next,
-    how many threads have put their parts aside; zeros again behind a kernel.
+    arrivals: [runs, 2, pieces of a row], counters that are zeros where the last id of a run goes on
+    in the next, and are so again behind a kernel.
     """
 
     ids: jax.Array
@@ -168,38 +169,32 @@ class Block:
         begin, end = (self._word(name, self.run_) for name in ("begins", "ends"))
         rows = [load_piece(self._row(place), self.sizes[0]) for place in places]
         there = [less(which, sums.count) for which in ids]
-        sameness = [equal(*pair) for pair in zip([before, *ids], [*ids, behind], strict=True)]
-        begun = arith.andi(sameness[0], without(self.inside, less(self.run_, 1)))
-        goes_on = arith.andi(sameness[-1], arith.andi(self.inside, there[-1]))
+        same = [equal(*pair) for pair in zip([before, *ids], [*ids, behind], strict=True)]
+        begun = arith.andi(same[0], without(self.inside, less(self.run_, 1)))
+        goes_on = arith.andi(same[-1], arith.andi(self.inside, there[-1]))
         still: Any = begun  # it is the id that began before
-        total: list[Any] = []
-        put_aside, place_of_it = [number(0)] * sums.numbers, self.first
-        for i, (which, words) in enumerate(zip(ids, rows, strict=True)):
-            row = all_floats(words, sums.dy)
+        total, last_of_it = all_floats(rows[0], sums.dy), self.first
+        for i, which in enumerate(ids):
             if i:
-                still = arith.andi(still, sameness[i])
-                total = [arith.select(sameness[i], x, number(0)) for x in total]
-            total = list(map(arith.addf, total, row)) if i else row
+                still = arith.andi(still, same[i])
+                row = all_floats(rows[i], sums.dy)
+                total = [arith.select(same[i], x, number(0)) for x in total]
+                total = list(map(arith.addf, total, row))
             place = arith.addi(self.first, word(i))
-            ends = without(arith.andi(there[i], self.inside), sameness[i + 1])
+            ends = without(arith.andi(there[i], self.inside), same[i + 1])
             target = which if sums.by_id else place
             only_where(without(ends, still), self._write, target, total)
-            taken = arith.andi(ends, still)
-            put_aside = [arith.select(taken, x, y) for x, y in zip(total, put_aside, strict=True)]
-            place_of_it = arith.select(taken, place, place_of_it)
-        began = arith.divui(begin, word(RUN))
-        which = ids[0] if sums.by_id else place_of_it
-        whole = arith.andi(still, goes_on)
-        only_where(
-            without(begun, whole), self._put_aside, put_aside, which, word(0), began, self.run_
-        )
+            only_where(arith.andi(ends, still), self._put_aside, self.run_, word(0), total)
+            last_of_it = arith.select(arith.andi(ends, still), place, last_of_it)
+        whole, began = arith.andi(still, goes_on), arith.divui(begin, word(RUN))
+        target = ids[0] if sums.by_id else last_of_it
+        only_where(without(begun, whole), self._arrive, began, self.run_, target)
+        began = arith.select(whole, began, self.run_)
         last = arith.subi(end, word(1))
-        which = ids[-1] if sums.by_id else last
-        began, half = (
-            arith.select(whole, a, b) for a, b in ((began, self.run_), (word(0), word(1)))
-        )
-        last = arith.divui(last, word(RUN))
-        only_where(goes_on, self._put_aside, total, which, half, began, last)
+        target = ids[-1] if sums.by_id else last
+        with mgpu_utils.when(goes_on):
+            self._put_aside(self.run_, self._half(self.run_, began), total)
+            self._arrive(began, arith.divui(last, word(RUN)), target)
 
     def _word(self, name: str, index: Any) -> Any:
         return load(further(self.at[name], times_long(index, 4)), 0)
@@ -222,31 +217,60 @@ class Block:
         address = further(start, times(self.piece, self.sizes[1]))
         store_piece(address, words_in(self.sums.out, total))
 
+    def _half(self, run: Any, began: Any) -> Any:
+        """Which of a run's two parts is that of an id: 1 where it began."""
+        return arith.select(equal(run, began), word(1), word(0))
+
     def _part(self, run: Any, half: Any) -> Any:
         """Where the thread's piece of a part lies."""
         line = arith.addi(times(run, 2), half)
         start = further(self.at["parts"], times_long(line, 4 * self.sums.width))
         return further(start, times(self.piece, 4 * self.sums.numbers))
 
-    def _put_aside(self, part: list[Any], row: Any, half: Any, began: Any, last: Any) -> None:
-        """A part of the sum of an id of runs `began` to `last`; the sum, if all parts are there."""
-        address = self._part(self.run_, half)
-        for i in range(0, len(part), 4):
-            store(address, 4 * i, list(map(bits, part[i : i + 4])))
-        index = arith.addi(times(began, self.sums.across), self.piece)
-        counter = further(self.at["arrivals"], times_long(index, 4))
-        # What others read is there before they see the count, and read after it
-        asm("fence.acq_rel.gpu;", "")
-        text = "atom.global.relaxed.gpu.add.u32 $0, [$1], 1;"
-        others = asm(text, "r", counter, effects=True)
-        with mgpu_utils.when(equal(others, arith.subi(last, began))):
-            asm("fence.acq_rel.gpu;", "")
-            asm("st.global.u32 [$0], $1;", "", counter, word(0))
-            self._write(row, self._all_parts(began, last))
+    def _put_aside(self, run: Any, half: Any, part: list[Any]) -> None:
+        store_piece(self._part(run, half), list(map(bits, part)))
 
-    def _all_parts(self, began: Any, last: Any) -> list[Any]:
-        """Their sum, in the order of the runs."""
-        count = arith.addi(arith.subi(last, began), word(1))
+    def _arrive(self, began: Any, last: Any, row: Any) -> None:
+        """Of an id of runs `began` to `last`, whose part of this run is put aside.
+
+        Whoever is the last of GROUP runs adds up their parts, and puts that in the first one's
+        place; whoever is the last of all groups adds up theirs. A counter counts those of a group
+        at its first run with the id, another the groups at the id's first run.
+        """
+        here = arith.subi(self.run_, arith.remui(self.run_, word(GROUP)))
+        first = arith.maxui(began, here)
+        others = arith.subi(arith.minui(last, arith.addi(here, word(GROUP - 1))), first)
+        with self._if_last(first, 0, others):
+            run_of = lambda j: arith.addi(first, j)  # noqa: E731
+            total = self._added(run_of, began, arith.addi(others, word(1)))
+            self._put_aside(first, self._half(first, began), total)
+            group, others = (arith.divui(run, word(GROUP)) for run in (began, last))
+            others = arith.subi(others, group)
+            with self._if_last(began, 1, others):
+
+                def first_of(j):
+                    return arith.maxui(began, times(arith.addi(group, j), GROUP))
+
+                self._write(row, self._added(first_of, began, arith.addi(others, word(1))))
+
+    @contextlib.contextmanager
+    def _if_last(self, run: Any, which: int, others: Any) -> Iterator[None]:
+        """Where a thread is the last to count itself, at one of a run's two counters; what all have
+        written before that, it may read. Where there are no others nothing is counted.
+        """
+        index = arith.addi(times(run, 2), word(which))
+        index = arith.addi(times(index, self.sums.across), self.piece)
+        counter = further(self.at["arrivals"], times_long(index, 4))
+        text = """{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; fence.acq_rel.gpu;
+            @p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; fence.acq_rel.gpu; }"""
+        before = asm(text, "r", counter, others, effects=True)
+        with mgpu_utils.when(equal(before, others)):
+            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.u32 [$0], 0; }"
+            asm(text, "", counter, others)
+            yield
+
+    def _added(self, run_of: Callable[[Any], Any], began: Any, count: Any) -> list[Any]:
+        """The sum of `count` parts, in order; run_of: j -> the run of the j-th."""
         turns = arith.divui(arith.addi(count, word(AT_ONCE - 1)), word(AT_ONCE))
 
         @mgpu_utils.fori(turns, [number(0)] * self.sums.numbers)
@@ -254,9 +278,8 @@ class Block:
             asked = []
             for j in range(AT_ONCE):
                 which = arith.addi(times(i, AT_ONCE), word(j))
-                half = arith.select(less(which, 1), word(1), word(0))
-                run = arith.minui(arith.addi(began, which), last)
-                address = self._part(run, half)
+                run = run_of(arith.minui(which, arith.subi(count, word(1))))
+                address = self._part(run, self._half(run, began))
                 part = [
                     x
                     for offset in range(0, 4 * self.sums.numbers, ACCESS_BYTES)
@@ -264,8 +287,7 @@ class Block:
                 ]
                 asked.append((less(which, count), part))
             for there, part in asked:
-                numbers = [x for each in part for x in floats(each, "float32")]
-                numbers = [arith.select(there, x, number(0)) for x in numbers]
+                numbers = [arith.select(there, x, number(0)) for x in all_floats(part, "float32")]
                 total = list(map(arith.addf, total, numbers))
             return total
 

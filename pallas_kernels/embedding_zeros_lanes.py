@@ -1,8 +1,8 @@
 """Zeros where no id is, and meanwhile the order of the ids: what a thread does, told in PTX.
 
-Zeros take the time. A block writes tiles of them in turn, and has noted on chip in which of its
-rows an id will be, for those are written anyway. The ids lie in the registers of each block, and
-between two tiles it counts for one of them how many come before: its place in the order. The
+Zeros take the time. A block has some rows side by side, writes tiles of them, and has noted on chip
+which of them are ids', for those are written anyway. All ids lie in the registers of each block,
+and between two tiles it counts for one of them how many come before: its place in the order. The
 interpreter, which knows no lanes, writes zeros alone. Imported only by embedding_backward.py.
 """
 
@@ -77,23 +77,19 @@ class Zeros(NamedTuple):
         return self.width * jnp.dtype(self.dtype).itemsize
 
     @property
+    def share(self) -> int:
+        """Rows of a block; the last ones may have fewer."""
+        return -(-self.count // self.blocks)
+
+    @property
     def tile(self) -> int:
         """Rows."""
-        return max(1, TILE_BYTES // self.row_bytes)
+        return max(1, min(self.share, TILE_BYTES // self.row_bytes))
 
     @property
-    def tiles(self) -> int:
-        return -(-self.count // self.tile)
-
-    @property
-    def tiles_of_block(self) -> int:
-        return -(-self.tiles // self.blocks)
-
-    @property
-    def noted(self) -> int:
-        """Rows of which a block notes whether an id is there; 0: zeros are written everywhere."""
-        rows = self.tiles_of_block * self.tile
-        return rows if self.rows and rows <= MOST_NOTED else 0
+    def noted(self) -> bool:
+        """Whether zeros are written only where no id is."""
+        return self.rows > 0 and self.share <= MOST_NOTED
 
     @property
     def mine(self) -> int:
@@ -112,11 +108,11 @@ def zeros_and_order(
     shapes = {"out": jax.ShapeDtypeStruct((zeros.count, zeros.width), jnp.dtype(zeros.dtype))}
     if zeros.rows:
         sizes = Order(
-            (zeros.runs * RUN + 1,),
+            ((zeros.runs + 1) * RUN,),
             (zeros.runs * RUN,),
             (zeros.runs,),
             (zeros.runs,),
-            (zeros.runs, zeros.pieces),
+            (zeros.runs, 2, zeros.pieces),
         )
         shapes |= {
             name: jax.ShapeDtypeStruct(size, jnp.int32)
@@ -156,7 +152,7 @@ def shared_bytes(zeros: Zeros) -> dict[str, int]:
         return {}
     return {
         "boards": BOARDS * WARPS * 4,
-        "noted": max(1, -(-zeros.noted // ACCESS_BYTES)) * ACCESS_BYTES,
+        "noted": -(-zeros.share // ACCESS_BYTES) * ACCESS_BYTES if zeros.noted else ACCESS_BYTES,
         "own": zeros.mine * 4,
     }
 
@@ -172,36 +168,43 @@ class Block:
         self.zeros, self.at, self.block = zeros, at, block
         self.thread = mgpu_utils.thread_idx()
         self.one = less(self.thread, 1)
+        self.first = arith.minui(times(block, zeros.share), word(zeros.count))
+        self.count = arith.minui(arith.subi(word(zeros.count), self.first), word(zeros.share))
 
     def run(self) -> None:
-        z = self.zeros
-        every: list[Any] = []
-        # Memory is busy with the first tile while the ids are looked at
+        z, every = self.zeros, []
+        places = accesses_of_thread(z.rows, THREADS)
+        ids = [self._load(place) for place, _ in places]
+        own = [self._own(i) for i, _ in accesses_of_thread(z.mine, THREADS)]
+        # Memory is busy with the first tile while the ids are on their way and looked at
         self._tile(word(0), noted=False)
         if z.rows:
-            self._bring_own_keys()
-            places = accesses_of_thread(z.rows, THREADS)
-            every = [self._key(place, there) for place, there in places]
+            self._keep_own_keys(own)
+            every = [
+                self._key(which, place, there)
+                for which, (place, there) in zip(ids, places, strict=True)
+            ]
             self._note(every)
             self._mark_the_end()
 
-        @mgpu_utils.fori(word(max(z.tiles_of_block - 1, z.mine)), [])
+        @mgpu_utils.fori(word(max(-(-z.share // z.tile) - 1, z.mine)), [])
         def each(i, carry):
             if z.rows:
                 self._find_place(i, every)
-            self._tile(arith.addi(i, word(1)), noted=z.noted > 0)
+            self._tile(arith.addi(i, word(1)), noted=z.noted)
             return carry
 
     def _tile(self, i: Any, *, noted: bool) -> None:
         """The block's tile i, if there is one; noted: only where no id is."""
         z = self.zeros
-        tile = arith.addi(self.block, times(i, z.blocks))
         across = z.row_bytes // ACCESS_BYTES
         steps = -(-z.tile * across // THREADS)
         at_once = min(AT_ONCE, steps)
-        with mgpu_utils.when(less(tile, z.tiles)):
-            start = further(self.at["out"], times_long(tile, z.tile * z.row_bytes))
-            rows = arith.minui(arith.subi(word(z.count), times(tile, z.tile)), word(z.tile))
+        before = times(i, z.tile)
+        with mgpu_utils.when(less(before, self.count)):
+            first = arith.addi(self.first, before)
+            start = further(self.at["out"], times_long(first, z.row_bytes))
+            rows = arith.minui(arith.subi(self.count, before), word(z.tile))
 
             @mgpu_utils.fori(word(-(-steps // at_once)), [])
             def some(turn, carry):
@@ -211,16 +214,27 @@ class Block:
                     row = arith.divui(place, word(across))
                     there = less(row, rows)
                     if noted:
-                        row = arith.addi(times(i, z.tile), arith.minui(row, word(z.tile - 1)))
-                        noted_ = load_shared_part(further(self.at["noted"], row), 0, 1)
-                        there = arith.andi(there, less(noted_, 1))
+                        row = arith.addi(before, arith.minui(row, arith.subi(rows, word(1))))
+                        of_id = load_shared_part(further(self.at["noted"], row), 0, 1)
+                        there = arith.andi(there, less(of_id, 1))
                     address = further(start, times_long(place, ACCESS_BYTES))
                     only_where(there, store_once, address, [word(0)] * 4)
                 return carry
 
-    def _key(self, place: Any, there: Any) -> Any:
+    def _load(self, place: Any) -> Any:
+        """An id."""
+        return load(further(self.at["keys"], times_long(place, 4)), 0)
+
+    def _own(self, i: Any) -> tuple[Any, Any]:
+        """Of the ids that the block counts the i-th, and its place; the last of all if there is
+        none.
+        """
+        place = arith.addi(self.block, times(i, self.zeros.blocks))
+        place = arith.minui(place, word(self.zeros.rows - 1))
+        return self._load(place), place
+
+    def _key(self, which: Any, place: Any, there: Any = None) -> Any:
         """Of an id, or one above all; there: whether there is one (None: there is)."""
-        which = load(further(self.at["keys"], times_long(place, 4)), 0)
         which = arith.minsi(arith.maxsi(which, word(0)), word(self.zeros.count - 1))
         key = arith.addi(times(which, 1 << self.zeros.keys.shift), place)
         return key if there is None else arith.select(there, key, word(NO_KEY))
@@ -228,28 +242,24 @@ class Block:
     def _id_of(self, key: Any) -> Any:
         return arith.divui(key, word(1 << self.zeros.keys.shift))
 
-    def _bring_own_keys(self) -> None:
+    def _keep_own_keys(self, own: list[tuple[Any, Any]]) -> None:
         """On chip, of the ids that the block counts."""
-        z = self.zeros
-        for i, inside in accesses_of_thread(z.mine, THREADS):
-            place = arith.minui(arith.addi(self.block, times(i, z.blocks)), word(z.rows - 1))
+        mine = accesses_of_thread(self.zeros.mine, THREADS)
+        for (i, inside), (which, place) in zip(mine, own, strict=True):
             to = further(self.at["own"], times(i, 4))
-            only_where(inside, asm, "st.shared.u32 [$0], $1;", "", to, self._key(place, None))
+            only_where(inside, asm, "st.shared.u32 [$0], $1;", "", to, self._key(which, place))
 
     def _note(self, every: list[Any]) -> None:
-        """On chip, in which of the block's rows an id is."""
-        z = self.zeros
-        for place, inside in accesses_of_thread(-(-z.noted // ACCESS_BYTES), THREADS):
+        """On chip, which of the block's rows are ids'."""
+        noted = -(-self.zeros.share // ACCESS_BYTES) if self.zeros.noted else 0
+        for place, inside in accesses_of_thread(noted, THREADS):
             to, text = further(self.at["noted"], times(place, ACCESS_BYTES)), "{$1, $1, $1, $1};"
             only_where(inside, asm, "st.shared.v4.u32 [$0], " + text, "", to, word(0))
         gpu.barrier()
-        for key in every if z.noted else []:
-            which = self._id_of(key)
-            tile, row = (f(which, word(z.tile)) for f in (arith.divui, arith.remui))
-            i, owner = (f(tile, word(z.blocks)) for f in (arith.divui, arith.remui))
-            to = further(self.at["noted"], arith.addi(times(i, z.tile), row))
-            own = arith.andi(equal(owner, self.block), less(which, z.count))
-            only_where(own, asm, "st.shared.u8 [$0], $1;", "", to, word(1))
+        for key in every if noted else []:
+            row = arith.subi(self._id_of(key), self.first)
+            to = further(self.at["noted"], row)
+            only_where(less(row, self.count), asm, "st.shared.u8 [$0], $1;", "", to, word(1))
         gpu.barrier()
 
     def _mark_the_end(self) -> None:
@@ -258,7 +268,7 @@ class Block:
         more = z.runs * RUN - z.rows
         place = arith.addi(self.thread, word(z.rows))
         first = less(self.block, 1)
-        for name, count, value in (("ids", more + 1, z.count), ("places", more, 0)):
+        for name, count, value in (("ids", more + RUN, z.count), ("places", more, 0)):
             with mgpu_utils.when(arith.andi(first, less(self.thread, count))):
                 self._put(name, place, word(value))
 
@@ -299,8 +309,8 @@ class Block:
 
     def _clear_arrivals(self, run: Any, goes_on: Any) -> None:
         """Of a run whose last id goes on in the next."""
-        z = self.zeros
-        for start in range(0, z.pieces, THREADS):
-            piece = arith.addi(self.thread, word(start))
-            with mgpu_utils.when(arith.andi(goes_on, less(piece, z.pieces))):
-                self._put("arrivals", arith.addi(times(run, z.pieces), piece), word(0))
+        count = 2 * self.zeros.pieces
+        with mgpu_utils.when(goes_on):
+            for place, inside in accesses_of_thread(count, THREADS):
+                index = arith.addi(times(run, count), place)
+                only_where(inside, self._put, "arrivals", index, word(0))

@@ -201,7 +201,8 @@ class Machine:
             pass
         elif op[0] == "atom":
             assert "add" in op, "no other is known"
-            registers[arguments[0]] = self._add(address(arguments[1]), get(arguments[2]))
+            found = self._add(address(arguments[1]), get(arguments[2]))
+            registers[arguments[0]] = np.where(self.mask, found, registers[arguments[0]])
         elif op[0] == "mma":
             given = [[get(name) for name in several(text)] for text in arguments[1:]]
             dtype = HALVES[op[-2]]
@@ -348,6 +349,7 @@ def dialects(machine: Machine) -> dict[str, Any]:
         divui=whole(np.floor_divide),
         remui=whole(np.remainder),
         minui=whole(np.minimum),
+        maxui=whole(np.maximum),
         minsi=signed(np.minimum),
         maxsi=signed(np.maximum),
         andi=whole(np.bitwise_and),
