@@ -186,15 +186,24 @@ class Block:
             only_where(without(ends, still), self._write, target, total)
             only_where(arith.andi(ends, still), self._put_aside, self.run_, word(0), total)
             last_of_it = arith.select(arith.andi(ends, still), place, last_of_it)
-        whole, began = arith.andi(still, goes_on), arith.divui(begin, word(RUN))
-        target = ids[0] if sums.by_id else last_of_it
-        only_where(without(begun, whole), self._arrive, began, self.run_, target)
-        began = arith.select(whole, began, self.run_)
-        last = arith.subi(end, word(1))
-        target = ids[-1] if sums.by_id else last
-        with mgpu_utils.when(goes_on):
-            self._put_aside(self.run_, self._half(self.run_, began), total)
-            self._arrive(began, arith.divui(last, word(RUN)), target)
+        whole = arith.andi(still, goes_on)
+        half = arith.select(whole, word(0), word(1))
+        only_where(goes_on, self._put_aside, self.run_, half, total)
+        # First of the id that began before, if it ends here; then of the one that goes on
+        begin, last = arith.divui(begin, word(RUN)), arith.subi(end, word(1))
+        of_first = [without(begun, whole), begin, self.run_, last_of_it, ids[0]]
+        of_last = [goes_on, arith.select(whole, begin, self.run_)]
+        of_last += [arith.divui(last, word(RUN)), last, ids[-1]]
+        some = arith.select(arith.ori(begun, goes_on), word(2), word(0))
+
+        @mgpu_utils.fori(some, [])
+        def each(i, carry):
+            first = less(i, 1)
+            there, began, last, place, which = (
+                arith.select(first, a, b) for a, b in zip(of_first, of_last, strict=True)
+            )
+            only_where(there, self._arrive, began, last, which if sums.by_id else place)
+            return carry
 
     def _word(self, name: str, index: Any) -> Any:
         return load(further(self.at[name], times_long(index, 4)), 0)
