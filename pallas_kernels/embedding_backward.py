@@ -66,9 +66,9 @@ def _sorted(sums: Sums, keys: Keys, ids: jax.Array) -> Order:
     lasts = ids[jnp.minimum(jnp.arange(sums.runs) * RUN + RUN - 1, sums.rows - 1)]
     begins = jnp.searchsorted(ids, ids[::RUN], method="scan_unrolled")
     ends = jnp.searchsorted(ids, lasts, side="right", method="scan_unrolled")
-    more = sums.runs * RUN - sums.rows
+    more = (sums.runs + 1) * RUN - sums.rows
     return Order(
-        jnp.pad(ids, (0, more + RUN), constant_values=sums.count),
+        jnp.pad(ids, (0, more), constant_values=sums.count),
         jnp.pad(places, (0, more)),
         begins.astype(jnp.int32),
         ends.astype(jnp.int32),

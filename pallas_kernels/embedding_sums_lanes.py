@@ -1,9 +1,10 @@
 """Sums of rows by id, in the order of the ids: what a thread does, told in PTX.
 
 A thread has RUN places of the order, and of their rows the piece of 16 bytes that it writes. It
-asks for all of them before it adds up the first. A sum of which it has all rows it writes. Of an id
-that other threads have rows of, each puts its part aside and counts itself; whoever comes last adds
-the parts in their order, so that no bit depends on who that was. Nobody waits. The interpreter,
+asks for all of them before it adds up the first. A sum of which it has all rows it writes, and of
+an id that ends at most MORE places behind its run it has all. Of an id that others have rows of too
+each puts its part aside and counts itself; whoever comes last adds the parts in their order, so
+that no bit depends on who that was. Nobody waits. The interpreter,
 which knows no lanes, adds up an id's rows at once and checks only what surrounds that.
 Imported only by embedding_backward.py.
 """
@@ -42,6 +43,9 @@ from pallas_kernels.lane_code import (
 )
 
 RUN = 8  # places of a thread
+# Places of the next run that a thread looks at too: of 8192 ids few come so often that they end
+# later, and to count oneself takes several times as long as to ask for a row. A multiple of 4
+MORE = 4
 GROUP = 16  # runs whose parts one thread adds up
 AT_ONCE = 4  # parts that it asks for before it adds the first
 
@@ -49,7 +53,7 @@ AT_ONCE = 4  # parts that it asks for before it adds the first
 class Order(NamedTuple):
     """M rows in the order of their ids, all int32.
 
-    ids: [(runs + 1) RUN], behind the last row V; places: [runs RUN], which row it is. begins, ends:
+    ids: [(runs + 1) RUN], behind the last row V; places: the same, which row it is. begins, ends:
     [runs], where the first id of a run begins, and behind which place its last id ends.
     arrivals: [runs, 2, pieces of a row], counters that are zeros where the last id of a run goes on
     in the next, and are so again behind a kernel.
@@ -163,17 +167,20 @@ class Block:
 
     def run(self) -> None:
         sums = self.sums
-        ids, places = (self._places(name) for name in ("ids", "places"))
+        ids, places = self._places("ids", RUN), self._places("places", RUN + MORE)
         before = self._word("ids", arith.subi(self.first, arith.minui(self.first, word(1))))
         behind = self._word("ids", arith.addi(self.first, word(RUN)))
         begin, end = (self._word(name, self.run_) for name in ("begins", "ends"))
-        rows = [load_piece(self._row(place), self.sizes[0]) for place in places]
+        rows = [load_piece(self._row(place), self.sizes[0]) for place in places[:RUN]]
         there = [less(which, sums.count) for which in ids]
         same = [equal(*pair) for pair in zip([before, *ids], [*ids, behind], strict=True)]
         begun = arith.andi(same[0], without(self.inside, less(self.run_, 1)))
         goes_on = arith.andi(same[-1], arith.andi(self.inside, there[-1]))
-        still: Any = begun  # it is the id that began before
-        total, last_of_it = all_floats(rows[0], sums.dy), self.first
+        began = arith.divui(begin, word(RUN))
+        far = less(arith.addi(began, word(1)), self.run_)
+        # still: it is the id that began before; ended: and it ended here, its part is put aside
+        still, end_of_it, ended = begun, self.first, None
+        total = all_floats(rows[0], sums.dy)
         for i, which in enumerate(ids):
             if i:
                 still = arith.andi(still, same[i])
@@ -184,33 +191,48 @@ class Block:
             ends = without(arith.andi(there[i], self.inside), same[i + 1])
             target = which if sums.by_id else place
             only_where(without(ends, still), self._write, target, total)
-            only_where(arith.andi(ends, still), self._put_aside, self.run_, word(0), total)
-            last_of_it = arith.select(arith.andi(ends, still), place, last_of_it)
-        whole = arith.andi(still, goes_on)
+            aside = arith.andi(ends, still)
+            aside = arith.andi(aside, far) if i < MORE else aside
+            only_where(aside, self._put_aside, self.run_, word(0), total)
+            ended = arith.ori(ended, aside) if i else aside
+            end_of_it = arith.select(aside, place, end_of_it)
+        whole, last = arith.andi(still, goes_on), arith.subi(end, word(1))
+        near = less(last, arith.addi(self.first, word(RUN + MORE)))
+        alone = without(arith.andi(goes_on, near), whole)
+        target = ids[-1] if sums.by_id else last
+        only_where(alone, self._write_with_more, target, total, places[RUN:], end)
+        goes_on = without(goes_on, alone)
         half = arith.select(whole, word(0), word(1))
         only_where(goes_on, self._put_aside, self.run_, half, total)
-        # First of the id that began before, if it ends here; then of the one that goes on
-        begin, last = arith.divui(begin, word(RUN)), arith.subi(end, word(1))
-        of_first = [without(begun, whole), begin, self.run_, last_of_it, ids[0]]
-        of_last = [goes_on, arith.select(whole, begin, self.run_)]
-        of_last += [arith.divui(last, word(RUN)), last, ids[-1]]
-        some = arith.select(arith.ori(begun, goes_on), word(2), word(0))
+        # First the id that began before, if it ended here; then the one that goes on
+        of_first = [ended, began, self.run_, ids[0] if sums.by_id else end_of_it]
+        of_last = [goes_on, arith.select(whole, began, self.run_)]
+        of_last += [arith.divui(last, word(RUN)), target]
 
-        @mgpu_utils.fori(some, [])
+        @mgpu_utils.fori(arith.select(arith.ori(ended, goes_on), word(2), word(0)), [])
         def each(i, carry):
-            first = less(i, 1)
-            there, began, last, place, which = (
-                arith.select(first, a, b) for a, b in zip(of_first, of_last, strict=True)
+            there, *what = (
+                arith.select(less(i, 1), a, b) for a, b in zip(of_first, of_last, strict=True)
             )
-            only_where(there, self._arrive, began, last, which if sums.by_id else place)
+            only_where(there, self._arrive, *what)
             return carry
 
     def _word(self, name: str, index: Any) -> Any:
         return load(further(self.at[name], times_long(index, 4)), 0)
 
-    def _places(self, name: str) -> list[Any]:
+    def _places(self, name: str, count: int) -> list[Any]:
         address = further(self.at[name], times_long(self.first, 4))
-        return [x for i in range(0, 4 * RUN, ACCESS_BYTES) for x in load(address, i, 4)]
+        return [x for i in range(0, 4 * count, ACCESS_BYTES) for x in load(address, i, 4)]
+
+    def _write_with_more(self, row: Any, total: list[Any], places: list[Any], end: Any) -> None:
+        """The sum of an id that goes on, with its rows in the next run, all of them in `places`."""
+        asked = [load_piece(self._row(place), self.sizes[0]) for place in places]
+        for i, words in enumerate(asked):
+            there = less(arith.addi(self.first, word(RUN + i)), end)
+            more = all_floats(words, self.sums.dy)
+            more = [arith.select(there, x, number(0)) for x in more]
+            total = list(map(arith.addf, total, more))
+        self._write(row, total)
 
     def _row(self, place: Any) -> Any:
         """Where the thread's piece of a row of dy lies; behind the last row anything there is."""

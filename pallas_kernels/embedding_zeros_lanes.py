@@ -109,7 +109,7 @@ def zeros_and_order(
     if zeros.rows:
         sizes = Order(
             ((zeros.runs + 1) * RUN,),
-            (zeros.runs * RUN,),
+            ((zeros.runs + 1) * RUN,),
             (zeros.runs,),
             (zeros.runs,),
             (zeros.runs, 2, zeros.pieces),
@@ -265,12 +265,11 @@ class Block:
     def _mark_the_end(self) -> None:
         """Of the order, behind the last row."""
         z = self.zeros
-        more = z.runs * RUN - z.rows
+        more = (z.runs + 1) * RUN - z.rows
         place = arith.addi(self.thread, word(z.rows))
-        first = less(self.block, 1)
-        for name, count, value in (("ids", more + RUN, z.count), ("places", more, 0)):
-            with mgpu_utils.when(arith.andi(first, less(self.thread, count))):
-                self._put(name, place, word(value))
+        with mgpu_utils.when(arith.andi(less(self.block, 1), less(self.thread, more))):
+            self._put("ids", place, word(z.count))
+            self._put("places", place, word(0))
 
     def _put(self, name: str, place: Any, value: Any) -> None:
         to = further(self.at[name], times_long(place, 4))

@@ -22,7 +22,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.device import REGISTERS, THREADS
 from pallas_kernels.embedding import embedding
-from pallas_kernels.embedding_sums_lanes import RUN, Order, Sums
+from pallas_kernels.embedding_sums_lanes import MORE, RUN, Order, Sums
 from pallas_kernels.embedding_zeros_lanes import Keys, Zeros, shared_bytes
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
@@ -49,7 +49,7 @@ def zeros_of(v: int, d: int, dtype: str, ids: np.ndarray, blocks: int) -> Zeros:
 
 def by_machine(monkeypatch, zeros: Zeros, ids: np.ndarray) -> tuple[np.ndarray, Order]:
     """Of memory that was full of ones: the array, and the order."""
-    sizes = (zeros.runs + 1) * RUN, zeros.runs * RUN, zeros.runs, zeros.runs
+    sizes = (zeros.runs + 1) * RUN, (zeros.runs + 1) * RUN, zeros.runs, zeros.runs
     arrays = {"keys": ids, "out": np.ones((zeros.count, zeros.width), jnp.dtype(zeros.dtype))}
     arrays |= {
         name: np.full(size, -1, np.int32) for name, size in zip(Order._fields, sizes, strict=False)
@@ -74,6 +74,8 @@ def ids_like(kind: str, v: int, count: int) -> np.ndarray:
         return rng.integers(-v, 2 * v, count).astype(np.int32)
     if kind == "words":
         return np.minimum(rng.zipf(1.3, count) - 1, v - 1).astype(np.int32)
+    if kind == "few of each":
+        return rng.integers(0, v, count).astype(np.int32)
     return rng.permutation(v)[:count].astype(np.int32)
 
 
@@ -143,10 +145,10 @@ def sums_by_machine(
 
 def order_of(ids: np.ndarray, v: int, sums: Sums) -> Order:
     places = np.argsort(ids, kind="stable").astype(np.int32)
-    in_order, more = ids[places], sums.runs * RUN - len(ids)
+    in_order, more = ids[places], (sums.runs + 1) * RUN - len(ids)
     lasts = in_order[np.minimum(np.arange(sums.runs) * RUN + RUN - 1, len(ids) - 1)]
     return Order(
-        np.pad(in_order, (0, more + RUN), constant_values=v),
+        np.pad(in_order, (0, more), constant_values=v),
         np.pad(places, (0, more)),
         np.searchsorted(in_order, in_order[::RUN]).astype(np.int32),
         np.searchsorted(in_order, lasts, "right").astype(np.int32),
@@ -166,6 +168,8 @@ def order_of(ids: np.ndarray, v: int, sums: Sums) -> Order:
         ("one", 5, 8, 61, F32, BF16, 2.0, False),
         ("all different", 401, 24, 300, BF16, F16, None, True),
         ("words", 37, 40, 85, F32, F32, None, False),
+        ("few of each", 90, 8, 400, BF16, BF16, None, True),
+        ("few of each", 60, 8, 400, BF16, BF16, None, False),
         ("words", 1, 8, 1, BF16, BF16, None, True),
         ("words", 3, 136, 9, F16, F16, None, False),
     ],
@@ -211,4 +215,4 @@ def test_as_compiled(v, d, count, dtype, out):
     assert 4 * THREADS * sums.registers <= REGISTERS
     wide = jnp.dtype(out).itemsize // min(jnp.dtype(x).itemsize for x in (dtype, out))
     asked = sum(n for name, n in sums.instructions.items() if name == "LDG.E.128.CONSTANT")
-    assert asked == RUN * wide + 2 * RUN // 4  # and ids and places
+    assert asked == (RUN + MORE) * wide + (2 * RUN + MORE) // 4  # and ids and places
