@@ -34,7 +34,7 @@ from pallas_kernels.lane_code import (
     load_shared,
     load_shared_part,
     only_where,
-    store_once,
+    store,
     times,
     times_long,
     word,
@@ -218,7 +218,7 @@ class Block:
                         of_id = load_shared_part(further(self.at["noted"], row), 0, 1)
                         there = arith.andi(there, less(of_id, 1))
                     address = further(start, times_long(place, ACCESS_BYTES))
-                    only_where(there, store_once, address, [word(0)] * 4)
+                    only_where(there, store, address, 0, [word(0)] * 4)
                 return carry
 
     def _load(self, place: Any) -> Any:
