@@ -36,9 +36,7 @@ def sum_by_id(
     sums = Sums(rows, width, count, dy.dtype.name, dtype, scale, by_id)
     keys = Keys(count, (rows - 1).bit_length())
     counted = keys.fit and rows <= MOST_COUNTED and not interpret
-    zeros = Zeros(
-        count, width, dtype, rows * counted, sums.runs, sums.across, BLOCKS * num_sms, keys
-    )
+    zeros = Zeros(sums, keys, BLOCKS * num_sms, counted)
     result, order = zeros_and_order(zeros, ids, dy, interpret=interpret)
     order = order or _sorted(sums, keys, jnp.clip(ids, 0, count - 1))
     if by_id:
@@ -66,11 +64,12 @@ def _sorted(sums: Sums, keys: Keys, ids: jax.Array) -> Order:
     lasts = ids[jnp.minimum(jnp.arange(sums.runs) * RUN + RUN - 1, sums.rows - 1)]
     begins = jnp.searchsorted(ids, ids[::RUN], method="scan_unrolled")
     ends = jnp.searchsorted(ids, lasts, side="right", method="scan_unrolled")
-    more = (sums.runs + 1) * RUN - sums.rows
+    shapes = sums.order_shapes
+    more = (0, shapes.ids[0] - sums.rows)
     return Order(
-        jnp.pad(ids, (0, more), constant_values=sums.count),
-        jnp.pad(places, (0, more)),
+        jnp.pad(ids, more, constant_values=sums.count),
+        jnp.pad(places, more),
         begins.astype(jnp.int32),
         ends.astype(jnp.int32),
-        jnp.zeros((sums.runs, 2, sums.across), jnp.int32),
+        jnp.zeros(shapes.arrivals, jnp.int32),
     )

@@ -59,11 +59,11 @@ class Order(NamedTuple):
     in the next, and are so again behind a kernel.
     """
 
-    ids: jax.Array
-    places: jax.Array
-    begins: jax.Array
-    ends: jax.Array
-    arrivals: jax.Array
+    ids: Any
+    places: Any
+    begins: Any
+    ends: Any
+    arrivals: Any
 
 
 class Sums(NamedTuple):
@@ -94,6 +94,11 @@ class Sums(NamedTuple):
     def runs(self) -> int:
         """The last may have fewer places than RUN."""
         return -(-self.rows // RUN)
+
+    @property
+    def order_shapes(self) -> Order:
+        places, runs = ((self.runs + 1) * RUN,), (self.runs,)
+        return Order(places, places, runs, runs, (self.runs, 2, self.across))
 
 
 def sums_by_order(
@@ -178,8 +183,9 @@ class Block:
         goes_on = arith.andi(same[-1], arith.andi(self.inside, there[-1]))
         began = arith.divui(begin, word(RUN))
         far = less(arith.addi(began, word(1)), self.run_)
-        # still: it is the id that began before; ended: and it ended here, its part is put aside
-        still, end_of_it, ended = begun, self.first, None
+        # still: it is the id that began before; ended: it ended here, and its part is put aside
+        still, end_of_it = begun, self.first
+        ended: Any = None
         total = all_floats(rows[0], sums.dy)
         for i, which in enumerate(ids):
             if i:

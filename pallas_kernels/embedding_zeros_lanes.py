@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, THREADS, WARPS
-from pallas_kernels.embedding_sums_lanes import RUN, Order
+from pallas_kernels.embedding_sums_lanes import RUN, Order, Sums
 from pallas_kernels.lane_arithmetic import over_block
 from pallas_kernels.lane_code import (
     accesses_of_thread,
@@ -61,25 +61,26 @@ class Keys(NamedTuple):
 
 
 class Zeros(NamedTuple):
-    """An array [count, width] of a dtype, by so many blocks. rows: ids that are counted, or 0."""
+    """The array that `sums` are written to, by so many blocks; counted: with the ids' order."""
 
-    count: int
-    width: int
-    dtype: str
-    rows: int
-    runs: int
-    pieces: int  # of a row, as `Order.arrivals` has them
-    blocks: int
+    sums: Sums
     keys: Keys
+    blocks: int
+    counted: bool
+
+    @property
+    def rows(self) -> int:
+        """Ids that are counted."""
+        return self.sums.rows if self.counted else 0
 
     @property
     def row_bytes(self) -> int:
-        return self.width * jnp.dtype(self.dtype).itemsize
+        return self.sums.width * jnp.dtype(self.sums.out).itemsize
 
     @property
     def share(self) -> int:
         """Rows of a block; the last ones may have fewer."""
-        return -(-self.count // self.blocks)
+        return -(-self.sums.count // self.blocks)
 
     @property
     def tile(self) -> int:
@@ -89,7 +90,7 @@ class Zeros(NamedTuple):
     @property
     def noted(self) -> bool:
         """Whether zeros are written only where no id is."""
-        return self.rows > 0 and self.share <= MOST_NOTED
+        return self.counted and self.share <= MOST_NOTED
 
     @property
     def mine(self) -> int:
@@ -105,24 +106,16 @@ def zeros_and_order(
 
     dy is not read: XLA shall not run this, and keep the zeros, long before there is one.
     """
-    shapes = {"out": jax.ShapeDtypeStruct((zeros.count, zeros.width), jnp.dtype(zeros.dtype))}
-    if zeros.rows:
-        sizes = Order(
-            ((zeros.runs + 1) * RUN,),
-            ((zeros.runs + 1) * RUN,),
-            (zeros.runs,),
-            (zeros.runs,),
-            (zeros.runs, 2, zeros.pieces),
-        )
-        shapes |= {
-            name: jax.ShapeDtypeStruct(size, jnp.int32)
-            for name, size in zip(Order._fields, sizes, strict=True)
-        }
+    sums = zeros.sums
+    shapes = {"out": jax.ShapeDtypeStruct((sums.count, sums.width), jnp.dtype(sums.out))}
+    if zeros.counted:
+        order = sums.order_shapes._asdict()
+        shapes |= {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in order.items()}
 
     def body(ids_ref, dy_ref, *refs, **scratch):
         del dy_ref
         if interpret:
-            refs[0][...] = jnp.zeros(refs[0].shape, zeros.dtype)
+            refs[0][...] = jnp.zeros(refs[0].shape, refs[0].dtype)
             return
         every = {"keys": ids_ref, **dict(zip(shapes, refs, strict=True)), **scratch}
         types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
@@ -143,12 +136,12 @@ def zeros_and_order(
         scratch_types={} if interpret else scratch,
         interpret=interpret,
     )(ids, dy)
-    return found, Order(*order) if zeros.rows else None
+    return found, Order(*order) if zeros.counted else None
 
 
 def shared_bytes(zeros: Zeros) -> dict[str, int]:
     """What a block has on chip, by name."""
-    if not zeros.rows:
+    if not zeros.counted:
         return {}
     return {
         "boards": BOARDS * WARPS * 4,
@@ -166,10 +159,10 @@ class Block:
 
     def __init__(self, zeros: Zeros, at: Mapping[str, Any], block: Any):
         self.zeros, self.at, self.block = zeros, at, block
-        self.thread = mgpu_utils.thread_idx()
+        self.thread, end = mgpu_utils.thread_idx(), word(zeros.sums.count)
         self.one = less(self.thread, 1)
-        self.first = arith.minui(times(block, zeros.share), word(zeros.count))
-        self.count = arith.minui(arith.subi(word(zeros.count), self.first), word(zeros.share))
+        self.first = arith.minui(times(block, zeros.share), end)  # of the block's rows
+        self.count = arith.minui(arith.subi(end, self.first), word(zeros.share))
 
     def run(self) -> None:
         z, every = self.zeros, []
@@ -178,7 +171,7 @@ class Block:
         own = [self._own(i) for i, _ in accesses_of_thread(z.mine, THREADS)]
         # Memory is busy with the first tile while the ids are on their way and looked at
         self._tile(word(0), noted=False)
-        if z.rows:
+        if z.counted:
             self._keep_own_keys(own)
             every = [
                 self._key(which, place, there)
@@ -189,7 +182,7 @@ class Block:
 
         @mgpu_utils.fori(word(max(-(-z.share // z.tile) - 1, z.mine)), [])
         def each(i, carry):
-            if z.rows:
+            if z.counted:
                 self._find_place(i, every)
             self._tile(arith.addi(i, word(1)), noted=z.noted)
             return carry
@@ -235,7 +228,7 @@ class Block:
 
     def _key(self, which: Any, place: Any, there: Any = None) -> Any:
         """Of an id, or one above all; there: whether there is one (None: there is)."""
-        which = arith.minsi(arith.maxsi(which, word(0)), word(self.zeros.count - 1))
+        which = arith.minsi(arith.maxsi(which, word(0)), word(self.zeros.sums.count - 1))
         key = arith.addi(times(which, 1 << self.zeros.keys.shift), place)
         return key if there is None else arith.select(there, key, word(NO_KEY))
 
@@ -265,10 +258,10 @@ class Block:
     def _mark_the_end(self) -> None:
         """Of the order, behind the last row."""
         z = self.zeros
-        more = (z.runs + 1) * RUN - z.rows
+        more = (z.sums.runs + 1) * RUN - z.rows
         place = arith.addi(self.thread, word(z.rows))
         with mgpu_utils.when(arith.andi(less(self.block, 1), less(self.thread, more))):
-            self._put("ids", place, word(z.count))
+            self._put("ids", place, word(z.sums.count))
             self._put("places", place, word(0))
 
     def _put(self, name: str, place: Any, value: Any) -> None:
@@ -308,7 +301,7 @@ class Block:
 
     def _clear_arrivals(self, run: Any, goes_on: Any) -> None:
         """Of a run whose last id goes on in the next."""
-        count = 2 * self.zeros.pieces
+        count = 2 * self.zeros.sums.across
         with mgpu_utils.when(goes_on):
             for place, inside in accesses_of_thread(count, THREADS):
                 index = arith.addi(times(run, count), place)

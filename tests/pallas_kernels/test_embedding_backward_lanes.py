@@ -41,20 +41,16 @@ def machine_of(monkeypatch, arrays: Any, shared: Any) -> Machine:
 
 
 def zeros_of(v: int, d: int, dtype: str, ids: np.ndarray, blocks: int) -> Zeros:
-    runs = -(-len(ids) // RUN)
-    keys = Keys(v, (len(ids) - 1).bit_length())
-    pieces = d // embedding_lanes.numbers_of_piece(dtype, dtype)
-    return Zeros(v, d, dtype, len(ids), runs, pieces, blocks, keys)
+    sums = Sums(len(ids), d, v, dtype, dtype, None, True)
+    return Zeros(sums, Keys(v, (len(ids) - 1).bit_length()), blocks, True)
 
 
 def by_machine(monkeypatch, zeros: Zeros, ids: np.ndarray) -> tuple[np.ndarray, Order]:
     """Of memory that was full of ones: the array, and the order."""
-    sizes = (zeros.runs + 1) * RUN, (zeros.runs + 1) * RUN, zeros.runs, zeros.runs
-    arrays = {"keys": ids, "out": np.ones((zeros.count, zeros.width), jnp.dtype(zeros.dtype))}
-    arrays |= {
-        name: np.full(size, -1, np.int32) for name, size in zip(Order._fields, sizes, strict=False)
-    }
-    arrays["arrivals"] = np.full((zeros.runs, 2, zeros.pieces), -1, np.int32)
+    sums = zeros.sums
+    arrays = {"keys": ids, "out": np.ones((sums.count, sums.width), jnp.dtype(sums.out))}
+    shapes = sums.order_shapes._asdict()
+    arrays |= {name: np.full(shape, -1, np.int32) for name, shape in shapes.items()}
     machine = machine_of(monkeypatch, arrays, shared_bytes(zeros))
 
     def code(block):
@@ -64,6 +60,21 @@ def by_machine(monkeypatch, zeros: Zeros, ids: np.ndarray) -> tuple[np.ndarray, 
         machine.run(block, code)
     found = {name: machine.content(name, x.dtype, x.shape) for name, x in arrays.items()}
     return found["out"], Order(*(found[name] for name in Order._fields))
+
+
+def order_of(ids: np.ndarray, sums: Sums) -> Order:
+    """By NumPy."""
+    places = np.argsort(ids, kind="stable").astype(np.int32)
+    in_order, shapes = ids[places], sums.order_shapes
+    more = (0, shapes.ids[0] - len(ids))
+    lasts = in_order[np.minimum(np.arange(sums.runs) * RUN + RUN - 1, len(ids) - 1)]
+    return Order(
+        np.pad(in_order, more, constant_values=sums.count),
+        np.pad(places, more),
+        np.searchsorted(in_order, in_order[::RUN]).astype(np.int32),
+        np.searchsorted(in_order, lasts, "right").astype(np.int32),
+        np.zeros(shapes.arrivals, np.int32),
+    )
 
 
 def ids_like(kind: str, v: int, count: int) -> np.ndarray:
@@ -103,24 +114,20 @@ def test_zeros_and_order(monkeypatch, kind, v, d, count, dtype, blocks):
     assert not out[untouched].any()
     of_first_tile = np.arange(v) % zeros.share < zeros.tile
     assert out[inside[~of_first_tile[inside]]].all()
-    places = np.argsort(inside, kind="stable")
-    in_order = inside[places]
-    np.testing.assert_array_equal(order.ids, [*in_order, *[v] * (len(order.ids) - count)])
-    np.testing.assert_array_equal(order.places, [*places, *[0] * (len(order.places) - count)])
-    lasts = in_order[np.minimum(np.arange(zeros.runs) * RUN + RUN - 1, count - 1)]
-    np.testing.assert_array_equal(order.begins, np.searchsorted(in_order, in_order[::RUN]))
-    np.testing.assert_array_equal(order.ends, np.searchsorted(in_order, lasts, "right"))
-    on = order.ends > np.minimum(np.arange(1, zeros.runs + 1) * RUN, count)
-    assert not np.asarray(order.arrivals)[on].any()
+    truth, runs = order_of(inside, zeros.sums), zeros.sums.runs
+    for name in ("ids", "places", "begins", "ends"):
+        np.testing.assert_array_equal(getattr(order, name), getattr(truth, name), err_msg=name)
+    goes_on = order.ends > np.minimum(np.arange(1, runs + 1) * RUN, count)
+    assert not order.arrivals[goes_on].any()
 
 
 def test_zeros_everywhere(monkeypatch):
     """Where ids are sorted elsewhere, and where a block has more rows than it can note."""
     ids = ids_like("words", 200, 20)
-    zeros = zeros_of(200, 64, BF16, ids, 2)._replace(rows=0)
+    zeros = zeros_of(200, 64, BF16, ids, 2)._replace(counted=False)
     assert not by_machine(monkeypatch, zeros, ids)[0].any()
     monkeypatch.setattr(embedding_zeros_lanes, "MOST_NOTED", 99)
-    zeros = zeros._replace(rows=20)
+    zeros = zeros._replace(counted=True)
     assert not zeros.noted
     assert not by_machine(monkeypatch, zeros, ids)[0].any()
 
@@ -141,19 +148,6 @@ def sums_by_machine(
         machine.run(block, code)
     assert not machine.content("arrivals", np.int32, order.arrivals.shape).any()
     return machine.content("out", jnp.dtype(sums.out), (rows, sums.width))
-
-
-def order_of(ids: np.ndarray, v: int, sums: Sums) -> Order:
-    places = np.argsort(ids, kind="stable").astype(np.int32)
-    in_order, more = ids[places], (sums.runs + 1) * RUN - len(ids)
-    lasts = in_order[np.minimum(np.arange(sums.runs) * RUN + RUN - 1, len(ids) - 1)]
-    return Order(
-        np.pad(in_order, (0, more), constant_values=v),
-        np.pad(places, (0, more)),
-        np.searchsorted(in_order, in_order[::RUN]).astype(np.int32),
-        np.searchsorted(in_order, lasts, "right").astype(np.int32),
-        np.zeros((sums.runs, 2, sums.across), np.int32),
-    )  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("turns", [list, lambda blocks: list(reversed(blocks))], ids=["", "back"])
@@ -179,7 +173,7 @@ def test_threads_add_up(monkeypatch, kind, v, d, count, dy, out, scale, by_id, t
     rng, ids = np.random.default_rng(1), ids_like(kind, v, count)
     rows = rng.integers(-3, 4, (count, d)).astype(jnp.dtype(dy))
     sums = Sums(count, d, v, dy, out, scale, by_id)
-    order = order_of(ids, v, sums)
+    order = order_of(ids, sums)
     found = sums_by_machine(monkeypatch, sums, rows, order, turns)
     truth = oracles.rows_by_id(np.asarray(rows, np.float64) * (scale or 1), ids, v)
     if by_id:
