@@ -47,6 +47,7 @@ NO_KEY = 2**32 - 1  # above all keys
 TILE_BYTES = 16 * 1024
 AT_ONCE = 8  # accesses of a thread between two looks at the end
 BOARDS = 4  # of words, one a warp
+WORDS = ACCESS_BYTES // 4  # ids that are loaded at once
 
 
 class Keys(NamedTuple):
@@ -106,6 +107,7 @@ def zeros_and_order(
 
     dy is not read: XLA shall not run this, and keep the zeros, long before there is one.
     """
+    ids = jnp.pad(ids, (0, -len(ids) % WORDS))
     sums = zeros.sums
     shapes = {"out": jax.ShapeDtypeStruct((sums.count, sums.width), jnp.dtype(sums.out))}
     if zeros.counted:
@@ -153,8 +155,9 @@ def shared_bytes(zeros: Zeros) -> dict[str, int]:
 class Block:
     """What a thread of a block does.
 
-    at: addresses of the ids [M] ("keys"), of out, and of what `Order` has; on chip of boards, of
-    its own keys, and of a byte for each of its rows: whether an id is there. block: which one.
+    at: addresses of the ids [M], in whole accesses ("keys"), of out, and of what `Order` has; on
+    chip of boards, of its own keys, and of a byte for each of its rows: whether an id is there.
+    block: which one.
     """
 
     def __init__(self, zeros: Zeros, at: Mapping[str, Any], block: Any):
@@ -166,17 +169,13 @@ class Block:
 
     def run(self) -> None:
         z, every = self.zeros, []
-        places = accesses_of_thread(z.rows, THREADS)
-        ids = [self._load(place) for place, _ in places]
+        ids = self._ids()
         own = [self._own(i) for i, _ in accesses_of_thread(z.mine, THREADS)]
         # Memory is busy with the first tile while the ids are on their way and looked at
         self._tile(word(0), noted=False)
         if z.counted:
             self._keep_own_keys(own)
-            every = [
-                self._key(which, place, there)
-                for which, (place, there) in zip(ids, places, strict=True)
-            ]
+            every = [self._key(*each) for each in ids]
             self._note(every)
             self._mark_the_end()
 
@@ -214,9 +213,19 @@ class Block:
                     only_where(there, store, address, 0, [word(0)] * 4)
                 return carry
 
-    def _load(self, place: Any) -> Any:
-        """An id."""
-        return load(further(self.at["keys"], times_long(place, 4)), 0)
+    def _ids(self) -> list[tuple[Any, Any, Any]]:
+        """The thread's ids, their places, and whether there is one (None: there is)."""
+        z, found = self.zeros, []
+        for access, inside in accesses_of_thread(-(-z.rows // WORDS), THREADS):
+            address = further(self.at["keys"], times_long(access, ACCESS_BYTES))
+            for i, which in enumerate(load(address, 0, WORDS)):
+                place = arith.addi(times(access, WORDS), word(i))
+                there = inside
+                if z.rows % WORDS:
+                    there = less(place, z.rows)
+                    there = there if inside is None else arith.andi(there, inside)
+                found.append((which, place, there))
+        return found
 
     def _own(self, i: Any) -> tuple[Any, Any]:
         """Of the ids that the block counts the i-th, and its place; the last of all if there is
@@ -224,7 +233,7 @@ class Block:
         """
         place = arith.addi(self.block, times(i, self.zeros.blocks))
         place = arith.minui(place, word(self.zeros.rows - 1))
-        return self._load(place), place
+        return load(further(self.at["keys"], times_long(place, 4)), 0), place
 
     def _key(self, which: Any, place: Any, there: Any = None) -> Any:
         """Of an id, or one above all; there: whether there is one (None: there is)."""
