@@ -38,20 +38,21 @@ def sum_by_id(
     counted = keys.fit and rows <= MOST_COUNTED and not interpret
     zeros = Zeros(sums, keys, BLOCKS * num_sms, counted)
     result, order = zeros_and_order(zeros, ids, dy, interpret=interpret)
-    order = order or _sorted(sums, keys, jnp.clip(ids, 0, count - 1))
+    if not counted:
+        order = sorted_order(sums, keys, jnp.clip(ids, 0, count - 1), order.arrivals)
     if by_id:
         held = jax.new_ref(result)
+        order = order._replace(arrivals=jax.new_ref(order.arrivals))
         sums_by_order(sums, dy, order, held, interpret=interpret)
         return jax.freeze(held)
     found = sums_by_order(sums, dy, order, interpret=interpret)
     here, behind, place = order.ids[:rows], order.ids[1 : rows + 1], jnp.arange(rows)
-    owner = jnp.where(
-        here != behind, here, count + place
-    )  # of sums: those behind the last are none
-    return result.at[owner].set(found, mode="drop", unique_indices=True)
+    # At the last row of each id is its sum; the others go outside, where they are dropped
+    to = jnp.where(here != behind, here, count + place)
+    return result.at[to].set(found, mode="drop", unique_indices=True)
 
 
-def _sorted(sums: Sums, keys: Keys, ids: jax.Array) -> Order:
+def sorted_order(sums: Sums, keys: Keys, ids: jax.Array, arrivals: Any) -> Order:
     """The order by XLA, of ids [M] that are inside."""
     if keys.fit:
         place = jnp.arange(sums.rows, dtype=jnp.uint32)
@@ -64,12 +65,11 @@ def _sorted(sums: Sums, keys: Keys, ids: jax.Array) -> Order:
     lasts = ids[jnp.minimum(jnp.arange(sums.runs) * RUN + RUN - 1, sums.rows - 1)]
     begins = jnp.searchsorted(ids, ids[::RUN], method="scan_unrolled")
     ends = jnp.searchsorted(ids, lasts, side="right", method="scan_unrolled")
-    shapes = sums.order_shapes
-    more = (0, shapes.ids[0] - sums.rows)
+    more = (0, sums.order_shapes.ids[0] - sums.rows)
     return Order(
         jnp.pad(ids, more, constant_values=sums.count),
         jnp.pad(places, more),
         begins.astype(jnp.int32),
         ends.astype(jnp.int32),
-        jnp.zeros(shapes.arrivals, jnp.int32),
+        arrivals,
     )

@@ -8,6 +8,7 @@ Imported only by the modules of embedding.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from pallas_kernels.lane_code import (
     further,
     less,
     load,
+    load_late,
     only_where,
     store,
     times,
@@ -147,9 +149,10 @@ def words_in(dtype: str, floats: list[Any]) -> list[Any]:
     return list(map(bits, floats)) if dtype == "float32" else words_of_floats(floats, dtype)
 
 
-def load_piece(address: Any, size_bytes: int) -> list[Any]:
-    """The words of a piece."""
-    return [x for offset in range(0, size_bytes, ACCESS_BYTES) for x in load(address, offset, 4)]
+def load_piece(address: Any, size_bytes: int, *, late: bool = False) -> list[Any]:
+    """The words of a piece, or of several side by side; late: as `load_late`."""
+    read = load_late if late else functools.partial(load, words=4)
+    return [x for offset in range(0, size_bytes, ACCESS_BYTES) for x in read(address, offset)]
 
 
 def store_piece(address: Any, words: list[Any]) -> None:

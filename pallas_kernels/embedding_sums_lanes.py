@@ -4,9 +4,8 @@ A thread has RUN places of the order, and of their rows the piece of 16 bytes th
 asks for all of them before it adds up the first. A sum of which it has all rows it writes, and of
 an id that ends at most MORE places behind its run it has all. Of an id that others have rows of too
 each puts its part aside and counts itself; whoever comes last adds the parts in their order, so
-that no bit depends on who that was. Nobody waits. The interpreter,
-which knows no lanes, adds up an id's rows at once and checks only what surrounds that.
-Imported only by embedding_backward.py.
+that no bit depends on who that was. Nobody waits. The interpreter, which knows no lanes, adds up an
+id's rows at once and checks only what surrounds that. Imported only by the modules of embedding.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
-from pallas_kernels.device import ACCESS_BYTES, THREADS
+from pallas_kernels.device import THREADS
 from pallas_kernels.embedding_lanes import load_piece, numbers_of_piece, store_piece, words_in
 from pallas_kernels.lane_arithmetic import all_floats, bits, number
 from pallas_kernels.lane_code import (
@@ -34,7 +33,6 @@ from pallas_kernels.lane_code import (
     further,
     less,
     load,
-    load_late,
     only_where,
     times,
     times_long,
@@ -47,7 +45,7 @@ RUN = 8  # places of a thread
 # later, and to count oneself takes several times as long as to ask for a row. A multiple of 4
 MORE = 4
 GROUP = 16  # runs whose parts one thread adds up
-AT_ONCE = 4  # parts that it asks for before it adds the first
+PARTS_AT_ONCE = 4  # parts that it asks for before it adds the first
 
 
 class Order(NamedTuple):
@@ -69,7 +67,8 @@ class Order(NamedTuple):
 class Sums(NamedTuple):
     """What is added up: `rows` rows of `width` numbers, by ids below `count`, times scale.
 
-    by_id: a sum is written where its id says; else where the last of its rows stands in the order.
+    scale: rounded to dy's dtype. by_id: a sum is written where its id says; else where the last of
+    its rows stands in the order.
     """
 
     rows: int
@@ -92,7 +91,7 @@ class Sums(NamedTuple):
 
     @property
     def runs(self) -> int:
-        """The last may have fewer places than RUN."""
+        """Of RUN places of the order; the last may have fewer."""
         return -(-self.rows // RUN)
 
     @property
@@ -166,53 +165,38 @@ class Block:
         index = arith.addi(times(block, THREADS), mgpu_utils.thread_idx())
         self.inside = less(index, total)
         index = arith.minui(index, word(total - 1))
-        self.run_, self.piece = (f(index, word(sums.across)) for f in (arith.divui, arith.remui))
-        self.first = times(self.run_, RUN)
+        self.mine, self.piece = (f(index, word(sums.across)) for f in (arith.divui, arith.remui))
+        self.first = times(self.mine, RUN)
         self.sizes = [sums.numbers * jnp.dtype(dtype).itemsize for dtype in (sums.dy, sums.out)]
 
     def run(self) -> None:
+        """Of an id that began in the run before, or goes on in the next, both threads must agree
+        who has its rows: one alone if it ends at most MORE places behind its first run.
+        """
         sums = self.sums
-        ids, places = self._places("ids", RUN), self._places("places", RUN + MORE)
+        ids, places = self._words("ids", RUN), self._words("places", RUN + MORE)
         before = self._word("ids", arith.subi(self.first, arith.minui(self.first, word(1))))
         behind = self._word("ids", arith.addi(self.first, word(RUN)))
-        begin, end = (self._word(name, self.run_) for name in ("begins", "ends"))
+        begin, end = (self._word(name, self.mine) for name in ("begins", "ends"))
         rows = [load_piece(self._row(place), self.sizes[0]) for place in places[:RUN]]
-        there = [less(which, sums.count) for which in ids]
         same = [equal(*pair) for pair in zip([before, *ids], [*ids, behind], strict=True)]
-        begun = arith.andi(same[0], without(self.inside, less(self.run_, 1)))
-        goes_on = arith.andi(same[-1], arith.andi(self.inside, there[-1]))
         began = arith.divui(begin, word(RUN))
-        far = less(arith.addi(began, word(1)), self.run_)
-        # still: it is the id that began before; ended: it ended here, and its part is put aside
-        still, end_of_it = begun, self.first
-        ended: Any = None
-        total = all_floats(rows[0], sums.dy)
-        for i, which in enumerate(ids):
-            if i:
-                still = arith.andi(still, same[i])
-                row = all_floats(rows[i], sums.dy)
-                total = [arith.select(same[i], x, number(0)) for x in total]
-                total = list(map(arith.addf, total, row))
-            place = arith.addi(self.first, word(i))
-            ends = without(arith.andi(there[i], self.inside), same[i + 1])
-            target = which if sums.by_id else place
-            only_where(without(ends, still), self._write, target, total)
-            aside = arith.andi(ends, still)
-            aside = arith.andi(aside, far) if i < MORE else aside
-            only_where(aside, self._put_aside, self.run_, word(0), total)
-            ended = arith.ori(ended, aside) if i else aside
-            end_of_it = arith.select(aside, place, end_of_it)
-        whole, last = arith.andi(still, goes_on), arith.subi(end, word(1))
-        near = less(last, arith.addi(self.first, word(RUN + MORE)))
-        alone = without(arith.andi(goes_on, near), whole)
+        begun = arith.andi(same[0], without(self.inside, less(self.mine, 1)))
+        goes_on = arith.andi(same[RUN], arith.andi(self.inside, less(ids[-1], sums.count)))
+        near_begun = without(begun, less(arith.addi(began, word(1)), self.mine))
+        total, still, ended, end_of_it = self._add_up(ids, rows, same, begun, near_begun)
+        last = arith.subi(end, word(1))
+        whole = arith.andi(still, goes_on)  # the run is of one id, that others have too
+        ends_near = less(last, arith.addi(self.first, word(RUN + MORE)))
+        alone = without(arith.andi(goes_on, ends_near), whole)
         target = ids[-1] if sums.by_id else last
         only_where(alone, self._write_with_more, target, total, places[RUN:], end)
         goes_on = without(goes_on, alone)
         half = arith.select(whole, word(0), word(1))
-        only_where(goes_on, self._put_aside, self.run_, half, total)
+        only_where(goes_on, self._put_aside, self.mine, half, total)
         # First the id that began before, if it ended here; then the one that goes on
-        of_first = [ended, began, self.run_, ids[0] if sums.by_id else end_of_it]
-        of_last = [goes_on, arith.select(whole, began, self.run_)]
+        of_first = [ended, began, self.mine, ids[0] if sums.by_id else end_of_it]
+        of_last = [goes_on, arith.select(whole, began, self.mine)]
         of_last += [arith.divui(last, word(RUN)), target]
 
         @mgpu_utils.fori(arith.select(arith.ori(ended, goes_on), word(2), word(0)), [])
@@ -223,12 +207,47 @@ class Block:
             only_where(there, self._arrive, *what)
             return carry
 
+    def _add_up(
+        self, ids: list[Any], rows: list[Any], same: list[Any], begun: Any, near_begun: Any
+    ) -> tuple[list[Any], Any, Any, Any]:
+        """Writes sums of ids that end here, or puts that of one aside which began before; returns
+        the sum of the last id, whether that is the one that began before, whether that one's part
+        was put aside, and where it ended.
+
+        near_begun: it began in the run before, whose thread has its rows if it ends among MORE.
+        """
+        total, still, end_of_it = all_floats(rows[0], self.sums.dy), begun, self.first
+        put_aside: Any = None
+        for i, which in enumerate(ids):
+            if i:
+                still = arith.andi(still, same[i])
+                row = all_floats(rows[i], self.sums.dy)
+                total = [arith.select(same[i], x, number(0)) for x in total]
+                total = list(map(arith.addf, total, row))
+            place = arith.addi(self.first, word(i))
+            there = arith.andi(less(which, self.sums.count), self.inside)
+            ends = without(there, same[i + 1])
+            target = which if self.sums.by_id else place
+            only_where(without(ends, still), self._write, target, total)
+            aside = arith.andi(ends, still)
+            aside = without(aside, near_begun) if i < MORE else aside
+            only_where(aside, self._put_aside, self.mine, word(0), total)
+            put_aside = arith.ori(put_aside, aside) if i else aside
+            end_of_it = arith.select(aside, place, end_of_it)
+        return total, still, put_aside, end_of_it
+
     def _word(self, name: str, index: Any) -> Any:
         return load(further(self.at[name], times_long(index, 4)), 0)
 
-    def _places(self, name: str, count: int) -> list[Any]:
-        address = further(self.at[name], times_long(self.first, 4))
-        return [x for i in range(0, 4 * count, ACCESS_BYTES) for x in load(address, i, 4)]
+    def _words(self, name: str, count: int) -> list[Any]:
+        """From the run's first on."""
+        return load_piece(further(self.at[name], times_long(self.first, 4)), 4 * count)
+
+    def _row(self, place: Any) -> Any:
+        """Where the thread's piece of a row of dy lies; behind the last row anything there is."""
+        place = arith.minui(place, word(self.sums.rows - 1))
+        start = further(self.at["dy"], times_long(place, self.sums.across * self.sizes[0]))
+        return further(start, times(self.piece, self.sizes[0]))
 
     def _write_with_more(self, row: Any, total: list[Any], places: list[Any], end: Any) -> None:
         """The sum of an id that goes on, with its rows in the next run, all of them in `places`."""
@@ -239,12 +258,6 @@ class Block:
             more = [arith.select(there, x, number(0)) for x in more]
             total = list(map(arith.addf, total, more))
         self._write(row, total)
-
-    def _row(self, place: Any) -> Any:
-        """Where the thread's piece of a row of dy lies; behind the last row anything there is."""
-        place = arith.minui(place, word(self.sums.rows - 1))
-        start = further(self.at["dy"], times_long(place, self.sums.across * self.sizes[0]))
-        return further(start, times(self.piece, self.sizes[0]))
 
     def _write(self, row: Any, total: list[Any]) -> None:
         if self.sums.scale is not None:
@@ -274,7 +287,7 @@ class Block:
         place; whoever is the last of all groups adds up theirs. A counter counts those of a group
         at its first run with the id, another the groups at the id's first run.
         """
-        here = arith.subi(self.run_, arith.remui(self.run_, word(GROUP)))
+        here = arith.subi(self.mine, arith.remui(self.mine, word(GROUP)))
         first = arith.maxui(began, here)
         others = arith.subi(arith.minui(last, arith.addi(here, word(GROUP - 1))), first)
         with self._if_last(first, 0, others):
@@ -298,8 +311,8 @@ class Block:
         index = arith.addi(times(run, 2), word(which))
         index = arith.addi(times(index, self.sums.across), self.piece)
         counter = further(self.at["arrivals"], times_long(index, 4))
-        text = """{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; fence.acq_rel.gpu;
-            @p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; fence.acq_rel.gpu; }"""
+        text = """{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; @p fence.acq_rel.gpu;
+            @p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; @p fence.acq_rel.gpu; }"""
         before = asm(text, "r", counter, others, effects=True)
         with mgpu_utils.when(equal(before, others)):
             text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.u32 [$0], 0; }"
@@ -308,20 +321,16 @@ class Block:
 
     def _added(self, run_of: Callable[[Any], Any], began: Any, count: Any) -> list[Any]:
         """The sum of `count` parts, in order; run_of: j -> the run of the j-th."""
-        turns = arith.divui(arith.addi(count, word(AT_ONCE - 1)), word(AT_ONCE))
+        turns = arith.divui(arith.addi(count, word(PARTS_AT_ONCE - 1)), word(PARTS_AT_ONCE))
 
         @mgpu_utils.fori(turns, [number(0)] * self.sums.numbers)
         def turn(i, total):
             asked = []
-            for j in range(AT_ONCE):
-                which = arith.addi(times(i, AT_ONCE), word(j))
+            for j in range(PARTS_AT_ONCE):
+                which = arith.addi(times(i, PARTS_AT_ONCE), word(j))
                 run = run_of(arith.minui(which, arith.subi(count, word(1))))
                 address = self._part(run, self._half(run, began))
-                part = [
-                    x
-                    for offset in range(0, 4 * self.sums.numbers, ACCESS_BYTES)
-                    for x in load_late(address, offset)
-                ]
+                part = load_piece(address, 4 * self.sums.numbers, late=True)
                 asked.append((less(which, count), part))
             for there, part in asked:
                 numbers = [arith.select(there, x, number(0)) for x in all_floats(part, "float32")]

@@ -8,6 +8,7 @@ interpreter, which knows no lanes, writes zeros alone. Imported only by embeddin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ MOST_COUNTED = 2**14  # ids, of which each thread of a block has 128 in register
 MOST_NOTED = 2**15  # rows of a block: a byte on chip for each
 NO_KEY = 2**32 - 1  # above all keys
 TILE_BYTES = 16 * 1024
-AT_ONCE = 8  # accesses of a thread between two looks at the end
+STORES_AT_ONCE = 8  # of a thread between two looks at the end
 BOARDS = 4  # of words, one a warp
 WORDS = ACCESS_BYTES // 4  # ids that are loaded at once
 
@@ -70,8 +71,8 @@ class Zeros(NamedTuple):
     counted: bool
 
     @property
-    def rows(self) -> int:
-        """Ids that are counted."""
+    def ids(self) -> int:
+        """That are counted."""
         return self.sums.rows if self.counted else 0
 
     @property
@@ -96,28 +97,30 @@ class Zeros(NamedTuple):
     @property
     def mine(self) -> int:
         """Ids that a block counts."""
-        return -(-self.rows // self.blocks)
+        return -(-self.ids // self.blocks)
 
 
 def zeros_and_order(
     zeros: Zeros, ids: jax.Array, dy: jax.Array, *, interpret: bool
-) -> tuple[jax.Array, Order | None]:
+) -> tuple[jax.Array, Order]:
     """Zeros but for rows of which `ids` [M] has the number, where anything may be, and, if ids are
-    counted, their order; else zeros alone, everywhere.
+    counted, their order; else zeros everywhere, and of the order `arrivals` alone.
 
     dy is not read: XLA shall not run this, and keep the zeros, long before there is one.
     """
-    ids = jnp.pad(ids, (0, -len(ids) % WORDS))
     sums = zeros.sums
-    shapes = {"out": jax.ShapeDtypeStruct((sums.count, sums.width), jnp.dtype(sums.out))}
     if zeros.counted:
-        order = sums.order_shapes._asdict()
-        shapes |= {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in order.items()}
+        ids = jnp.pad(ids, (0, -len(ids) % WORDS))
+    order = sums.order_shapes._asdict()
+    names = Order._fields if zeros.counted else ("arrivals",)
+    shapes = {"out": jax.ShapeDtypeStruct((sums.count, sums.width), jnp.dtype(sums.out))}
+    shapes |= {name: jax.ShapeDtypeStruct(order[name], jnp.int32) for name in names}
 
     def body(ids_ref, dy_ref, *refs, **scratch):
         del dy_ref
         if interpret:
-            refs[0][...] = jnp.zeros(refs[0].shape, refs[0].dtype)
+            for ref in refs:
+                ref[...] = jnp.zeros(ref.shape, ref.dtype)
             return
         every = {"keys": ids_ref, **dict(zip(shapes, refs, strict=True)), **scratch}
         types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
@@ -129,7 +132,7 @@ def zeros_and_order(
         write(every, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
 
     scratch = {name: plgpu.SMEM((size,), jnp.uint8) for name, size in shared_bytes(zeros).items()}
-    found, *order = _compat.kernel(
+    out, *found = _compat.kernel(
         body,
         name="embedding_backward_zeros",
         out_type=list(shapes.values()),
@@ -138,7 +141,7 @@ def zeros_and_order(
         scratch_types={} if interpret else scratch,
         interpret=interpret,
     )(ids, dy)
-    return found, Order(*order) if zeros.counted else None
+    return out, Order(**dict.fromkeys(Order._fields) | dict(zip(names, found, strict=True)))
 
 
 def shared_bytes(zeros: Zeros) -> dict[str, int]:
@@ -163,14 +166,13 @@ class Block:
     def __init__(self, zeros: Zeros, at: Mapping[str, Any], block: Any):
         self.zeros, self.at, self.block = zeros, at, block
         self.thread, end = mgpu_utils.thread_idx(), word(zeros.sums.count)
-        self.one = less(self.thread, 1)
+        self.leads = less(self.thread, 1)
         self.first = arith.minui(times(block, zeros.share), end)  # of the block's rows
         self.count = arith.minui(arith.subi(end, self.first), word(zeros.share))
 
     def run(self) -> None:
         z, every = self.zeros, []
-        ids = self._ids()
-        own = [self._own(i) for i, _ in accesses_of_thread(z.mine, THREADS)]
+        ids, own = self._ids(), self._own()
         # Memory is busy with the first tile while the ids are on their way and looked at
         self._tile(word(0), noted=False)
         if z.counted:
@@ -178,6 +180,8 @@ class Block:
             every = [self._key(*each) for each in ids]
             self._note(every)
             self._mark_the_end()
+        else:
+            self._clear_all_arrivals()
 
         @mgpu_utils.fori(word(max(-(-z.share // z.tile) - 1, z.mine)), [])
         def each(i, carry):
@@ -191,7 +195,7 @@ class Block:
         z = self.zeros
         across = z.row_bytes // ACCESS_BYTES
         steps = -(-z.tile * across // THREADS)
-        at_once = min(AT_ONCE, steps)
+        at_once = min(STORES_AT_ONCE, steps)
         before = times(i, z.tile)
         with mgpu_utils.when(less(before, self.count)):
             first = arith.addi(self.first, before)
@@ -216,24 +220,28 @@ class Block:
     def _ids(self) -> list[tuple[Any, Any, Any]]:
         """The thread's ids, their places, and whether there is one (None: there is)."""
         z, found = self.zeros, []
-        for access, inside in accesses_of_thread(-(-z.rows // WORDS), THREADS):
+        for access, inside in accesses_of_thread(-(-z.ids // WORDS), THREADS):
             address = further(self.at["keys"], times_long(access, ACCESS_BYTES))
             for i, which in enumerate(load(address, 0, WORDS)):
                 place = arith.addi(times(access, WORDS), word(i))
                 there = inside
-                if z.rows % WORDS:
-                    there = less(place, z.rows)
+                if z.ids % WORDS:
+                    there = less(place, z.ids)
                     there = there if inside is None else arith.andi(there, inside)
                 found.append((which, place, there))
         return found
 
-    def _own(self, i: Any) -> tuple[Any, Any]:
-        """Of the ids that the block counts the i-th, and its place; the last of all if there is
-        none.
+    def _own(self) -> list[tuple[Any, ...]]:
+        """Of the ids that the block counts those that the thread brings on chip: which of them, the
+        id, its place, and whether there is one (None: there is).
         """
-        place = arith.addi(self.block, times(i, self.zeros.blocks))
-        place = arith.minui(place, word(self.zeros.rows - 1))
-        return load(further(self.at["keys"], times_long(place, 4)), 0), place
+        found = []
+        for i, inside in accesses_of_thread(self.zeros.mine, THREADS):
+            place = arith.addi(self.block, times(i, self.zeros.blocks))
+            place = arith.minui(place, word(self.zeros.ids - 1))
+            which = load(further(self.at["keys"], times_long(place, 4)), 0)
+            found.append((i, which, place, inside))
+        return found
 
     def _key(self, which: Any, place: Any, there: Any = None) -> Any:
         """Of an id, or one above all; there: whether there is one (None: there is)."""
@@ -244,10 +252,8 @@ class Block:
     def _id_of(self, key: Any) -> Any:
         return arith.divui(key, word(1 << self.zeros.keys.shift))
 
-    def _keep_own_keys(self, own: list[tuple[Any, Any]]) -> None:
-        """On chip, of the ids that the block counts."""
-        mine = accesses_of_thread(self.zeros.mine, THREADS)
-        for (i, inside), (which, place) in zip(mine, own, strict=True):
+    def _keep_own_keys(self, own: list[tuple[Any, ...]]) -> None:
+        for i, which, place, inside in own:
             to = further(self.at["own"], times(i, 4))
             only_where(inside, asm, "st.shared.u32 [$0], $1;", "", to, self._key(which, place))
 
@@ -267,8 +273,8 @@ class Block:
     def _mark_the_end(self) -> None:
         """Of the order, behind the last row."""
         z = self.zeros
-        more = (z.sums.runs + 1) * RUN - z.rows
-        place = arith.addi(self.thread, word(z.rows))
+        more = (z.sums.runs + 1) * RUN - z.ids
+        place = arith.addi(self.thread, word(z.ids))
         with mgpu_utils.when(arith.andi(less(self.block, 1), less(self.thread, more))):
             self._put("ids", place, word(z.sums.count))
             self._put("places", place, word(0))
@@ -288,24 +294,24 @@ class Block:
     def _find_place(self, i: Any, every: list[Any]) -> None:
         """Of the id that the block counts i-th, if there is one, in the order."""
         z = self.zeros
-        with mgpu_utils.when(less(arith.addi(self.block, times(i, z.blocks)), z.rows)):
+        with mgpu_utils.when(less(arith.addi(self.block, times(i, z.blocks)), z.ids)):
             key = load_shared(further(self.at["own"], times(i, 4)), 0)
             # by turns in two places: no other barrier parts a count from the next
             at = self._less(every, key, arith.andi(i, word(1)))
             which = self._id_of(key)
             first = times(which, 1 << z.keys.shift)  # key of its id
             run, inner = (f(at, word(RUN)) for f in (arith.divui, arith.remui))
-            with mgpu_utils.when(self.one):
+            with mgpu_utils.when(self.leads):
                 self._put("ids", at, which)
                 self._put("places", at, arith.subi(key, first))
             with mgpu_utils.when(equal(inner, word(0))):
                 begin = self._less(every, first, word(2))
-                only_where(self.one, self._put, "begins", run, begin)
-            last = arith.ori(equal(inner, word(RUN - 1)), equal(at, word(z.rows - 1)))
+                only_where(self.leads, self._put, "begins", run, begin)
+            last = arith.ori(equal(inner, word(RUN - 1)), equal(at, word(z.ids - 1)))
             with mgpu_utils.when(last):
                 following = arith.addi(first, word(1 << z.keys.shift))
                 end = self._less(every, following, word(3))
-                only_where(self.one, self._put, "ends", run, end)
+                only_where(self.leads, self._put, "ends", run, end)
                 self._clear_arrivals(run, less(arith.addi(at, word(1)), end))
 
     def _clear_arrivals(self, run: Any, goes_on: Any) -> None:
@@ -315,3 +321,14 @@ class Block:
             for place, inside in accesses_of_thread(count, THREADS):
                 index = arith.addi(times(run, count), place)
                 only_where(inside, self._put, "arrivals", index, word(0))
+
+    def _clear_all_arrivals(self) -> None:
+        count = math.prod(self.zeros.sums.order_shapes.arrivals)
+        step = self.zeros.blocks * THREADS
+
+        @mgpu_utils.fori(word(-(-count // step)), [])
+        def each(i, carry):
+            index = arith.addi(times(self.block, THREADS), self.thread)
+            index = arith.addi(index, times(i, step))
+            only_where(less(index, count), self._put, "arrivals", index, word(0))
+            return carry

@@ -79,9 +79,8 @@ def takes(width: int, dtype: Any, cluster: int, warpgroups: int) -> bool:
 def default_warpgroups(width: int, dtype: Any, cluster: int) -> int:
     """Of a block; 0: such rows are not taken here.
 
-    Two: H200, bfloat16, us of 1, 2 and 4: 64 x 131072 12.5, 11.6 and 11.5; 1 x 32064 by 2 and 4 2.3
-    and 2.6. In float32 a multiprocessor has registers for three blocks of 131072's two, and for two
-    of four.
+    Two, H200, us of 2 and 4: bfloat16 64 x 131072 11.6 and 11.5, 1 x 32064 2.3 and 2.6; float32
+    19.0 and 20.5, 2.3 and 2.5, 16 x 128256 7.7 and 7.5.
     """
     return next((n for n in (2, 4) if takes(width, dtype, cluster, n)), 0)
 

@@ -4,7 +4,8 @@ Pallas's interpreter knows no lanes: there a kernel whose blocks are told in PTX
 the code of a block itself runs, on NumPy arrays of one number a thread, so that its addresses,
 masks, shuffles and products of warps are seen. What it does not see: races, and what a barrier or a
 copy's arrival is needed for, since every thread waits after each instruction. Memory that nothing
-was written to is NaN, and an access outside of an array is an error.
+was written to is NaN; an access outside of an array is an error, and so is a barrier or a shuffle
+that some threads come to and others do not.
 """
 
 from __future__ import annotations
@@ -142,6 +143,10 @@ class Machine:
 
     # instructions
 
+    def meet(self) -> None:
+        """What all threads must come to, or none: a barrier, a shuffle."""
+        assert self.mask.all() or not self.mask.any(), "some threads come to a barrier, others not"
+
     def asm(self, text: str, results: str, *operands: Value, effects: bool = False) -> Any:
         del effects
         if "mbarrier" in text and "st.async" not in text:
@@ -221,6 +226,7 @@ class Machine:
     def _compute(self, op: list[str], kind: str, x: list[np.ndarray]) -> np.ndarray:
         name = op[0]
         if name == "shfl":
+            self.meet()
             return x[0].reshape(-1, LANES)[:, np.arange(LANES) ^ int(x[1][0])].reshape(-1)
         if name == "cvt":
             if "x2" in op[-2]:
@@ -378,7 +384,7 @@ def dialects(machine: Machine) -> dict[str, Any]:
     return {
         "asm": machine.asm,
         "arith": arith,
-        "gpu": types.SimpleNamespace(barrier=lambda: None),
+        "gpu": types.SimpleNamespace(barrier=machine.meet),
         "ir": ir,
         "llvm": types.SimpleNamespace(ConstantOp=lambda _, x: types.SimpleNamespace(result=x)),
         "mgpu_utils": utils,

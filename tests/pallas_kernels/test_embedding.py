@@ -41,7 +41,7 @@ def case(v: int, d: int, *shape: int, dtype: Any = jnp.float32) -> Any:
     [
         (7, 96, (1,), jnp.bfloat16, {}),
         (7, 896, (5,), jnp.float16, {}),
-        (5, 1000, (3,), jnp.bfloat16, {}),  # pieces of 16 bytes, zeros behind them
+        (5, 1000, (3,), jnp.bfloat16, {}),
         (3, 4864, (2,), jnp.float32, {}),
         (37, 64, (2, 19), jnp.float32, {"dtype": jnp.bfloat16}),
         (5, 1000, (3,), jnp.bfloat16, {"scale": 1000**0.5}),
@@ -118,7 +118,7 @@ def test_other_ways_to_the_gradient(name, value, monkeypatch):
         pytest.skip("the way that jax 0.10 goes anyway")
     monkeypatch.setattr(module, name, value)
     jax.clear_caches()  # of what was traced the other way
-    ids = [3] * 70 + [12, 0, 3, 5] * 7 + [9] * 30  # 4 blocks: one, one and a part, two and a part
+    ids = [3] * 70 + [12, 0, 3, 5] * 7 + [9] * 30
     ours, plain, truth = sums(13, 32, ids, jnp.bfloat16, {"scale": 0.7})
     jax.clear_caches()
     assert_as_accurate(ours, plain, truth)
@@ -284,13 +284,36 @@ def test_on_the_gpu(call):
     ],
 )
 def test_every_size_and_dtype_on_the_gpu(v, d, count, dtype, keywords, config):
-    """Rows are rounded as XLA rounds them; alone, and under vmap."""
+    """Rows are rounded as XLA rounds them, sums of whole numbers exact; alone, and under vmap."""
     table, ids = case(v, d, 3, count, dtype=dtype)
     ids = ids.at[:, 0].set(jnp.asarray([-1, v, v + 5]))
     f = jax.jit(functools.partial(embedding, **keywords, config=config))
     wanted = jax.jit(functools.partial(embedding_reference, **keywords))(table, ids)
     np.testing.assert_array_equal(jax.vmap(f, (None, 0))(table, ids), wanted)
     np.testing.assert_array_equal(f(table, ids[0]), wanted[0])
+    d_out = jnp.round(2 * jax.random.normal(jax.random.key(0), wanted.shape)).astype(wanted.dtype)
+    pull = jax.jit(lambda ids, d: jax.vjp(lambda t: f(t, ids), table)[1](d)[0])
+    by = float(jnp.asarray(keywords.get("scale", 1.0), wanted.dtype))
+    truth = [
+        oracles.rows_by_id(by * np.asarray(x, np.float64), np.clip(which, 0, v - 1), v)
+        for x, which in zip(np.asarray(d_out, np.float32), np.asarray(ids), strict=True)
+    ]
+    truth = jnp.asarray(np.asarray(truth, np.float32)).astype(dtype)
+    np.testing.assert_array_equal(jax.vmap(pull)(ids, d_out), truth)
+    np.testing.assert_array_equal(pull(ids[0], d_out[0]), truth[0])
+
+
+@pytest.mark.gpu
+def test_batches_of_sorted_ids_on_the_gpu():
+    """So few blocks that those of all batches run at a time; all ids alike."""
+    m, d = embedding_backward.MOST_COUNTED + 1, 64
+    ids = jnp.full((4, m), 2, jnp.int32)
+    d_out = jnp.ones((4, m, d)) * jnp.arange(1.0, 5)[:, None, None]
+    pull = lambda i, g: jax.vjp(lambda t: embedding(t, i), jnp.zeros((5, d)))[1](g)[0]  # noqa: E731
+    for _ in range(20):
+        found = jax.jit(jax.vmap(pull))(ids, d_out)
+        np.testing.assert_array_equal(found[:, 2, 0], m * np.arange(1, 5))
+        assert not found[:, [0, 1, 3, 4]].any()
 
 
 @pytest.mark.aot
@@ -306,7 +329,7 @@ def test_ids_of_real_models_are_counted(v, m):
 
 
 @pytest.mark.aot
-def test_the_longest_row_has_a_gradient():
+def test_a_long_row_has_a_gradient():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 131072), (2, 131072))]
     ids = jax.ShapeDtypeStruct((2,), jnp.int32)
     assert why_not(shapes[0], ids, device=H200) is None

@@ -3,6 +3,7 @@
 test_embedding.py has what else there is of `embedding` and its gradient.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from lane_machine import Machine, dialects
 
 from jaxllm import aot
 from pallas_kernels import (
+    embedding_backward,
     embedding_lanes,
     embedding_sums_lanes,
     embedding_zeros_lanes,
@@ -107,6 +109,7 @@ def test_zeros_and_order(monkeypatch, kind, v, d, count, dtype, blocks):
     """Zeros where no id is, and most other rows left alone; the order, and where ids begin and end;
     what is counted begins at zero.
     """
+    monkeypatch.setattr(embedding_zeros_lanes, "TILE_BYTES", 4096)
     ids = ids_like(kind, v, count)
     zeros = zeros_of(v, d, dtype, ids, blocks)
     out, order = by_machine(monkeypatch, zeros, ids)
@@ -126,7 +129,9 @@ def test_zeros_everywhere(monkeypatch):
     """Where ids are sorted elsewhere, and where a block has more rows than it can note."""
     ids = ids_like("words", 200, 20)
     zeros = zeros_of(200, 64, BF16, ids, 2)._replace(counted=False)
-    assert not by_machine(monkeypatch, zeros, ids)[0].any()
+    out, order = by_machine(monkeypatch, zeros, ids)
+    assert not out.any()
+    assert not order.arrivals.any()
     monkeypatch.setattr(embedding_zeros_lanes, "MOST_NOTED", 99)
     zeros = zeros._replace(counted=True)
     assert not zeros.noted
@@ -136,9 +141,11 @@ def test_zeros_everywhere(monkeypatch):
 def sums_by_machine(
     monkeypatch, sums: Sums, dy: np.ndarray, order: Order, turns: Any
 ) -> np.ndarray:
-    """Of memory that was full of zeros; turns: the blocks in the order in which they run."""
+    """Of zeros, but for NaN in rows of ids; turns: the blocks in the order in which they run."""
     rows = sums.count if sums.by_id else sums.rows
-    arrays = {"dy": dy, "out": np.zeros((rows, sums.width), jnp.dtype(sums.out)), **order._asdict()}
+    out = np.zeros((rows, sums.width), jnp.dtype(sums.out))
+    out[order.ids[: sums.rows] if sums.by_id else slice(None)] = np.nan
+    arrays = {"dy": dy, "out": out, **order._asdict()}
     arrays["parts"] = np.full((sums.runs, 2, sums.width), np.nan, np.float32)
     machine = machine_of(monkeypatch, arrays, {})
 
@@ -186,6 +193,41 @@ def test_threads_add_up(monkeypatch, kind, v, d, count, dy, out, scale, by_id, t
     )
 
 
+@pytest.mark.parametrize("most", [embedding_zeros_lanes.NO_KEY, 1])
+@pytest.mark.parametrize(
+    ("kind", "v", "count"), [("words", 37, 77), ("one", 5, 64), ("few of each", 60, 401)]
+)
+def test_the_order_by_xla(monkeypatch, most, kind, v, count):
+    """With keys of 32 bits, and where an id and a place need more."""
+    monkeypatch.setattr(embedding_zeros_lanes, "NO_KEY", most)
+    ids, arrivals = ids_like(kind, v, count), object()
+    sums = Sums(count, 8, v, BF16, BF16, None, True)
+    keys = Keys(v, (count - 1).bit_length())
+    assert keys.fit == (most > 1)
+    found = embedding_backward.sorted_order(sums, keys, jnp.asarray(ids), arrivals)
+    assert found.arrivals is arrivals
+    truth = order_of(ids, sums)
+    for name in ("ids", "places", "begins", "ends"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(truth, name), err_msg=name)
+
+
+def test_each_of_a_batch_counts_for_itself():
+    """Under vmap a kernel writes into its part of an array: what it counts in must have one."""
+    sums = functools.partial(
+        embedding_backward.sum_by_id,
+        count=50,
+        dtype=BF16,
+        scale=None,
+        num_sms=132,
+        interpret=False,
+    )
+    for m in (64, embedding_zeros_lanes.MOST_COUNTED + 1):
+        dy, ids = jax.ShapeDtypeStruct((3, m, 8), BF16), jax.ShapeDtypeStruct((3, m), jnp.int32)
+        traced = jax.make_jaxpr(jax.vmap(sums))(dy, ids)
+        shape = (3, *Sums(m, 8, 50, BF16, BF16, None, True).order_shapes.arrivals)
+        assert f"i32[{','.join(map(str, shape))}]" in str(traced)
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("v", "d", "count", "dtype", "out"),
@@ -197,7 +239,7 @@ def test_threads_add_up(monkeypatch, kind, v, d, count, dy, out, scale, by_id, t
     ],
 )
 def test_as_compiled(v, d, count, dtype, out):
-    """All rows of a thread are asked for before the first is added, and lie in registers: of five
+    """All rows of a thread are asked for before the first is added, and lie in registers: of four
     blocks a multiprocessor; of what counts, in those of as many as there are.
     """
     ids = jax.ShapeDtypeStruct((count,), jnp.int32)
