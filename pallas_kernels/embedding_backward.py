@@ -37,9 +37,9 @@ def sum_by_id(
     keys = Keys(count, (rows - 1).bit_length())
     counted = keys.fit and rows <= MOST_COUNTED and not interpret
     zeros = Zeros(sums, keys, BLOCKS * num_sms, counted)
-    result, order = zeros_and_order(zeros, ids, dy, interpret=interpret)
-    if not counted:
-        order = sorted_order(sums, keys, jnp.clip(ids, 0, count - 1), order.arrivals)
+    result, *order = zeros_and_order(zeros, ids, dy, interpret=interpret)
+    inside = jnp.clip(ids, 0, count - 1)
+    order = Order(*order) if counted else sorted_order(sums, keys, inside, *order)
     if by_id:
         held = jax.new_ref(result)
         order = order._replace(arrivals=jax.new_ref(order.arrivals))

@@ -102,9 +102,9 @@ class Zeros(NamedTuple):
 
 def zeros_and_order(
     zeros: Zeros, ids: jax.Array, dy: jax.Array, *, interpret: bool
-) -> tuple[jax.Array, Order]:
+) -> list[jax.Array]:
     """Zeros but for rows of which `ids` [M] has the number, where anything may be, and, if ids are
-    counted, their order; else zeros everywhere, and of the order `arrivals` alone.
+    counted, what `Order` has; else zeros everywhere, and of `Order` the arrivals alone.
 
     dy is not read: XLA shall not run this, and keep the zeros, long before there is one.
     """
@@ -122,7 +122,7 @@ def zeros_and_order(
             for ref in refs:
                 ref[...] = jnp.zeros(ref.shape, ref.dtype)
             return
-        every = {"keys": ids_ref, **dict(zip(shapes, refs, strict=True)), **scratch}
+        every = {"given": ids_ref, **dict(zip(shapes, refs, strict=True)), **scratch}
         types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
 
         @plgpu.inline_mgpu(arg_types=types)
@@ -132,7 +132,7 @@ def zeros_and_order(
         write(every, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
 
     scratch = {name: plgpu.SMEM((size,), jnp.uint8) for name, size in shared_bytes(zeros).items()}
-    out, *found = _compat.kernel(
+    return _compat.kernel(
         body,
         name="embedding_backward_zeros",
         out_type=list(shapes.values()),
@@ -141,7 +141,6 @@ def zeros_and_order(
         scratch_types={} if interpret else scratch,
         interpret=interpret,
     )(ids, dy)
-    return out, Order(**dict.fromkeys(Order._fields) | dict(zip(names, found, strict=True)))
 
 
 def shared_bytes(zeros: Zeros) -> dict[str, int]:
@@ -158,7 +157,7 @@ def shared_bytes(zeros: Zeros) -> dict[str, int]:
 class Block:
     """What a thread of a block does.
 
-    at: addresses of the ids [M], in whole accesses ("keys"), of out, and of what `Order` has; on
+    at: addresses of the ids [M], in whole accesses ("given"), of out, and of what `Order` has; on
     chip of boards, of its own keys, and of a byte for each of its rows: whether an id is there.
     block: which one.
     """
@@ -221,7 +220,7 @@ class Block:
         """The thread's ids, their places, and whether there is one (None: there is)."""
         z, found = self.zeros, []
         for access, inside in accesses_of_thread(-(-z.ids // WORDS), THREADS):
-            address = further(self.at["keys"], times_long(access, ACCESS_BYTES))
+            address = further(self.at["given"], times_long(access, ACCESS_BYTES))
             for i, which in enumerate(load(address, 0, WORDS)):
                 place = arith.addi(times(access, WORDS), word(i))
                 there = inside
@@ -239,7 +238,7 @@ class Block:
         for i, inside in accesses_of_thread(self.zeros.mine, THREADS):
             place = arith.addi(self.block, times(i, self.zeros.blocks))
             place = arith.minui(place, word(self.zeros.ids - 1))
-            which = load(further(self.at["keys"], times_long(place, 4)), 0)
+            which = load(further(self.at["given"], times_long(place, 4)), 0)
             found.append((i, which, place, inside))
         return found
 

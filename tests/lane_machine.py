@@ -202,7 +202,9 @@ class Machine:
                 self._copy(address(arguments[0]), address(arguments[1]), get(arguments[3]))
         elif op[0] == "mapa":
             registers[arguments[0]] = get(arguments[1]) + get(arguments[2]) * np.uint64(REMOTE)
-        elif op[0] in ("bar", "barrier", "fence"):
+        elif op[0] in ("bar", "barrier"):
+            self.meet()
+        elif op[0] == "fence":
             pass
         elif op[0] == "atom":
             assert "add" in op, "no other is known"

@@ -209,7 +209,7 @@ def test_why_not(arrays, keywords, device, phrase):
 def test_nothing_stands_in_the_way_of_real_models():
     for call in tuning_calls():
         assert why_not(*call.arguments, device=H200) is None
-    for width in (64, 576, 1536, 2304, 3584, 4864, 5120, 8192, 14336, 16384):
+    for width in (64, 576, 1536, 2056, 2304, 3584, 4864, 5120, 8192, 14336, 16384):
         assert why_not(*specs(d=width), device=H200) is None
         assert why_not(*specs(d=width, dtype="float32"), dtype="bfloat16", device=H200) is None
 
@@ -310,8 +310,9 @@ def test_batches_of_sorted_ids_on_the_gpu():
     ids = jnp.full((4, m), 2, jnp.int32)
     d_out = jnp.ones((4, m, d)) * jnp.arange(1.0, 5)[:, None, None]
     pull = lambda i, g: jax.vjp(lambda t: embedding(t, i), jnp.zeros((5, d)))[1](g)[0]  # noqa: E731
+    pull = jax.jit(jax.vmap(pull))
     for _ in range(20):
-        found = jax.jit(jax.vmap(pull))(ids, d_out)
+        found = pull(ids, d_out)
         np.testing.assert_array_equal(found[:, 2, 0], m * np.arange(1, 5))
         assert not found[:, [0, 1, 3, 4]].any()
 

@@ -50,8 +50,8 @@ def zeros_of(v: int, d: int, dtype: str, ids: np.ndarray, blocks: int) -> Zeros:
 def by_machine(monkeypatch, zeros: Zeros, ids: np.ndarray) -> tuple[np.ndarray, Order]:
     """Of memory that was full of ones: the array, and the order."""
     sums = zeros.sums
-    keys = np.pad(ids, (0, -len(ids) % embedding_zeros_lanes.WORDS))
-    arrays = {"keys": keys, "out": np.ones((sums.count, sums.width), jnp.dtype(sums.out))}
+    given = np.pad(ids, (0, -len(ids) % embedding_zeros_lanes.WORDS))
+    arrays = {"given": given, "out": np.ones((sums.count, sums.width), jnp.dtype(sums.out))}
     shapes = sums.order_shapes._asdict()
     arrays |= {name: np.full(shape, -1, np.int32) for name, shape in shapes.items()}
     machine = machine_of(monkeypatch, arrays, shared_bytes(zeros))
