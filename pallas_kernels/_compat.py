@@ -114,6 +114,17 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
 
 
+def store(ref: Any, value: Any, *, interpret: bool) -> None:
+    """Writes registers where JAX cannot prove that the accesses are wide, or apart on chip.
+
+    jax 0.12 refuses these otherwise, and reads, to drop it, what was there before.
+    """
+    if interpret or VERSION < (0, 12):  # ends with jax 0.11, which proves nothing of stores
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def wgmma(
     acc: jax.Array | None,
     a: Any,

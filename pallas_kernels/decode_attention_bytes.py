@@ -156,7 +156,8 @@ def results(outs, scratch, *, interpret: bool):
     if interpret:
         return outs
     for i, out in enumerate(outs):
-        scratch.at[i][...] = _relabelled(out, plgpu.Layout.WGMMA, _AS_VALUES)
+        in_order = _relabelled(out, plgpu.Layout.WGMMA, _AS_VALUES)
+        _compat.store(scratch.at[i], in_order, interpret=interpret)
     plgpu.commit_smem()
     outs = [
         _compat.load(scratch.at[i], plgpu.Layout.WGMMA, optimized=False) for i in range(len(outs))

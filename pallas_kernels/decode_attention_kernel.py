@@ -388,11 +388,13 @@ def attend(
                 sums = [*sums, read(sinks_ref.at[head], per_head()) * LOG2E]
             lse, out = (sums[0], outs[0]) if len(sums) == 1 else merge(sums, outs)
             if parts == 1:
-                put(outputs[0], scratch["out"], row, head, chunk, out)
+                put(outputs[0], scratch["out"], row, head, chunk, out, interpret=static.interpret)
                 return
-            outputs[0].at[row, head, part, pl.ds(chunk * LINE, LINE)][...] = out
+            to = outputs[0].at[row, head, part, pl.ds(chunk * LINE, LINE)]
+            _compat.store(to, out, interpret=static.interpret)
             if chunk == 0:
-                outputs[1].at[row, head, part][...] = lse
+                to = outputs[1].at[row, head, part]
+                _compat.store(to, lse, interpret=static.interpret)
 
         if cluster == 1:
             for chunk, out in enumerate(outs):
@@ -401,7 +403,7 @@ def attend(
             parts_s, sums_s, meeting = (scratch[name] for name in ("parts", "sums", "meeting"))
             sums_s[...] = lse
             for chunk, out in enumerate(outs):
-                parts_s.at[chunk][...] = out
+                _compat.store(parts_s.at[chunk], out, interpret=static.interpret)
             meet_blocks(meeting)
             peers: list[Any] = [{"rank": jnp.int32(i)} for i in range(cluster)]
             for chunk in range(chunks):

@@ -57,7 +57,7 @@ def merge(sums, parts):
     return top + jnp.log2(total), out
 
 
-def put(out_ref, o_s, row, head, chunk, out, first: int = 0):
+def put(out_ref, o_s, row, head, chunk, out, first: int = 0, *, interpret: bool):
     """Rounds 64 numbers of every head, [64, heads], and brings them where the result has them.
 
     first: of the heads that share the key head, the one that these begin with.
@@ -66,7 +66,7 @@ def put(out_ref, o_s, row, head, chunk, out, first: int = 0):
     count = min(group - first, out.shape[1])
     size = min(LINE, width - chunk * LINE)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    o_s.T[...] = out.astype(o_s.dtype)
+    _compat.store(o_s.T, out.astype(o_s.dtype), interpret=interpret)
     plgpu.commit_smem()
     columns = pl.ds(chunk * LINE, size)
     if size == LINE:
@@ -103,7 +103,7 @@ def combine(outs, sums, like, *, sinks=None, interpret: bool):
                 columns = pl.ds(chunk * LINE, LINE)
                 lines = [outs_ref.at[row, head, i, columns, some(first)] for i in range(parts)]
                 _, out = merge(sums, [read(x, plgpu.Layout.WGMMA) for x in lines])
-                put(out_ref, o_s, row, head, chunk, out, first)
+                put(out_ref, o_s, row, head, chunk, out, first, interpret=interpret)
 
         plgpu.wait_smem_to_gmem(0)
 

@@ -163,7 +163,7 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
             @pl.when(wanted)
             def _(targets=targets):
                 for y, target in zip(ys, targets, strict=True):
-                    target[...] = y.astype(out_dtype)
+                    _compat.store(target, y.astype(out_dtype), interpret=interpret)
 
     def rounded(y):
         return y.astype(dtype).astype(jnp.float32)

@@ -181,7 +181,8 @@ def vector_products(static: Static, a, b, bias=None, residual=None):
             y = jax.nn.silu(ys[0]) * ys[1] if static.gated else ys[0]
             if residual_ref is not None:
                 y = y + load(residual_ref.at[one, pl.ds(row, rows)], 1)
-            out_ref.at[one, pl.ds(row, rows)][...] = y.astype(out_dtype)
+            place = out_ref.at[one, pl.ds(row, rows)]
+            _compat.store(place, y.astype(out_dtype), interpret=interpret)
 
     return _compat.kernel(
         body,
@@ -328,7 +329,7 @@ def split_products(
                 if residual is not None:
                     more = _compat.load(place, plgpu.Layout.WGMMA, optimized=False)
                     y = y + more.astype(jnp.float32)
-                place[...] = y.astype(out_dtype)
+                _compat.store(place, y.astype(out_dtype), interpret=interpret)
             plgpu.commit_smem()
             target = out_at(out_ref, piece, whole=False)
             plgpu.copy_smem_to_gmem(out_slot(piece, target.shape[0]), target)
@@ -340,7 +341,8 @@ def split_products(
         shown, meeting = scratch["parts"], scratch["meeting"]
         for piece, (start, size) in enumerate(pieces):
             for i, total in enumerate(totals):
-                shown.at[piece, i, :, pl.ds(0, size)][...] = total[:, start : start + size]
+                to = shown.at[piece, i, :, pl.ds(0, size)]
+                _compat.store(to, total[:, start : start + size], interpret=interpret)
         plgpu.barrier_arrive(meeting)
         plgpu.barrier_wait(meeting)
         for piece, (_start, size) in enumerate(pieces):

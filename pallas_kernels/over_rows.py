@@ -93,7 +93,7 @@ def _load(ref: Any, part: Part) -> jax.Array:
 def _store(ref: Any, part: Part, value: jax.Array) -> None:
     """The other way."""
     if part.tile.lines == 1:
-        ref[...] = value
+        _compat.store(ref, value, interpret=part.tile.interpret)
     elif part.tile.interpret:
         ref[...] = value.reshape(-1)
     else:
@@ -362,7 +362,7 @@ def _add_lines(total: jax.Array, part: Part, lines: Any, target: Any) -> None:
     if part.tile.interpret:
         lines[...] = total.reshape(lines.shape)
     else:
-        lines.reshape(*part.shape)[...] = total
+        _compat.store(lines.reshape(*part.shape), total, interpret=False)
     plgpu.commit_smem()  # all threads have written
     first = lines[0]
     target[...] = jax.lax.fori_loop(1, lines.shape[0], lambda i, line: line + lines[i], first)

@@ -105,7 +105,7 @@ def _turned(static: _Static, heads, cos, sin, cache):
             @pl.when(whether)
             def _(targets=targets):
                 for y, target in zip(turned, targets, strict=True):
-                    target[...] = y.astype(dtype)
+                    _compat.store(target, y.astype(dtype), interpret=static.interpret)
 
     held = jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots
     q = _compat.kernel(

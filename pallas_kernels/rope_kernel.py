@@ -173,8 +173,9 @@ def _by_copies(static: Static, q, k, cos, sin):
                     block.at[slot, :, pl.ds(start + column, step)] for start in (0, half)
                 )
                 x1, x2 = (_load(static, x, layout).astype(jnp.float32) for x in (left, right))
-                left[...] = (x1 * c - x2 * s).astype(dtype)
-                right[...] = (x2 * c + x1 * s).astype(dtype)
+                turned = (x1 * c - x2 * s).astype(dtype), (x2 * c + x1 * s).astype(dtype)
+                for to, x in zip((left, right), turned, strict=True):
+                    _compat.store(to, x, interpret=static.interpret)
             plgpu.commit_smem()
             of_q_or_k(slot, functools.partial(write, slot))
             plgpu.commit_smem_to_gmem_group()
