@@ -290,7 +290,12 @@ class Block:
         """
         static, bend, factor = self.plan.static, tile["bend"], tile["factor"]
         if static.softcap is not None:
-            scores = soft_cap.minus_sigmoid(scores, bend, interpret=static.interpret)
+            # What is masked may be NaN, and is to be alone then. Four numbers at a time want
+            # registers, which 256 columns of the result have none of.
+            together = 1 if is_masked else 4 if self.plan.h <= 128 else 2
+            scores = soft_cap.minus_sigmoid(
+                scores, bend, interpret=static.interpret, together=together
+            )
         elif bend != 1.0:
             scores = scores * numbers(bend)
         if is_masked:

@@ -2,7 +2,8 @@
 
 tanh x = 1 - 2 / (exp(2 x) + 1). The GPU's own tanh has 11 bits, too few: scores of 25 under a cap
 of 50 would be off by 0.01. A quotient is guarded against divisors beyond 2^126, four instructions
-of which none is needed here: the reciprocal alone is one.
+of which none is needed here: the reciprocal alone is one. The hardware makes 16 of these a clock,
+and of powers of two; so several numbers may share one: 1 / ab times b is 1 / a.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax._src.lib.mlir.dialects import arith, vector
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.lane_code import array_of
 
-WRONG = 4e-7  # a tanh, at most
-MOST = 1024.0  # a cap: its scores are then wrong by 0.0004, as much as float16 rounds a weight
+WRONG = 6e-7  # a tanh, at most
+MOST = 1024.0  # a cap: its scores are then wrong by 0.0006, about what float16 rounds a weight by
+# Powers of two that are multiplied four at a time; with this one tanh is 1 but for 2^-30
+LARGEST = 31.0
 
 
 def why_not(cap: float | None) -> str | None:
@@ -35,12 +41,23 @@ def tanh(
 
 
 def minus_sigmoid(
-    x: jax.Array, factor: Any, *, interpret: bool, layout: Any = plgpu.Layout.WGMMA
+    x: jax.Array,
+    factor: Any,
+    *,
+    interpret: bool,
+    layout: Any = plgpu.Layout.WGMMA,
+    together: int = 1,
 ) -> jax.Array:
     """-sigmoid(-2 factor x) = (tanh(factor x) - 1) / 2: an instruction less than `tanh`, for where
     a constant does not count, as in a softmax.
+
+    together: 1, or as many numbers of a row as share a reciprocal, 2 or 4, of [64, a multiple of
+    16] in Layout.WGMMA; where one of them is NaN, all are. Half of WRONG is their error.
     """
-    divisor = -1.0 - jnp.exp2(x * (factor * (2 * LOG2E)))
+    powers = x * (factor * (2 * LOG2E))
+    if together > 1:
+        powers = jnp.minimum(powers, LARGEST)
+    divisor = -1.0 - jnp.exp2(powers)
     if interpret:
         return 1.0 / divisor
 
@@ -51,6 +68,27 @@ def minus_sigmoid(
     def reciprocal(_: Any, *arrays: Any) -> Any:
         """0 beyond 2^126."""
         (array,) = arrays
-        return array._pointwise(array._lift_fast_instr("rcp.approx.ftz.f32"))
+        one = array._lift_fast_instr("rcp.approx.ftz.f32")
+        if together == 1:
+            return array._pointwise(one)
+        return array_of(_shared(array.registers, one, together), x.shape, layout)
 
     return reciprocal(divisor)
+
+
+def _shared(registers: Any, reciprocal: Any, together: int) -> list[Any]:
+    """The reciprocals of registers [1, columns / 8, ...], two numbers of a row each."""
+    found = np.empty_like(registers)
+    for place in np.ndindex(registers[:, ::2].shape):
+        left, right = ((place[0], 2 * place[1] + i, *place[2:]) for i in range(2))
+        a, b = registers[left], registers[right]
+        both = arith.mulf(a, b)
+        if together == 2:
+            inverse = reciprocal(both)
+        else:
+            first, second = (vector.extract(both, [], [i]) for i in range(2))
+            one = reciprocal(arith.mulf(first, second))
+            pair = [arith.mulf(one, second), arith.mulf(one, first)]
+            inverse = vector.from_elements(both.type, pair)
+        found[left], found[right] = arith.mulf(inverse, b), arith.mulf(inverse, a)
+    return list(found.flat)

@@ -165,7 +165,7 @@ MAY_IMPORT = {
     "pallas_kernels.packed": "",
     "pallas_kernels.quantize": "pallas_kernels.packed",
     "pallas_kernels.attention_reference": "pallas_kernels.matmul_finish",
-    "pallas_kernels.soft_cap": "pallas_kernels.attention_reference",
+    "pallas_kernels.soft_cap": "pallas_kernels.attention_reference pallas_kernels.lane_code",
     "pallas_kernels.attention_fp8": "pallas_kernels.attention_reference",
     "pallas_kernels.flash_attention_blocks": "",
     "pallas_kernels.flash_attention_schedule": "",

@@ -21,6 +21,7 @@ from pallas_kernels.measure import size_bytes
 
 LLAMA, LLAMA_1B, PHI = (32, 8, 128), (32, 8, 64), (32, 32, 96)  # Llama-3.1-8B, -3.2-1B, Phi-3-mini
 QWEN, GEMMA = (14, 2, 64), (16, 8, 256)  # Qwen2.5-0.5B, Gemma-2-9B
+GEMMA_27B = (32, 16, 128)
 TOKENS = 16384
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 DIRECT_BYTES = 2**33  # scores that the plain path may hold at a time; more go by blocks of queries
@@ -49,6 +50,7 @@ def cases() -> list[Case]:
         found.append(case(1, 512, QWEN))
         if not backward:
             found += [case(1, 8192, GEMMA), case(1, 8192, GEMMA, softcap=50.0)]
+            found.append(case(1, 8192, GEMMA_27B, softcap=50.0))
             found.append(case(1, 8192, GEMMA, documents=8, spilled_bytes=SPILLED_WIDE))
             found.append(case(4, 4096, LLAMA, dtype="float16"))
             of_bytes = functools.partial(case, dtype=FP8)
