@@ -12,7 +12,7 @@ device, so the tiles of XLA's own matrix products here mean nothing.
 Where the facts come from. XLA writes its sequence of thunks (what the GPU is told to do, in order)
 and the PTX of its own kernels into the folder that `xla_dump_to` names, an option of the one
 compilation. Mosaic takes no option: it writes a kernel's assembly code and what the assembler said
-into the folder that the variable MOSAIC_GPU_DUMP_TO names, which JAX looks up anew whenever it
+into the folder that the variable MOSAIC_GPU_DUMP_TO names, which jax 0.11 looks up anew whenever it
 lowers or compiles a kernel (measured; the compiled program itself holds its code in no form that
 can be read). So the variable is set while one compilation lasts and put back after it. It changes
 what is written down, never what is compiled; and a kernel that has left no trace is an error here,
@@ -34,7 +34,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ _TARGETS = Path(__file__).parent / "targets"
 _DUMP_VARIABLE = "MOSAIC_GPU_DUMP_TO"
 _one_at_a_time = threading.Lock()
 _calls = itertools.count()
-_compiled: dict[str, Kernel] = {}  # by the hash of a Mosaic kernel's module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,9 +249,10 @@ def _mosaic_writes_to(folder: Path) -> Iterator[None]:
 
 def _read(compiled: Any, xla: Path, mosaic: Path) -> Program:
     hlo = compiled.as_text()
-    instructions = {name: _Instruction(line) for name, line in _definitions(hlo)}
+    dumped = sorted(path.stem for path in mosaic.glob("*.ptx") if _is_module(path))
+    instructions = {name: _Instruction(line, dumped) for name, line in _definitions(hlo)}
     launches, shared = _launches(_only(xla, "thunk_sequence.txt"), xla, instructions)
-    kernels = _mosaic_kernels(instructions.values(), mosaic)
+    kernels = [_mosaic_kernel(mosaic / f"{name}.ptx") for name in dumped]
     ptx = [path for path in sorted(xla.glob("*.ptx")) if _is_module(path)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for found in pool.map(_assemble, ptx):
@@ -299,32 +299,28 @@ def _definitions(hlo: str) -> Iterator[tuple[str, str]]:
 
 
 class _Instruction:
-    """What a line of HLO says: `bf16[8,128]{1,0} fusion(...), kind=kLoop, ...`.
+    """What a line of HLO says: `bf16[8,128]{1,0} fusion(...), kind=kLoop, ...`."""
 
-    kernel, kernel_hash: of a call of Mosaic's.
-    """
-
-    def __init__(self, line: str):
+    def __init__(self, line: str, dumped: list[str]):
         head = re.match(r"(\((?:[^()]|\([^()]*\))*\)|\S+) ([\w-]+)\(", line)
         self.result = head[1] if head else ""
         self.opcode = head[2] if head else ""
-        self.kernel = self.kernel_hash = None
+        self.kernel = None
         if target := re.search(r'custom_call_target="([^"]+)"', line):
             self.opcode += f" {target[1]}"
             if target[1].startswith("mosaic_gpu"):
-                self.kernel, self.kernel_hash = self._mosaic(line)
+                self.kernel = self._mosaic_name(line, dumped)
 
     @staticmethod
-    def _mosaic(line: str) -> tuple[str, str]:
-        # The kernel's module names its function, and "stable" is the dialect that it is kept in.
-        names = re.findall(r"\\00(?!stable_)(\w+)_mosaic_gpu(?=\\00)", line)
-        hashes = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', line)
-        if len(names) != 1 or len(hashes) != 1:
+    def _mosaic_name(line: str, dumped: list[str]) -> str:
+        # The kernel's module names the files that were written of it.
+        found = [name for name in dumped if f"\\00{name}\\00" in line]
+        if len(found) != 1:
             raise RuntimeError(
-                f"aot: a call of Mosaic's has {len(names)} names and {len(hashes)} hashes, not one "
-                "of each: this jax writes them otherwise"
+                f"aot: {len(found)} Mosaic kernels, not one, have left code for a call in the "
+                f"program (written: {', '.join(dumped) or 'none'})"
             )
-        return names[0], hashes[0]
+        return _without_number(found[0])
 
     def results(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return tuple(
@@ -367,31 +363,6 @@ def _launches(
             )
         )
     return launches, shared
-
-
-def _mosaic_kernels(instructions: Iterable[_Instruction], folder: Path) -> list[Kernel]:
-    """Those that a program calls, each once.
-
-    What a process has compiled before, jax 0.12 does not compile again: it is known by its hash.
-    """
-    called = {x.kernel_hash: x.kernel for x in instructions if x.kernel and x.kernel_hash}
-    written: dict[str, list[Path]] = collections.defaultdict(list)
-    for path in folder.glob("*.ptx"):
-        if _is_module(path):
-            written[_without_number(path.stem)].append(path)
-    for name in {*written, *called.values()}:
-        # Files are numbered as kernels are compiled, which is in the order of the HLO.
-        files = sorted(written.get(name, ()), key=lambda path: int(path.stem.rpartition("_")[2]))
-        new = [key for key, of in called.items() if of == name]
-        if len(files) != len(new):
-            new = [key for key in new if key not in _compiled]
-        if len(files) != len(new):
-            raise RuntimeError(
-                f"aot: {len(files)} Mosaic kernels {name!r}, not {len(new)}, have left code for "
-                f"the program's calls (written: {', '.join(sorted(written)) or 'none'})"
-            )
-        _compiled.update(zip(new, map(_mosaic_kernel, files), strict=True))
-    return [_compiled[key] for key in called]
 
 
 def _mosaic_kernel(ptx: Path) -> Kernel:

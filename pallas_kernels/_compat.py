@@ -115,9 +115,9 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
 
 
 def store(ref: Any, value: Any, *, interpret: bool) -> None:
-    """Writes registers where JAX cannot prove that the accesses are wide, or apart on chip.
+    """ref[...] = value, of registers whose accesses are narrow, or in one bank on chip.
 
-    jax 0.12 refuses these otherwise, and reads, to drop it, what was there before.
+    There jax 0.12 refuses the plain assignment, which loads the old value too.
     """
     if interpret or VERSION < (0, 12):  # ends with jax 0.11, which proves nothing of stores
         ref[...] = value

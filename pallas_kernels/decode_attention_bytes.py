@@ -157,7 +157,7 @@ def results(outs, scratch, *, interpret: bool):
         return outs
     for i, out in enumerate(outs):
         in_order = _relabelled(out, plgpu.Layout.WGMMA, _AS_VALUES)
-        _compat.store(scratch.at[i], in_order, interpret=interpret)
+        _compat.store(scratch.at[i], in_order, interpret=False)
     plgpu.commit_smem()
     outs = [
         _compat.load(scratch.at[i], plgpu.Layout.WGMMA, optimized=False) for i in range(len(outs))

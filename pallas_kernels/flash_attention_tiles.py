@@ -290,8 +290,8 @@ class Block:
         """
         static, bend, factor = self.plan.static, tile["bend"], tile["factor"]
         if static.softcap is not None:
-            # What is masked may be NaN, and is to be alone then. Four numbers at a time want
-            # registers, which 256 columns of the result have none of.
+            # What is masked may be NaN, and shares nothing then. Sharing by four takes registers
+            # that a result wider than 128 does not leave (256 was measured).
             together = 1 if is_masked else 4 if self.plan.h <= 128 else 2
             scores = soft_cap.minus_sigmoid(
                 scores, bend, interpret=static.interpret, together=together

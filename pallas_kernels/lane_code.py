@@ -64,7 +64,7 @@ def register_of(words: Sequence[Any], number: Any) -> Any:
 
 
 def array_of(registers: Sequence[Any], shape: tuple[int, ...], layout: Any) -> Any:
-    """What a thread has of an array in a layout of `_compat.tiled_layout`, for `inline_mgpu`."""
+    """What a thread has of an array in a tiled layout, such as Layout.WGMMA, for `inline_mgpu`."""
     held = np.empty(len(registers), dtype=object)
     held[:] = registers
     return mgpu.FragmentedArray(

@@ -2,8 +2,8 @@
 
 tanh x = 1 - 2 / (exp(2 x) + 1). The GPU's own tanh has 11 bits, too few: scores of 25 under a cap
 of 50 would be off by 0.01. A quotient is guarded against divisors beyond 2^126, four instructions
-of which none is needed here: the reciprocal alone is one. The hardware makes 16 of these a clock,
-and of powers of two; so several numbers may share one: 1 / ab times b is 1 / a.
+of which none is needed here: the reciprocal alone is one. A multiprocessor makes 16 reciprocals or
+powers of two a clock, so several numbers may share a reciprocal: 1 / ab times b is 1 / a.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention_reference import LOG2E
 from pallas_kernels.lane_code import array_of
 
-WRONG = 6e-7  # a tanh, at most
-MOST = 1024.0  # a cap: its scores are then wrong by 0.0006, about what float16 rounds a weight by
-# Powers of two that are multiplied four at a time; with this one tanh is 1 but for 2^-30
-LARGEST = 31.0
+WRONG = 8e-7  # a bent score over its cap, at most; half of that where none shares a reciprocal
+MOST = 512.0  # a cap: its scores are then wrong by 0.0004, as much as float16 rounds a weight
+# Of powers of two that are multiplied four at a time: tanh is then 1 but for 2^-30
+LARGEST_EXPONENT = 31.0
 
 
 def why_not(cap: float | None) -> str | None:
@@ -36,7 +36,7 @@ def why_not(cap: float | None) -> str | None:
 def tanh(
     x: jax.Array, factor: Any, *, interpret: bool, layout: Any = plgpu.Layout.WGMMA
 ) -> jax.Array:
-    """Of factor x, wrong by 4e-7 at most. x: float32 in `layout`; factor: a number."""
+    """Of factor x, wrong by half of WRONG at most. x: float32 in `layout`; factor: a number."""
     return 1.0 + 2.0 * minus_sigmoid(x, factor, interpret=interpret, layout=layout)
 
 
@@ -52,12 +52,13 @@ def minus_sigmoid(
     a constant does not count, as in a softmax.
 
     together: 1, or as many numbers of a row as share a reciprocal, 2 or 4, of [64, a multiple of
-    16] in Layout.WGMMA; where one of them is NaN, all are. Half of WRONG is their error.
+    16] in Layout.WGMMA; where one of them is NaN, all are. It is wrong by half as much as a tanh.
     """
-    powers = x * (factor * (2 * LOG2E))
+    assert together in (1, 2, 4), together
+    exponents = x * (factor * (2 * LOG2E))
     if together > 1:
-        powers = jnp.minimum(powers, LARGEST)
-    divisor = -1.0 - jnp.exp2(powers)
+        exponents = jnp.minimum(exponents, LARGEST_EXPONENT)
+    divisor = -1.0 - jnp.exp2(exponents)
     if interpret:
         return 1.0 / divisor
 
@@ -66,7 +67,7 @@ def minus_sigmoid(
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
     )
     def reciprocal(_: Any, *arrays: Any) -> Any:
-        """0 beyond 2^126."""
+        """Alone 0 beyond 2^126, to which shared ones do not come."""
         (array,) = arrays
         one = array._lift_fast_instr("rcp.approx.ftz.f32")
         if together == 1:

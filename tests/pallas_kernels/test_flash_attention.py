@@ -418,3 +418,17 @@ def test_what_others_test_on_the_device(name: str):
     exact = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
     truth = oracles.attention(*exact, **case.kwargs)
     assert_as_accurate(ours, plain, truth)
+
+
+@pytest.mark.gpu
+def test_under_a_soft_cap_what_is_masked_may_be_nan():
+    """Keys behind a row's length, beside others that are seen; one that is seen shows."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (1, 384, 2, 64), BF16) for key in keys)
+    lengths = jnp.asarray([293], jnp.int32)
+    behind = jnp.arange(384)[None, :, None, None] >= lengths[0]
+    attend = functools.partial(flash_attention, causal=False, softcap=30.0, kv_lengths=lengths)
+    v = jnp.where(behind, 0, v)
+    right = attend(q, k, v)
+    assert np.array_equal(attend(q, jnp.where(behind, jnp.nan, k), v), right)
+    assert np.isnan(attend(q, k.at[:, 5].set(jnp.nan), v)).all()

@@ -1,6 +1,5 @@
 """The tanh of soft caps against float64: as the interpreter has it, and on a GPU."""
 
-import functools
 from typing import Any
 
 import jax
@@ -25,7 +24,9 @@ F32 = jnp.float32
 # Both signs; the smallest normal number, and beyond where exp is infinite
 POSITIVE = np.concatenate([[0.0, 2.0**-126, 1e4, np.inf], np.geomspace(1e-6, 120, 1020)])
 NUMBERS = np.stack([POSITIVE, -POSITIVE]).reshape(64, 32).astype(np.float32)
-BOUND = {1: 4e-7, 2: 6e-7, 4: 6e-7}  # by how many share a reciprocal
+# Large and small ones share a reciprocal
+NUMBERS = np.random.default_rng(0).permutation(NUMBERS.ravel()).reshape(64, 32)
+BOUND = {1: 4e-7, 2: 8e-7, 4: 8e-7}  # by how many share a reciprocal: what WRONG says
 
 
 def call(factor: Any, together: int = 1, *, interpret: bool) -> Any:
@@ -66,7 +67,7 @@ def test_interpreted(factor: float, together: int):
 
 def test_a_cap_that_leaves_no_digits_is_refused():
     """A cap of 1e30 does nothing, but kernels would make 0 of every score."""
-    assert soft_cap.why_not(None) is soft_cap.why_not(50.0) is soft_cap.why_not(1024.0) is None
+    assert soft_cap.why_not(None) is soft_cap.why_not(50.0) is soft_cap.why_not(512.0) is None
     heads, ids = jnp.zeros((1, 1, 1, 64), jnp.bfloat16), jnp.zeros((1,), jnp.int32)
     calls = (
         (flash_attention, (heads, heads, heads)),
@@ -74,7 +75,7 @@ def test_a_cap_that_leaves_no_digits_is_refused():
         (linear_cross_entropy, (heads[0, 0], heads[0, 0], ids)),
     )
     for f, arrays in calls:
-        said = rf"^{f.__name__}: .*under a soft cap of 1e\+30 would be wrong by 6e\+23; takes 1024"
+        said = rf"^{f.__name__}: .*under a soft cap of 1e\+30 would be wrong by 8e\+23; takes 512"
         with pytest.raises(NotImplementedError, match=said):
             f(*arrays, softcap=1e30, interpret=True)
 
@@ -97,15 +98,3 @@ def test_the_reciprocal_is_one_instruction(together: int):
 def test_on_a_gpu(factor: float, together: int):
     found = jax.jit(call(factor, together, interpret=False))(jnp.asarray(NUMBERS))
     assert_right(found, factor, together)
-
-
-@pytest.mark.gpu
-def test_what_is_masked_may_be_nan():
-    """Keys behind a row's length, beside others that are seen."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (1, 384, 2, 64), jnp.bfloat16) for key in keys)
-    lengths = jnp.asarray([293], jnp.int32)
-    behind = jnp.arange(384)[None, :, None, None] >= lengths[0]
-    attend = functools.partial(flash_attention, causal=False, softcap=30.0, kv_lengths=lengths)
-    right = attend(q, k, jnp.where(behind, 0, v))
-    assert np.array_equal(attend(q, jnp.where(behind, jnp.nan, k), jnp.where(behind, 0, v)), right)
