@@ -14,7 +14,7 @@ import contextlib
 import functools
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -181,10 +181,11 @@ class Machine:
         def several(text: str) -> list[str]:
             return [name.strip() for name in text.strip("{}").split(",")]
 
+        space = next((name for name in op if name in self.memory), "")
         kind, size = op[-1], {"8": 1, "16": 2, "32": 4}.get(re.sub(r"\D", "", op[-1]), 0)
         if op[0] == "ld":
             names = several(arguments[0])
-            found = self.load(op[1], address(arguments[1]), size, len(names))
+            found = self.load(space, address(arguments[1]), size, len(names))
             for name, words in zip(names, found, strict=True):
                 kept = registers.get(name, words)  # where nothing is loaded
                 registers[name] = np.where(self.mask, words, kept)
@@ -196,7 +197,7 @@ class Machine:
                 self.sent.append((rank, place, words[thread].astype(np.uint32)))
         elif op[0] == "st":
             values = [get(name) for name in several(arguments[1])]
-            self.store(op[1], address(arguments[0]), size, values)
+            self.store(space, address(arguments[0]), size, values)
         elif op[:2] == ["cp", "async"]:
             if op[2] == "cg":
                 self._copy(address(arguments[0]), address(arguments[1]), get(arguments[3]))
@@ -207,13 +208,22 @@ class Machine:
         elif op[0] == "fence":
             pass
         elif op[0] == "atom":
+            most = None if "add" in op else get(arguments[2])
+            assert most is None or "inc" in op, "no other is known"
+            more = get(arguments[2]) if most is None else np.ones_like(most)
+            found = self._add(address(arguments[1]), more, most)
+            kept = registers.get(arguments[0], found)
+            registers[arguments[0]] = np.where(self.mask, found, kept)
+        elif op[0] == "red":
             assert "add" in op, "no other is known"
-            found = self._add(address(arguments[1]), get(arguments[2]))
-            registers[arguments[0]] = np.where(self.mask, found, registers[arguments[0]])
+            self._add(address(arguments[0]), get(arguments[1]))
         elif op[0] == "mma":
             given = [[get(name) for name in several(text)] for text in arguments[1:]]
-            dtype = HALVES[op[-2]]
-            registers.update(zip(several(arguments[0]), self._mma(dtype, *given), strict=True))
+            if "m16n8k32" in op:
+                found = self._whole_mma(op[-3] == "s8", *given)
+            else:
+                found = self._mma(HALVES[op[-2]], *given)
+            registers.update(zip(several(arguments[0]), found, strict=True))
         elif op[0] == "mov" and "{" in arguments[1]:
             low, high = (get(name) for name in several(arguments[1]))
             registers[arguments[0]] = low | high << np.uint64(16)
@@ -236,14 +246,23 @@ class Machine:
             if kind == "f32" and op[-2] in HALVES:
                 rounded = f32(x[0]).astype(HALVES[op[-2]])
                 return rounded.view(np.uint16).astype(np.uint64)
+            if op[-2:] == ["f32", "s32"]:
+                return of_f32(x[0].astype(np.uint32).view(np.int32))
+            if op[-2:] == ["f32", "u32"]:
+                return of_f32(x[0])
             if kind in HALVES:
                 return of_f32(x[0].astype(np.uint16).view(HALVES[kind]))
             return x[0]  # of whole numbers
+        if kind == "u16x2":
+            assert name == "max", "no other is known"
+            halves = [each.astype(np.uint32).view(np.uint16) for each in x]
+            return np.maximum(*halves).view(np.uint32).astype(np.uint64)
         if kind in PAIRS:
             y = [pair(each, PAIRS[kind]) for each in x]
             functions: Any = {"mul": lambda a, b: a * b, "sub": lambda a, b: a - b}
             functions |= {"add": lambda a, b: a + b, "fma": lambda a, b, c: a * b + c}
-            functions["max"] = np.fmax
+            functions["max"] = np.maximum if "NaN" in op else np.fmax
+            functions["abs"] = np.abs
             return of_pair(functions[name](*y), PAIRS[kind])
         if kind == "f32" and name != "mov":
             y = [f32(each).astype(np.float64) for each in x]
@@ -253,6 +272,9 @@ class Machine:
             functions |= {"sub": lambda a, b: a - b, "lg2": np.log2, "neg": lambda a: -a}
             functions["max"] = np.maximum if "NaN" in op else np.fmax
             return of_f32(functions[name](*y))
+        if name == "dp4a":
+            products = _bytes(x[0], op[1] == "s32") * _bytes(x[1], op[2] == "s32")
+            return x[2] + products.sum(1).astype(np.uint64)
         functions: Any = {"mov": lambda a: a, "and": np.bitwise_and, "or": np.bitwise_or}
         functions |= {"xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift}
         functions |= {"mul": lambda a, b: a * b, "add": lambda a, b: a + b, "min": np.minimum}
@@ -260,13 +282,42 @@ class Machine:
         functions |= {"mad": lambda a, b, c: a * b + c, "lop3": _lop3, "prmt": _prmt}
         return functions[name](*x)
 
-    def _add(self, addresses: np.ndarray, more: np.ndarray) -> np.ndarray:
-        """Adds to words of global memory, a thread after the other; what each found there."""
+    def _whole_mma(self, signed: bool, a: Any, b: Any, sums: Any) -> list[np.ndarray]:
+        """m16n8k32 of 8-bit numbers, likewise; signed: whether a's are, as b's always are."""
+        self.meet()
+        down, across = np.arange(LANES) // 4, np.arange(LANES) % 4
+        left = np.zeros((self.threads // LANES, 16, 32), np.int64)
+        right = np.zeros((self.threads // LANES, 32, 8), np.int64)
+        for e in range(4):
+            for i, words in enumerate(a):
+                numbers = _bytes(words, signed)[:, e].reshape(-1, LANES)
+                left[:, down + 8 * (i % 2), 4 * across + e + 16 * (i // 2)] = numbers
+            for i, words in enumerate(b):
+                numbers = _bytes(words, True)[:, e].reshape(-1, LANES)
+                right[:, 4 * across + e + 16 * i, down] = numbers
+        product = left @ right
+        return [
+            (
+                before.astype(np.int64)
+                + product[:, down + 8 * (i // 2), 2 * across + i % 2].reshape(-1)
+            )
+            .astype(np.uint32)
+            .astype(np.uint64)
+            for i, before in enumerate(sums)
+        ]
+
+    def _add(
+        self, addresses: np.ndarray, more: np.ndarray, most: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Adds to words of global memory, a thread after the other; what each found there. A word
+        that was `most` becomes 0.
+        """
         found, before = np.zeros(self.threads, np.uint64), self.mask
         for thread in np.flatnonzero(before):
             self.mask = np.arange(self.threads) == thread
             [words] = self.load("global", addresses, 4, 1)
-            self.store("global", addresses, 4, [words + more])
+            after = words + more if most is None else np.where(words == most, 0, words + more)
+            self.store("global", addresses, 4, [after])
             found[thread] = words[thread]
         self.mask = before
         return found
@@ -278,7 +329,7 @@ class Machine:
 
     def _mma(self, dtype: Any, a: Any, b: Any, sums: Any) -> list[np.ndarray]:
         """m16n8k16 of every warp, by PTX's table of who has what."""
-        assert self.mask.all()
+        self.meet()
         down, across = np.arange(LANES) // 4, np.arange(LANES) % 4
         left = np.zeros((self.threads // LANES, 16, 16))
         right = np.zeros((self.threads // LANES, 16, 8))
@@ -295,6 +346,12 @@ class Machine:
             of_f32(f32(before) + product[:, down + 8 * (i // 2), 2 * across + i % 2].reshape(-1))
             for i, before in enumerate(sums)
         ]
+
+
+def _bytes(words: np.ndarray, signed: bool) -> np.ndarray:
+    """The four of a word, lowest first, [threads, 4]."""
+    kind = np.int8 if signed else np.uint8
+    return words.astype(np.uint32).view(kind).reshape(-1, 4).astype(np.int64)
 
 
 def _lop3(a: Any, b: Any, c: Any, table: Any) -> np.ndarray:
@@ -358,11 +415,14 @@ def dialects(machine: Machine) -> dict[str, Any]:
         remui=whole(np.remainder),
         minui=whole(np.minimum),
         maxui=whole(np.maximum),
+        shrsi=signed(np.right_shift),
         minsi=signed(np.minimum),
         maxsi=signed(np.maximum),
         andi=whole(np.bitwise_and),
         xori=whole(np.bitwise_xor),
         ori=whole(np.bitwise_or),
+        shli=whole(np.left_shift),
+        shrui=whole(np.right_shift),
         addf=floats(np.add),
         subf=floats(np.subtract),
         mulf=floats(np.multiply),
@@ -391,3 +451,11 @@ def dialects(machine: Machine) -> dict[str, Any]:
         "llvm": types.SimpleNamespace(ConstantOp=lambda _, x: types.SimpleNamespace(result=x)),
         "mgpu_utils": utils,
     }
+
+
+def stand_in(monkeypatch: Any, machine: Machine, modules: Iterable[Any]) -> None:
+    """The machine's, in place of what the modules have of MLIR."""
+    for name, function in dialects(machine).items():
+        for module in modules:
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, function)

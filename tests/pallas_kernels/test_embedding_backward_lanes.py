@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from lane_machine import Machine, dialects
+from lane_machine import Machine, stand_in
 
 from jaxllm import aot
 from pallas_kernels import (
@@ -35,10 +35,7 @@ BF16, F16, F32 = "bfloat16", "float16", "float32"
 
 def machine_of(monkeypatch, arrays: Any, shared: Any) -> Machine:
     machine = Machine(arrays, shared, THREADS)
-    for module in MODULES:
-        for name, stand_in in dialects(machine).items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
+    stand_in(monkeypatch, machine, MODULES)
     return machine
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lane_machine import Machine, dialects
+from lane_machine import Machine, stand_in
 
 from jaxllm import aot
 from pallas_kernels import embedding_lanes, lane_arithmetic, lane_code
@@ -44,10 +44,7 @@ def by_machine(monkeypatch, table, ids, dtype: Any, scale: Any, pieces: int) -> 
     """The rows, block by block."""
     out = np.full((len(ids), table.shape[1]), np.nan, jnp.dtype(dtype))
     machine = Machine({"table": table, "out": out, "ids": ids}, {}, THREADS)
-    for module in (lane_code, lane_arithmetic, embedding_lanes):
-        for name, stand_in in dialects(machine).items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
+    stand_in(monkeypatch, machine, (lane_code, lane_arithmetic, embedding_lanes))
     dtypes = table.dtype.name, out.dtype.name
     factor = None if scale is None else float(out.dtype.type(scale))
 

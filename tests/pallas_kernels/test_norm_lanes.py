@@ -11,7 +11,7 @@ import numpy as np
 import oracles
 import pytest
 from kernels import interpreted
-from lane_machine import Machine, dialects
+from lane_machine import Machine, stand_in
 from numerics import assert_as_accurate
 
 from jaxllm import aot
@@ -42,10 +42,7 @@ def by_lanes(monkeypatch, arrays: dict[str, Any], kind: Kind, warps: int) -> Any
     outs = ["out", "total"] if "residual" in arrays else ["out"]
     held |= {name: np.full(shape, np.nan, held["x"].dtype) for name in outs}
     machine = Machine(held, {"board": 8 * warps}, 32 * max(warps, 4))
-    for module in (lane_code, lane_arithmetic, norm_lanes):
-        for name, stand_in in dialects(machine).items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
+    stand_in(monkeypatch, machine, (lane_code, lane_arithmetic, norm_lanes))
     dtypes = {name: array.dtype.name for name, array in arrays.items()}
 
     def code(block):

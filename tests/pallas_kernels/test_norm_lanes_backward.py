@@ -11,7 +11,7 @@ import numpy as np
 import oracles
 import pytest
 from absent_device import H200
-from lane_machine import Machine, dialects
+from lane_machine import Machine, stand_in
 from numerics import assert_as_accurate
 
 from jaxllm import aot
@@ -53,10 +53,7 @@ def by_lanes(monkeypatch, arrays: dict[str, Any], kind: Kind, how: Plan, blocks:
     held["shares"] = np.full((sums, blocks, width), np.nan, np.float32)
     shared = {"ring": ring_bytes(how, width, len(read)), "board": 16 * how.block_warps}
     machine = Machine(held, shared, 32 * how.block_warps)
-    for module in (lane_code, lane_arithmetic, norm_lanes, norm_lanes_backward):
-        for name, stand_in in dialects(machine).items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
+    stand_in(monkeypatch, machine, (lane_code, lane_arithmetic, norm_lanes, norm_lanes_backward))
     dtypes = {name: arrays[name].dtype.name for name in ("x", "weight")}
 
     def code(block):

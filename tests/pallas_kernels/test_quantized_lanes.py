@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lane_machine import Machine, dialects
+from lane_machine import Machine, dialects, stand_in
 from quantized_calls import BF16, DTYPES, F16, F32, FORMATS, assert_right, call
 
 from pallas_kernels import (
@@ -63,10 +63,7 @@ def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> An
         "parts": 2 * c.warps * m * c.tile_n * 4,
     }
     machine = Machine(held, shared, c.warps * 32)
-    for module in MODULES:
-        for name, stand_in in dialects(machine).items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
+    stand_in(monkeypatch, machine, MODULES)
     dtypes = {name: given[name].dtype for name in ("bias", "cos", "sin") if name in held}
     tiles = packed.shape[0] // c.tile_n
     for block in range(sizes.num_blocks(c, tiles, 2) * c.splits):
@@ -265,9 +262,7 @@ def test_other_heads_are_seen(part: str, monkeypatch: Any):
 def test_what_no_lane_asks_for_is_zero(dtype: Any, monkeypatch: Any):
     machine = Machine({"numbers": np.arange(1, 33).astype(dtype)}, {}, 32)
     lane = dialects(machine)["mgpu_utils"].thread_idx()
-    for name, stand_in in dialects(machine).items():
-        if hasattr(lane_code, name):
-            monkeypatch.setattr(lane_code, name, stand_in)
+    stand_in(monkeypatch, machine, [lane_code])
     size = jnp.dtype(dtype).itemsize
     address = lane_code.further(machine.at["numbers"], lane_code.times(lane, size))
     some = lane_code.load_float(address, jnp.dtype(dtype).name, lane_code.less(lane, 5))

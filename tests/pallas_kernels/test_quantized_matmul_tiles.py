@@ -19,7 +19,7 @@ from absent_device import H200
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels import interpreted
-from lane_machine import Machine, Value, dialects
+from lane_machine import Machine, Value, stand_in
 from quantized_calls import (
     BF16,
     DTYPES,
@@ -226,10 +226,7 @@ def expanded(
     """What threads make of the codes, one a row; `change` rewrites their instructions."""
     o, i = packed.shape
     machine = Machine({}, {}, o)
-    for module in (lane_code, quantized_expand, quantized_unpack):
-        for name, stand_in in dialects(machine).items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
+    stand_in(monkeypatch, machine, (lane_code, quantized_expand, quantized_unpack))
     asm = machine.asm
     monkeypatch.setattr(quantized_expand, "asm", lambda text, *rest: asm(change(text), *rest))
     per_word, group = quantized_unpack.per_word(packed.scheme), packed.group_size or i

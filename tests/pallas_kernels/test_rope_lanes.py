@@ -11,7 +11,7 @@ import numpy as np
 import oracles
 import pytest
 from kernels import interpreted
-from lane_machine import Machine, dialects
+from lane_machine import Machine, stand_in
 from numerics import assert_as_accurate
 
 from jaxllm import aot
@@ -54,10 +54,7 @@ def by_machine(monkeypatch, arrays: Any, tokens: int, lanes: int, back: bool) ->
     for name in ("q", "k"):
         held[f"{name}_out"] = np.full(held[name].shape, np.nan, held[name].dtype)
     machine = Machine(held, {}, tokens * lanes)
-    for module in (lane_code, lane_arithmetic, rope_lanes):
-        for name, stand_in in dialects(machine).items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
+    stand_in(monkeypatch, machine, (lane_code, lane_arithmetic, rope_lanes))
     (count, q_heads, width), (_, k_heads, _) = held["q"].shape, held["k"].shape
     heads = Heads(q_heads, k_heads, width, held["cos"].shape[1])
     dtypes = {name: held[name].dtype.name for name in ("q", "cos", "sin")}

@@ -13,7 +13,7 @@ import oracles
 import pytest
 from absent_device import H200
 from kernels import interpreted
-from lane_machine import Machine, dialects
+from lane_machine import Machine, stand_in
 from numerics import assert_as_accurate
 
 from jaxllm import aot
@@ -35,10 +35,7 @@ def by_lanes(monkeypatch, x: jax.Array, scale: float, cluster: int, warpgroups: 
     held = {"x": np.asarray(x), "out": np.full(x.shape, np.nan, x.dtype)}
     [words] = softmax_lanes.board_shape(cluster, warpgroups)
     machine = Machine(held, {"board": 4 * words}, 128 * warpgroups)
-    for module in (lane_code, lane_arithmetic, softmax_lanes):
-        for name, stand_in in dialects(machine).items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
+    stand_in(monkeypatch, machine, (lane_code, lane_arithmetic, softmax_lanes))
     factor = softmax_kernel.left_to_exponent(scale)
     assert factor is not None
 
