@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import math
 import os
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from jaxllm import cli_quantize, ops
+from jaxllm import chain, cli_quantize, ops
 from jaxllm.cache import KVCache
 from jaxllm.checkpoint.folder import find_folder, list_tensors, read_config, read_quantization
 from jaxllm.checkpoint.hf import pack_as_stored
@@ -130,9 +131,11 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
     if model.layers[-1].is_fused(1, config.rotary_dim(config.layer_types[-1])):
         around = {
             "norm": ops.Norm(array(d), config.rms_norm_eps, config.zero_centered_norm),
-            "epilogue": "swiglu" if mlp.activation == "silu" else "relu2_glu",
+            "epilogue": ops.EPILOGUES[mlp.activation],
         }
         yield "fused_linear", "decode", ops.explain("fused_linear", row, weight, **around)
+        if (reasons := _between_attentions(model, row)) is not None:
+            yield "between_attentions", "decode", reasons
         yield "linear", "decode, head", ops.explain("linear", row, head)
     else:
         yield "linear", "decode", ops.explain("linear", row, weight)
@@ -151,6 +154,30 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
         ("linear_cross_entropy", "training", (x, head, ids), {}),
     ):
         yield op, call, ops.explain(op, *operands, **named)
+
+
+def _between_attentions(model: Transformer, row: Any) -> dict[str, str | None] | None:
+    """The reasons of what decoding has between two layers' attentions, None if its layers have
+    something there that `chain` has not.
+
+    row: a token, of shapes alone.
+    """
+    config, found = model.config, []
+    graph, state = nnx.split(model)
+    blank = functools.partial(KVCache.create, config, 1, config.max_position_embeddings, row.dtype)
+
+    def look(state: Any, x: Any) -> None:
+        blocks, cache = nnx.merge(graph, state).layers, blank()
+        halves = [config.rotary_dim(kind) // 2 for kind in config.layer_types]
+        rotary = [(angle, angle) for angle in (jnp.zeros((1, 1, half)) for half in halves)]
+        caches = [cache.layer(i, cache.lengths) for i in range(len(blocks))]
+        if (links := chain.links(blocks, x, rotary, caches)) is not None:
+            heads = jnp.zeros((1, 1, links[0].out.weight.shape[1]), x.dtype)
+            meeting = ops.no_meeting()
+            found.append(ops.explain("between_attentions", heads, x, links[0], meeting=meeting))
+
+    jax.eval_shape(look, state, row)
+    return found[0] if found else None
 
 
 def _in_memory(

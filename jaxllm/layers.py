@@ -388,7 +388,7 @@ class Block(nnx.Module):
         """
         attention, mlp = self.self_attn, self.mlp
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        weights = [_plain_weight(linear) for linear in linears]
+        weights = [weight_of(linear) for linear in linears]
         ternary = all(getattr(weight, "scheme", None) == "ternary" for weight in weights)
         return (
             all(weight is not None for weight in weights)
@@ -405,30 +405,37 @@ class Block(nnx.Module):
         """
         attention, mlp = self.self_attn, self.mlp
         with jax.named_scope("attention"):
-            turn = ops.Rotary(*rotary, attention.heads, attention.kv_heads)
-            norm = self.input_layernorm.as_argument()
-            place = cache.place(x.dtype) if x.shape[1] == 1 else None
-            q, k, v = _fused(
-                attention.qkv_proj,
-                x,
-                norm=norm,
-                epilogue="rope",
-                rotary=turn,
-                cache=None if place is None else ops.Cache(*place),
-            )
-            entry, keys = cache.append(k, v) if place is None else cache.written(k, v)
+            q, entry, keys = self.begin(x, rotary, cache)
             norm = _as_argument(attention.attn_sub_norm)
             x = _fused(attention.o_proj, attention.attend(q, keys), norm=norm, residual=x)
         with jax.named_scope("mlp"):
             norm = self.post_attention_layernorm.as_argument()
-            gate = "swiglu" if mlp.activation == "silu" else "relu2_glu"
+            gate = ops.EPILOGUES[mlp.activation]
             gated = _fused(mlp.gate_up_proj, x, norm=norm, epilogue=gate)
             x = _fused(mlp.down_proj, gated, norm=_as_argument(mlp.ffn_sub_norm), residual=x)
         return x, entry
 
+    def begin(
+        self, x: Float[Array, "B T D"], rotary: Tables, cache: LayerCache
+    ) -> tuple[Float[Array, "B T N H"], Entry, dict[str, Any]]:
+        """Of a layer that `is_fused`, what `attend` is called with: q, and the keys; and between
+        them the cache entry.
+        """
+        attention = self.self_attn
+        place = cache.place(x.dtype) if x.shape[1] == 1 else None
+        q, k, v = _fused(
+            attention.qkv_proj,
+            x,
+            norm=self.input_layernorm.as_argument(),
+            epilogue="rope",
+            rotary=ops.Rotary(*rotary, attention.heads, attention.kv_heads),
+            cache=None if place is None else ops.Cache(*place),
+        )
+        return q, *(cache.append(k, v) if place is None else cache.written(k, v))
 
-def _plain_weight(linear: Any) -> Any:
-    """The weight of a `Linear`, or of one whose weight is packed; None of whatever else."""
+
+def weight_of(linear: Any) -> Any:
+    """The weight of a `Linear`, as an array or packed; None of whatever else."""
     if type(linear) is Linear:
         return linear.weight.get_value()  # [...] would refuse shapes
     return getattr(linear, "packed", None)
@@ -448,7 +455,7 @@ def _fused(linear: Any, x: Float[Array, "*B I"], **around: Any) -> Any:
             around["norm"] = norm._replace(weight=linear.arranged(norm.weight))
     return ops.fused_linear(
         x,
-        _plain_weight(linear),
+        weight_of(linear),
         bias,
         implementation=linear.implementation,
         **around,

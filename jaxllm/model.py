@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Integer
 
-from jaxllm import ops
+from jaxllm import chain, ops
 from jaxllm.cache import KVCache
 from jaxllm.config import GenerationDefaults, ModelConfig, Runtime
 from jaxllm.layers import Block, Embedding, Linear, RMSNorm, Tables, rotary_tables
@@ -129,15 +129,20 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             x = self.embed_tokens(tokens)
         rotary = self._rotary(positions, segment_ids, cache, counts)
+        tables = [rotary[kind] for kind in self.config.layer_types]
+        caches = [] if cache is None else [cache.layer(i, counts) for i in range(len(self.layers))]
+        links = chain.links(self.layers, x, tables, caches) if caches else None
         entries = []
-        for i, block in enumerate(self.layers):
-            with jax.named_scope(f"layer_{i}"):
-                tables = rotary[self.config.layer_types[i]]
-                if cache is None:
-                    x = self._run(block, x, tables, segment_ids)
-                else:
-                    x, entry = block(x, tables, cache=cache.layer(i, counts))
-                    entries.append(entry)
+        if links is not None:
+            x, entries = chain.decode(self.layers, x, tables, caches, links)
+        else:
+            for i, block in enumerate(self.layers):
+                with jax.named_scope(f"layer_{i}"):
+                    if cache is None:
+                        x = self._run(block, x, tables[i], segment_ids)
+                    else:
+                        x, entry = block(x, tables[i], cache=caches[i])
+                        entries.append(entry)
         with jax.named_scope("norm"):
             x = self.norm(x)
         if cache is not None:

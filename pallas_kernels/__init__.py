@@ -6,6 +6,7 @@ Each is a function of the module of its name (`linear_cross_entropy` of `cross_e
 import why_not`. `quantize` and `dequantize` are plain XLA, on any device.
 """
 
+from pallas_kernels.between_attentions import between_attentions
 from pallas_kernels.cast_transpose import cast_transpose
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.decode_attention import decode_attention
@@ -24,6 +25,7 @@ from pallas_kernels.softmax import scale_softmax
 from pallas_kernels.swiglu import geglu, relu2_glu, swiglu
 
 __all__ = [
+    "between_attentions",
     "cast_transpose",
     "decode_attention",
     "dequantize",

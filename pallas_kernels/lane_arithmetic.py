@@ -5,6 +5,7 @@ As in lane_code.py, values are those of one thread. kind is PTX's name of a dtyp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -103,11 +104,18 @@ def shuffled(value: Any, mask: int) -> Any:
     return asm(text + "mov.b32 $0, x; }", kind, value, effects=True)
 
 
-def over_block(values: list[Any], operation: str, board: Any, warps: int) -> list[Any]:
+def over_block(
+    values: list[Any],
+    operation: str,
+    board: Any,
+    warps: int,
+    barrier: Callable[[], None] | None = None,
+) -> list[Any]:
     """What the threads of a block have, joined; the same in each of them.
 
     board: an address on chip of words [values, warps], at 16 bytes. The block meets once here, and
-    must meet once more before it writes there again. warps: a multiple of 4.
+    must meet once more before it writes there again. warps: its first ones, a multiple of 4.
+    barrier: where these meet; None: they are all.
     """
     kind = "f" if operation.endswith("f32") else "r"
     thread = mgpu_utils.thread_idx()
@@ -117,7 +125,7 @@ def over_block(values: list[Any], operation: str, board: Any, warps: int) -> lis
         for i, value in enumerate(done):
             place = further(board, times(arith.addi(warp, word(i * warps)), 4))
             asm("st.shared.b32 [$0], $1;", "", place, value)
-    gpu.barrier()
+    (barrier or gpu.barrier)()
     found = []
     for i in range(len(done)):
         total = None

@@ -129,10 +129,11 @@ def load_word(address: Any, where: Any = None) -> Any:
     if where is None:
         return load(address, 0)
     text = f"{{ {_PREDICATE} mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$1]; }}"
-    return asm(text, "r", address, _as_word(where), effects=True)
+    return asm(text, "r", address, as_word(where), effects=True)
 
 
-def _as_word(where: Any) -> Any:
+def as_word(where: Any) -> Any:
+    """1 where it is so, else 0."""
     return arith.extui(ir.IntegerType.get_signless(32), where)
 
 
@@ -148,7 +149,9 @@ def load(address: Any, offset: int, words: int = 1, *, once: bool = False) -> An
 def load_late(address: Any, offset: int) -> list[Any]:
     """Four words of global memory, not before a barrier or a store that stands before it here.
 
-    What `load` reads, the compiler may ask for much earlier, and hold in registers until then.
+    What `load` reads, the compiler may ask for much earlier, and hold in registers until then. What
+    other blocks of this launch have written can be read so, behind a load that has acquired it in
+    some thread of the block and a barrier of the block: of an L1 nothing is left by then.
     """
     text = f"ld.global.v4.u32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
     return asm(text, "rrrr", address, effects=True)
@@ -193,16 +196,18 @@ def load_shared_part(address: Any, offset: int, size_bytes: int) -> Any:
     return asm(text, "r", address, effects=True)
 
 
-def load_float(address: Any, dtype: str, where: Any = None) -> Any:
-    """A number of global memory, as float32, or 0 where not; None: everywhere."""
-    given = [address] if where is None else [address, _as_word(where)]
+def load_float(address: Any, dtype: str, where: Any = None, *, late: bool = False) -> Any:
+    """A number of global memory, as float32, or 0 where not; None: everywhere.
+
+    late: as in `load_late`, else no one writes it.
+    """
+    given = [address] if where is None else [address, as_word(where)]
     first, on = ("", "") if where is None else (_PREDICATE, "@p ")
+    load = "ld.global" if late else "ld.global.nc"
     if dtype == "float32":
         clear = "mov.f32 $0, 0f00000000; " * bool(on)
-        return asm(
-            f"{{ {first} {clear}{on}ld.global.nc.f32 $0, [$1]; }}", "f", *given, effects=True
-        )
-    read = f".reg .b16 x, y; {first} mov.b16 x, 0; mov.b16 y, 0; {on}ld.global.nc.b16 x, [$1];"
+        return asm(f"{{ {first} {clear}{on}{load}.f32 $0, [$1]; }}", "f", *given, effects=True)
+    read = f".reg .b16 x, y; {first} mov.b16 x, 0; mov.b16 y, 0; {on}{load}.b16 x, [$1];"
     wide = {"bfloat16": "mov.b32 $0, {y, x};", "float16": "cvt.f32.f16 $0, x;"}[dtype]
     return asm(f"{{ {read} {wide} }}", "f", *given, effects=True)
 

@@ -50,7 +50,8 @@ class Finish:
     of a cache k, v and slots; on chip kept, x's rows of row_bytes. dtypes: of bias, cos and sin.
     n: outputs of a row of x. apart: the two outputs of a pair. out_row: of out, where x's first
     goes. eps: that of an RMSNorm of x, whose sums of squares lie behind the rows; None: there is
-    none. heads: as `Static` has them.
+    none. heads, gate: as `Static` has them. late: other blocks of this launch have written the
+    residual.
     """
 
     at: Mapping[str, Any]
@@ -69,6 +70,8 @@ class Finish:
     out_row: Any
     eps: float | None = None
     heads: Heads | None = None
+    late: bool = False
+    gate: str = "swiglu"
 
     @property
     def tile_n(self) -> int:
@@ -104,25 +107,25 @@ class Finish:
                         write()
 
     def early(self, first: Any) -> list[dict[str, Any]]:
-        """What `_operands` gives for each result of a thread, if they are few: asked for before
+        """What `operands` gives for each result of a thread, if they are few: asked for before
         the tile's codes are multiplied, it is there when they are.
 
         first: of the tile's outputs, those of the first half.
         """
-        return [self._operands(one, arith.addi(first, row), at) for one, row, at in self._few()]
+        return [self.operands(one, arith.addi(first, row), at) for one, row, at in self._few()]
 
     def roots(self) -> list[Any]:
         """Of the norm, for each result of a thread, if they are few: in every tile a thread's are
         of the same rows of x.
         """
-        return [] if self.eps is None else [self._root(one) for one, _, _ in self._few()]
+        return [] if self.eps is None else [self.root(one) for one, _, _ in self._few()]
 
     def _few(self) -> list[tuple[Any, Any, Any]]:
         """A thread's results as `results` has them, or none, if they are many."""
         mine = results(self.m, self.rows, self.warps * LANES)
         return mine if len(mine) <= MOST_EARLY else []
 
-    def _operands(self, one: Any, whole: Any, inside: Any) -> dict[str, Any]:
+    def operands(self, one: Any, whole: Any, inside: Any) -> dict[str, Any]:
         """What a result is made of beside its sums, by name; of row_scale and bias one of each
         half. whole: the output's row of the weight.
         """
@@ -134,7 +137,7 @@ class Finish:
                 found[name] = [number(name, index, dtype) for index in indices]
         if "residual" in self.at:
             index = arith.addi(times(one, self.n), whole)
-            found["residual"] = number("residual", index, self.out_dtype)
+            found["residual"] = number("residual", index, self.out_dtype, late=self.late)
         if self.heads is not None:
             inner = arith.remui(whole, word(2 * self.heads.half))
             index = arith.addi(times(one, self.heads.half), inner)
@@ -150,16 +153,23 @@ class Finish:
         """
         for i, (one, row, inside) in enumerate(results(self.m, self.rows, self.warps * LANES)):
             whole = arith.addi(first, row)
-            operands = early[i] if early else self._operands(one, whole, inside)
+            operands = early[i] if early else self.operands(one, whole, inside)
             if self.eps is not None:
-                operands = {**operands, "root": roots[i] if roots else self._root(one)}
+                operands = {**operands, "root": roots[i] if roots else self.root(one)}
             if inside is None:
-                self._one(parts, one, row, whole, operands)
+                self.complete(parts, one, row, whole, operands)
                 continue
             with mgpu_utils.when(inside):
-                self._one(parts, one, row, whole, operands)
+                self.complete(parts, one, row, whole, operands)
 
-    def _one(self, parts: Any, one: Any, row: Any, whole: Any, operands: Mapping[str, Any]) -> None:
+    def complete(
+        self, parts: Any, one: Any, row: Any, whole: Any, operands: Mapping[str, Any]
+    ) -> None:
+        """Adds the warps' sums of a result in order, and writes what becomes of it.
+
+        row: of the tile, whole: of the weight. operands: what the function of this name gave, and
+        what sums are multiplied by first ("root"), or before that made "less" by, if there is such.
+        """
         at = further(parts, times(arith.addi(times(one, self.tile_n), row), 4))
         ys = []
         for half in range(self.halves):
@@ -171,6 +181,8 @@ class Finish:
             rest = unpack.rest(self.scheme, self.dtype)
             if rest != 1:
                 y = arith.mulf(y, arith.constant(ir.F32Type.get(), rest))
+            if "less" in operands:
+                y = arith.subf(y, operands["less"])
             if "root" in operands:
                 y = arith.mulf(y, operands["root"])
             if "row_scale" in operands:
@@ -181,7 +193,7 @@ class Finish:
         if self.heads is not None:
             self._turn(self.heads, ys, one, whole, operands)
             return
-        y = ys[0] if self.halves == 1 else gated("swiglu", *ys)
+        y = ys[0] if self.halves == 1 else gated(self.gate, *ys)
         if "residual" in operands:
             y = arith.addf(y, operands["residual"])
         out = jnp.dtype(self.out_dtype)
@@ -217,7 +229,7 @@ class Finish:
             for half, y in enumerate(ys):
                 store_float(further(to, word(half * heads.half * size)), y, dtype.name)
 
-    def _root(self, one: Any) -> Any:
+    def root(self, one: Any) -> Any:
         """Of the norm of a row of x."""
         address, total = further(self.at["kept"], times(one, self.row_bytes)), None
         for warp in range(0, self.warps, 4):
@@ -228,6 +240,6 @@ class Finish:
         assert self.eps is not None, "there is a norm"
         return reciprocal_root(total, self.k, self.eps)
 
-    def _number(self, inside: Any, name: str, index: Any, dtype: Any) -> Any:
+    def _number(self, inside: Any, name: str, index: Any, dtype: Any, *, late: bool = False) -> Any:
         address = further(self.at[name], times(index, jnp.dtype(dtype).itemsize))
-        return load_float(address, jnp.dtype(dtype).name, inside)
+        return load_float(address, jnp.dtype(dtype).name, inside, late=late)

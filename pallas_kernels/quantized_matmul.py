@@ -86,7 +86,7 @@ def quantized_matmul(
     rest = {"bias": bias, "epilogue": epilogue, "residual": residual, "out_dtype": out_dtype}
     check(x, packed, norm=norm, **rest, rotary=rotary, cache=cache)
     if bias is not None:
-        bias = rest["bias"] = _for_lanes(bias)
+        bias = rest["bias"] = for_lanes(bias)
     m, gated, out = math.prod(x.shape[:-1]), epilogue == "swiglu", result_dtype(x, out_dtype)
     around: dict[str, Any] = {**rest, "rotary": rotary}
     if config is not None and (problem := _problem(config, m, packed, _apart(packed, **around))):
@@ -116,7 +116,7 @@ def quantized_matmul(
     angles, scale = None, None if norm is None else norm.weight
     residual = None if residual is None else residual.reshape(m, -1)
     if rotary is not None and cache is not None:
-        angles = tuple(_for_lanes(a).reshape(m, -1) for a in (rotary.cos, rotary.sin))
+        angles = tuple(for_lanes(a).reshape(m, -1) for a in (rotary.cos, rotary.sin))
         heads = Heads(
             q=rotary.q_heads,
             kv=rotary.kv_heads,
@@ -248,7 +248,7 @@ def _fewest_splits(m: int, packed: Packed) -> int | None:
     return None
 
 
-def _for_lanes(array: jax.Array) -> jax.Array:
+def for_lanes(array: jax.Array) -> jax.Array:
     """Of 16 or 32 bits a number: no lane and no copy takes others."""
     if array.dtype in OUT_DTYPES:
         return array

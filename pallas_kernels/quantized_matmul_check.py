@@ -1,4 +1,4 @@
-"""What `quantized_matmul` refuses before a kernel is asked. Imported only by quantized_matmul."""
+"""What `quantized_matmul` refuses before any kernel, and `between_attentions` of each product."""
 
 from __future__ import annotations
 
@@ -17,8 +17,20 @@ def result_dtype(x, out_dtype) -> jnp.dtype:
     return jnp.dtype(out_dtype or x.dtype)
 
 
-def check(x, packed: Packed, *, norm, bias, epilogue, residual, rotary, cache, out_dtype) -> None:
-    """Refuses a call of `quantized_matmul` whose shapes or dtypes disagree; shapes suffice.
+def check(
+    x,
+    packed: Packed,
+    *,
+    norm,
+    bias,
+    epilogue,
+    residual,
+    rotary,
+    cache,
+    out_dtype,
+    who: str = "quantized_matmul",
+) -> None:
+    """Refuses a call of the op `who` whose shapes or dtypes disagree; shapes suffice.
 
     Raises: ValueError.
     """
@@ -26,43 +38,38 @@ def check(x, packed: Packed, *, norm, bias, epilogue, residual, rotary, cache, o
     scale = None if norm is None else norm.weight
     if x.ndim < 1 or x.shape[-1] != i:
         raise ValueError(
-            f"quantized_matmul: x {list(x.shape)} is [.., I], which a weight [O, I] of {[o, i]} "
-            "does not fit"
+            f"{who}: x {list(x.shape)} is [.., I], which a weight [O, I] of {[o, i]} does not fit"
         )
     arrays = {"x": x, "the norm's weight": scale, "bias": bias, "residual": residual}
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(
-                f"quantized_matmul: {name} is {array.dtype}; it must be floating point"
-            )
+            raise ValueError(f"{who}: {name} is {array.dtype}; it must be floating point")
     out = result_dtype(x, out_dtype)
     if out not in OUT_DTYPES:
-        raise ValueError(f"quantized_matmul: out_dtype {out} is not bfloat16, float16 or float32")
+        raise ValueError(f"{who}: out_dtype {out} is not bfloat16, float16 or float32")
     if epilogue not in EPILOGUES:
-        raise ValueError(
-            f"quantized_matmul: no epilogue is named {epilogue!r}; there are 'swiglu' and 'rope'"
-        )
+        raise ValueError(f"{who}: no epilogue is named {epilogue!r}; there are 'swiglu' and 'rope'")
     if epilogue == "swiglu" and o % 2:
-        raise ValueError(f"quantized_matmul: 'swiglu' takes gate and up rows, but O = {o} is odd")
+        raise ValueError(f"{who}: 'swiglu' takes gate and up rows, but O = {o} is odd")
     if norm is not None and (norm.weight.shape != (i,) or norm.eps <= 0):
         raise ValueError(
-            f"quantized_matmul: the norm's weight is {list(norm.weight.shape)} with eps {norm.eps},"
+            f"{who}: the norm's weight is {list(norm.weight.shape)} with eps {norm.eps},"
             f" not [I] = [{i}] with a positive one"
         )
     if bias is not None and bias.shape != (o,):
-        raise ValueError(f"quantized_matmul: bias {list(bias.shape)} is not [O] = [{o}]")
+        raise ValueError(f"{who}: bias {list(bias.shape)} is not [O] = [{o}]")
     shape = (*x.shape[:-1], o // 2 if epilogue == "swiglu" else o)
     if residual is not None and (residual.shape, residual.dtype) != (shape, out):
         raise ValueError(
-            f"quantized_matmul: the residual is {residual.dtype}{list(residual.shape)}, but the "
+            f"{who}: the residual is {residual.dtype}{list(residual.shape)}, but the "
             f"result is {out}{list(shape)}"
         )
     if len({epilogue == "rope", rotary is not None, cache is not None}) > 1:
         raise ValueError(
-            "quantized_matmul: 'rope', rotary and a cache go together, and some of them were given"
+            f"{who}: 'rope', rotary and a cache go together, and some of them were given"
         )
     if rotary is not None:
         if residual is not None or out != x.dtype:
-            raise ValueError("quantized_matmul: 'rope' takes no residual and gives x's dtype")
+            raise ValueError(f"{who}: 'rope' takes no residual and gives x's dtype")
         heads = jax.ShapeDtypeStruct((*x.shape[:-1], o), x.dtype)
-        check_heads(heads, rotary, cache, who="quantized_matmul")
+        check_heads(heads, rotary, cache, who=who)

@@ -61,7 +61,7 @@ class Static:
     """What a kernel is compiled for.
 
     eps, zero_centered: of an RMSNorm of x, which there is none if eps is None. heads: of q, k and
-    v, which are turned and written to a cache.
+    v, which are turned and written to a cache. gate: what becomes of gate and up, if `gated`.
     """
 
     name: str
@@ -73,6 +73,7 @@ class Static:
     eps: float | None = None
     zero_centered: bool = False
     heads: Heads | None = None
+    gate: str = "swiglu"
 
     @property
     def halves(self) -> int:

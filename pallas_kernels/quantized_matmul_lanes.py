@@ -1,12 +1,13 @@
 """What a thread does in the kernel of `quantized_matmul` for few rows: copies, products, sums.
 
-Values are those of MLIR, as in lane_code.py. Imported only by quantized_matmul_kernel.py.
+Values are those of MLIR, as in lane_code.py. Imported only by quantized_matmul_kernel.py and
+between_attentions_tiles.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -66,8 +67,12 @@ class Block:
         dtypes: Mapping[str, Any],
         pointers: Mapping[str, Any],
         block: Any,
+        *,
+        late: Collection[str] = (),
     ):
-        """dtypes: of bias, cos and sin, those that there are. block: which one it is."""
+        """dtypes: of bias, cos and sin, those that there are. block: which one it is. late: what
+        other blocks of this launch have written: "x", "residual".
+        """
         self.static, self.packed, self.pointers = static, packed, pointers
         c = self.config = static.config
         self.m, self.k = x.shape
@@ -137,6 +142,7 @@ class Block:
             zero_centered=static.zero_centered,
             dtype=self.dtype,
             summed=self.from_sums,
+            late="x" in late,
         )
         self.finish = Finish(
             at=pointers,
@@ -155,6 +161,8 @@ class Block:
             out_row=times(split, self.m),
             eps=static.eps,
             heads=static.heads,
+            gate=static.gate,
+            late="residual" in late,
         )
 
     def _tiles(self):
@@ -164,7 +172,7 @@ class Block:
         for first in range(0, self.config.tile_n, MMA_ROWS):
             yield [divmod(first + down, self.out_rows) for down in (0, MMA_ROWS // 2)]
 
-    def _first(self, tile: Any) -> Any:
+    def first_row(self, tile: Any) -> Any:
         """Where a tile's rows of the first half begin in the weight."""
         if self.static.heads is None:
             return times(tile, self.out_rows)
@@ -187,7 +195,7 @@ class Block:
         place = arith.addi(times(at, TURN_BYTES), times(self.access, ACCESS_BYTES))
         size = all_or_nothing(arith.andi(there, less(place, self.row_bytes)))
         place = arith.minui(place, word(self.row_bytes - ACCESS_BYTES))
-        offset = arith.addi(times_long(self._first(tile), self.row_bytes), times_long(place, 1))
+        offset = arith.addi(times_long(self.first_row(tile), self.row_bytes), times_long(place, 1))
         sources = [arith.addi(p, offset) for p in self.codes_at]
         step = LANES * ACCESS_BYTES // TURN_BYTES  # rows
         for row in range(0, self.config.tile_n, step):
@@ -214,7 +222,7 @@ class Block:
             group, last = arith.addi(first, group), self.k // self.group - 1
             size = all_or_nothing(arith.andi(there, less(group, last + 1)))
             group = arith.minui(group, word(last))
-            row = arith.addi(self._first(tile), times(half, self.apart))
+            row = arith.addi(self.first_row(tile), times(half, self.apart))
             source = arith.addi(times(group, self.packed.shape[0]), row)
             source = arith.addi(times_long(source, item), times_long(column, ACCESS_BYTES))
             source = arith.addi(self.pointers[name], source)
@@ -231,7 +239,7 @@ class Block:
         asm("bar.warp.sync 0xffffffff;", "", effects=True)
         return further(self.ring_at, times(slot, self.config.warps * self.warp_bytes))
 
-    def _codes(self, slot_at: Any, which: int) -> list[list[list[Any]]]:
+    def codes(self, slot_at: Any, which: int) -> list[list[list[Any]]]:
         """Of each tile's two rows that the lane has, 4 words of a part."""
         source = further(slot_at, self.take_from[which])
         return [
@@ -242,7 +250,7 @@ class Block:
             for pair in self._tiles()
         ]
 
-    def _groups(self, slot_at: Any, which: int) -> dict[str, list[list[Any]]]:
+    def groups(self, slot_at: Any, which: int) -> dict[str, list[list[Any]]]:
         """Scales and zeros, those that there are: of each tile, a word by row and group that the
         lane has numbers of.
         """
@@ -270,7 +278,7 @@ class Block:
             to += size_bytes
         return found
 
-    def _x(self, round_: Any, which: int) -> list[Any]:
+    def x_of(self, round_: Any, which: int) -> list[Any]:
         """Of each 8 rows of x a part as pairs, in the order of the codes."""
         x = []
         for pointer in self.x_at:
@@ -300,8 +308,8 @@ class Block:
     def multiply(
         self, slot_at: Any, round_: Any, which: int, x: list[Any], sums: list[Any]
     ) -> list[Any]:
-        """The sums, four a 16 rows of the weight and 8 of x, and what a part adds; x: as `_x`."""
-        codes, groups = self._codes(slot_at, which), self._groups(slot_at, which)
+        """The sums, four a 16 rows of the weight and 8 of x, and what a part adds; x: as `x_of`."""
+        codes, groups = self.codes(slot_at, which), self.groups(slot_at, which)
         sums_of_x = self._sums_of_x(round_, which) if self.from_sums else []
         done = []
         for i, tile in enumerate(codes):
@@ -372,7 +380,7 @@ class Block:
         held: list[Any] = []  # of x, by round and part
         if c.held:
             rounds = [word(round_) for round_ in range(self.rounds)]
-            held = [[self._x(at, which) for which in range(PARTS)] for at in rounds]
+            held = [[self.x_of(at, which) for which in range(PARTS)] for at in rounds]
         roots = self.finish.roots()
         tile, round_ = next_[-1]
         count = 4 * c.tile_n // MMA_ROWS * len(self.x_at)
@@ -381,14 +389,14 @@ class Block:
 
         @mgpu_utils.fori(arith.divui(more, word(self.num_blocks)), [word(0), tile, round_])
         def each_tile(i, carry):
-            first = self._first(arith.addi(block, times(i, self.num_blocks)))
+            first = self.first_row(arith.addi(block, times(i, self.num_blocks)))
             early = self.finish.early(first)
 
             def each_round(at, carry, x=None):
                 slot, tile, round_, *sums = carry
                 slot_at = self.arrived(slot)
                 for which in range(PARTS):
-                    part = x[which] if x else self._x(at, which)
+                    part = x[which] if x else self.x_of(at, which)
                     sums = self.multiply(slot_at, at, which, part, sums)
                 asm("bar.warp.sync 0xffffffff;", "", effects=True)
                 self.copy(tile, round_, slot)

@@ -3,12 +3,14 @@
 They lie there as pairs, in the order in which `quantized_unpack.values` has those of the codes.
 Of an RMSNorm that stands before the product, x is multiplied by its weight here, rounded once to
 x's dtype; the sums of squares, a warp's each, lie behind the row that they are of, and its root
-multiplies the sums (`quantized_finish`). Imported only by quantized_matmul_lanes.py.
+multiplies the sums (`quantized_finish`). Imported only by quantized_matmul_lanes.py and
+quantized_digits.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,10 +26,11 @@ from pallas_kernels.lane_arithmetic import (
     shuffled,
     sum_of_squares,
 )
-from pallas_kernels.lane_code import asm, further, less, load, only_where, times, word
+from pallas_kernels.lane_code import asm, further, less, load, load_late, only_where, times, word
 from pallas_kernels.quantized_matmul_config import ACROSS, PART_BYTES
 
 AT_ONCE = 8  # accesses of a thread to x on their way
+_load = functools.partial(load, words=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Rows:
     norm. row_bytes: of a row on chip, PART_BYTES of them behind it. offset: of a row's numbers the
     block's first, which has `count` at most. zero_centered: x is multiplied by 1 + weight. summed:
     less the sum of each part's numbers is put on chip at sums, [part, whole columns of a product].
+    late: other blocks of this launch have written x.
     """
 
     at: Mapping[str, Any]
@@ -51,33 +55,33 @@ class Rows:
     dtype: Any
     zero_centered: bool = False
     summed: bool = False
+    late: bool = False
 
-    def keep(self, first: Callable[[], None]) -> None:
+    def early(self) -> dict[int, Any]:
+        """The norm's weights that the first accesses to x meet, for `keep`: asked for before x is
+        there.
+        """
+        starts = {start for _, start in self._places()[:AT_ONCE]} if "norm" in self.at else ()
+        return {start: self._read(_load, self.at["norm"], start) for start in sorted(starts)}
+
+    def keep(self, first: Callable[[], None], early: Mapping[int, Any] | None = None) -> None:
         """Brings the rows on chip, then zeros; a barrier must follow.
 
-        first: what is asked for between the first accesses and what is done with them.
+        first: what is asked for between the first accesses and what is done with them. early: what
+        the function of this name gave.
         """
-        units = (self.row_bytes - PART_BYTES) // ACCESS_BYTES  # of a row
-        threads = self.warps * LANES
-        numbers = arith.minui(arith.subi(word(self.k), self.offset), word(self.count))
-        end = arith.divui(numbers, word(ACCESS_BYTES // 2))
-        last = arith.subi(end, word(1))
-        thread, normed = mgpu_utils.thread_idx(), "norm" in self.at
-        places = [(one, at) for one in range(self.m) for at in range(0, units, threads)]
-        if normed:  # rows in turn, which share the norm's weight
-            places.sort(key=lambda place: place[1])
+        thread, units, end = mgpu_utils.thread_idx(), self._units, self._end()
+        threads, places, normed = self.warps * LANES, self._places(), "norm" in self.at
         squares: list[Any] = [None] * self.m
         for begin in range(0, len(places), AT_ONCE):
             some = places[begin : begin + AT_ONCE]
-
-            def read(source: Any, start: int) -> list[Any]:
-                at = arith.minui(arith.addi(thread, word(start)), last)
-                return load(further(source, times(at, ACCESS_BYTES)), 0, 4)
-
-            loaded = [read(self._row(one), start) for one, start in some]
-            weights: dict[int, Any] = {}
+            read_x = load_late if self.late else _load
+            loaded = [self._read(read_x, self._row(one), start) for one, start in some]
+            weights = dict(early or {})
             if normed:
-                weights = {start: read(self.at["norm"], start) for _, start in some}
+                for _, start in some:
+                    if start not in weights:
+                        weights[start] = self._read(_load, self.at["norm"], start)
             if begin == 0:
                 first()
             for (one, start), words in zip(some, loaded, strict=True):
@@ -87,11 +91,36 @@ class Rows:
                 if normed:
                     squares[one] = sum_of_squares(words, "bf16x2", squares[one])
                     words = self._weighed(words, weights[start])
-                total = self._sum_of_part(words) if self.summed else None
+                made = self._made(words)
                 inside = None if start + threads <= units else less(place, units)
-                only_where(inside, self._write, one, place, words, total)
+                only_where(inside, self._write, one, place, made)
         if normed:
             self._write_squares(squares)
+
+    @property
+    def _units(self) -> int:
+        """Accesses to a row on chip."""
+        return (self.row_bytes - PART_BYTES) // ACCESS_BYTES
+
+    def _end(self) -> Any:
+        """Accesses to the block's part of a row."""
+        numbers = arith.minui(arith.subi(word(self.k), self.offset), word(self.count))
+        return arith.divui(numbers, word(ACCESS_BYTES // 2))
+
+    def _places(self) -> list[tuple[int, int]]:
+        """A thread's accesses: of which row, and how far from the thread's first."""
+        places = [
+            (one, at) for one in range(self.m) for at in range(0, self._units, self.warps * LANES)
+        ]
+        if "norm" in self.at:  # rows in turn, which share the norm's weight
+            places.sort(key=lambda place: place[1])
+        return places
+
+    def _read(self, read: Callable[..., list[Any]], source: Any, start: int) -> list[Any]:
+        """The thread's access to a row at `source`; past the row's end its last one."""
+        last = arith.subi(self._end(), word(1))
+        at = arith.minui(arith.addi(mgpu_utils.thread_idx(), word(start)), last)
+        return read(further(source, times(at, ACCESS_BYTES)), 0)
 
     def _row(self, one: int) -> Any:
         row = further(self.at["x"], word(one * self.k * 2))
@@ -119,7 +148,12 @@ class Rows:
         first = less(arith.remui(mgpu_utils.thread_idx(), word(LANES)), LANES // 2)
         return arith.select(first, half, shuffled(half, 2))
 
-    def _write(self, one: int, place: Any, words: list[Any], total: Any) -> None:
+    def _made(self, words: list[Any]) -> Any:
+        """What is written of an access: its words, and the sum of its part; by whole warps."""
+        return words, self._sum_of_part(words) if self.summed else None
+
+    def _write(self, one: int, place: Any, made: Any) -> None:
+        words, total = made
         half = unpack.per_word(self.scheme) // 2
         pairs = []
         for i in range(0, 4, half):

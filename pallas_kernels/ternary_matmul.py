@@ -187,16 +187,27 @@ def ternary_linear_reference(
     )
 
 
-def _straight_through(static: kernel.Static, x, packed: Packed, norm, bias, residual):
+def straight_through(
+    x,
+    packed: Packed,
+    *,
+    norm=None,
+    eps=1e-5,
+    bias=None,
+    epilogue=None,
+    residual=None,
+    out_dtype=None,
+):
     """The same but for rounding, in floats of x's dtype: what has the gradient."""
+    out_dtype = out_dtype or x.dtype
     if norm is not None:
-        x = _normed(x, norm, static.eps)
+        x = _normed(x, norm.astype(x.dtype), eps)
     xq, x_scale = quantize_rows(x)
     rounded = (xq.astype(jnp.float32) * x_scale[..., None]).astype(x.dtype)
     x = x + jax.lax.stop_gradient(rounded - x)
     y = jnp.matmul(x, unpack(packed.codes).astype(x.dtype).T, preferred_element_type=jnp.float32)
     y = y * _in_last(packed.row_scale, y.ndim)
-    return _finish(y, bias, static.epilogue, residual).astype(static.out_dtype)
+    return _finish(y, bias, epilogue, residual).astype(out_dtype)
 
 
 def _normed(x, norm, eps: float) -> Any:
@@ -385,9 +396,11 @@ def _forward(static, *arrays):
 
 def _backward(static, arrays, d_y):
     x, packed, *rest = arrays
+    how = {"eps": static.eps, "epilogue": static.epilogue, "out_dtype": static.out_dtype}
 
-    def run(x, *rest):
-        return _straight_through(static, x, packed, *rest)
+    def run(x, norm, bias, residual):
+        rest = {"norm": norm, "bias": bias, "residual": residual}
+        return straight_through(x, packed, **rest, **how)
 
     d_x, *d_rest = jax.vjp(run, x, *rest)[1](d_y)
     return d_x, None, *d_rest

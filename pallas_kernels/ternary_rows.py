@@ -3,12 +3,13 @@
 As in plain JAX, what is normed is rounded to x's dtype, and so is its product with the norm's
 weight. A thread has 16 numbers side by side of every `threads` times 16, and leaves their bytes in
 the order in which codes come out of a word: four times those that lie 4 apart. Imported only by
-ternary_matmul_kernel.py.
+ternary_matmul_kernel.py and between_attentions_tiles.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax._src.lib.mlir.dialects import arith
@@ -27,6 +28,7 @@ from pallas_kernels.lane_code import (
     asm,
     further,
     load,
+    load_late,
     only_where,
     times,
     word,
@@ -38,6 +40,21 @@ SMALLEST = 1e-5  # of the largest magnitude that a row is scaled by
 MAGIC = "0f4B400000"  # 1.5 * 2^23, to which a number is added to be rounded; its bits are then last
 
 
+def read_row(address: Any, k: int, warps: int, read: Callable[..., list[Any]]) -> list[Any]:
+    """A thread's words of a row of k numbers, by `read`: (address, offset) -> four words."""
+    found = []
+    for place, there in accesses_of_thread(k // EACH, warps * LANES):
+        at = further(address, times(place, 2 * EACH))
+        words = read(at, 0) + read(at, 2 * EACH // 2)
+        if there is not None:
+            words = [arith.select(there, x, word(0)) for x in words]
+        found += words
+    return found
+
+
+_load = functools.partial(load, words=4)
+
+
 def quantise_rows(
     at: Mapping[str, Any],
     m: int,
@@ -46,37 +63,34 @@ def quantise_rows(
     dtype: str,
     warps: int,
     eps: float,
+    weight: list[Any] | None = None,
+    late: bool = False,
+    barrier: Callable[[], None] | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """What 1 of each row stands for, float32, and the sums of the rows' bytes, int32; the rows are
     in `at["rows"]`, behind a barrier.
 
     at: addresses of x [m, k], norm [k] of x's dtype (if there is one) and, on chip, of rows, int8
-    [m, k], and marks, words [3, m, warps].
+    [m, k], and marks, words [3, m, warps]. weight: what `read_row` gave of the norm; None: it is
+    not read yet. late: other blocks of this launch have written x. barrier: as in `over_block`.
     """
     kind = KINDS[dtype]
     mine = accesses_of_thread(k // EACH, warps * LANES)
+    load_x = load_late if late else _load
 
     def joined(values: list[Any], operation: str, which: int, first: int) -> list[Any]:
         """Of some rows, over the block."""
         marks = further(at["marks"], word(4 * warps * (which * m + first)))
-        return over_block(values, operation, marks, warps)
+        return over_block(values, operation, marks, warps, barrier)
 
-    def read(address: Any) -> list[Any]:
-        found = []
-        for place, there in mine:
-            address_of = further(address, times(place, 2 * EACH))
-            words = load(address_of, 0, 4) + load(address_of, 2 * EACH // 2, 4)
-            if there is not None:
-                words = [arith.select(there, x, word(0)) for x in words]
-            found += words
-        return found
-
-    weight = read(at["norm"]) if "norm" in at else None
+    if weight is None and "norm" in at:
+        weight = read_row(at["norm"], k, warps, _load)
     step = max(1, MOST_WORDS // (EACH // 2 * len(mine)))
     scales, sums = [], []
     for first in range(0, m, step):
         some = range(first, min(first + step, m))
-        rows = [read(further(at["x"], word(2 * k * row))) for row in some]
+        starts = [further(at["x"], word(2 * k * row)) for row in some]
+        rows = [read_row(start, k, warps, load_x) for start in starts]
         if weight is not None:
             squares = [sum_of_squares(words, kind) for words in rows]
             totals = joined(squares, "add.f32", 0, first)

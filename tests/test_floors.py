@@ -99,6 +99,37 @@ MAY_IMPORT = {
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_rows "
         "pallas_kernels.quantized_unpack"
     ),
+    "pallas_kernels.quantized_digits": (
+        "pallas_kernels.lane_arithmetic pallas_kernels.lane_code pallas_kernels.packed "
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_rows"
+    ),
+    "pallas_kernels.between_attentions_config": (
+        "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_digits "
+        "pallas_kernels.quantized_matmul_config"
+    ),
+    "pallas_kernels.between_attentions_tiles": (
+        "pallas_kernels.between_attentions_config pallas_kernels.device "
+        "pallas_kernels.lane_arithmetic pallas_kernels.lane_code pallas_kernels.quantized_digits "
+        "pallas_kernels.packed pallas_kernels.quantized_matmul_config "
+        "pallas_kernels.quantized_matmul_lanes pallas_kernels.quantized_unpack "
+        "pallas_kernels.ternary_rows"
+    ),
+    "pallas_kernels.between_attentions_lanes": (
+        "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_tiles "
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.quantized_matmul_config"
+    ),
+    "pallas_kernels.between_attentions_kernel": (
+        "pallas_kernels._compat pallas_kernels.between_attentions_config "
+        "pallas_kernels.between_attentions_lanes pallas_kernels.device pallas_kernels.lane_code "
+        "pallas_kernels.packed"
+    ),
+    "pallas_kernels.between_attentions": (
+        "pallas_kernels._compat pallas_kernels.around_product "
+        "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_kernel "
+        "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_matmul "
+        "pallas_kernels.quantized_matmul_check pallas_kernels.quantized_matmul_config "
+        "pallas_kernels.ternary_matmul"
+    ),
     "pallas_kernels.quantized_matmul_kernel": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
         "pallas_kernels.head_places pallas_kernels.packed "
@@ -305,10 +336,14 @@ MAY_IMPORT = {
     "jaxllm.ops.sampling_threshold": OP,
     "jaxllm.ops.softmax": OP,
     "jaxllm.ops.ternary": OP,
+    "jaxllm.ops.between_attentions": (
+        f"{OP} jaxllm.ops.fused_linear pallas_kernels.between_attentions pallas_kernels.packed"
+    ),
     "jaxllm.ops": f"{OP} jaxllm.ops.*",
     "jaxllm.cache": "jaxllm.config",
     "jaxllm.layers": LAYERS,
-    "jaxllm.model": f"{LAYERS} jaxllm.layers",
+    "jaxllm.chain": f"{LAYERS} jaxllm.layers",
+    "jaxllm.model": f"{LAYERS} jaxllm.chain jaxllm.layers",
     "jaxllm.programs": "jaxllm.cache jaxllm.config jaxllm.model jaxllm.sampling",
     "jaxllm.prompts": "jaxllm.detokenizer jaxllm.tokenizer",
     "jaxllm.results": "jaxllm.programs jaxllm.prompts",
@@ -390,8 +425,9 @@ MAY_IMPORT = {
     ),
     "jaxllm.cli_quantize": "pallas_kernels.packed",
     "jaxllm.cli_inspect": (
-        "jaxllm.cache jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.cli_quantize "
-        "jaxllm.config jaxllm.fusion jaxllm.layers jaxllm.model jaxllm.ops jaxllm.quantize"
+        "jaxllm.cache jaxllm.chain jaxllm.checkpoint.folder jaxllm.checkpoint.hf "
+        "jaxllm.cli_quantize jaxllm.config jaxllm.fusion jaxllm.layers jaxllm.model jaxllm.ops "
+        "jaxllm.quantize"
     ),
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.families "

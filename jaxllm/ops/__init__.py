@@ -10,8 +10,24 @@ from typing import Any
 
 from jaxllm.ops._select import Table, choose, known_name, name_for
 from jaxllm.ops.attention import ATTENTION, HOLDS_SCORES, attention
+from jaxllm.ops.between_attentions import (
+    BETWEEN_ATTENTIONS,
+    Following,
+    Link,
+    Weights,
+    between_attentions,
+    no_meeting,
+)
 from jaxllm.ops.cast_transpose import CAST_TRANSPOSE, cast_transpose
-from jaxllm.ops.fused_linear import FUSED_LINEAR, Cache, Norm, Rotary, fused_linear, takes_rows
+from jaxllm.ops.fused_linear import (
+    EPILOGUES,
+    FUSED_LINEAR,
+    Cache,
+    Norm,
+    Rotary,
+    fused_linear,
+    takes_rows,
+)
 from jaxllm.ops.glu import GLU, glu
 from jaxllm.ops.linear import EMBEDDING, LINEAR, embedding, linear
 from jaxllm.ops.log_probs import linear_log_probs
@@ -33,6 +49,7 @@ OPS = {
     "rope": (rope, ROPE),
     "glu": (glu, GLU),
     "fused_linear": (fused_linear, FUSED_LINEAR),
+    "between_attentions": (between_attentions, BETWEEN_ATTENTIONS),
     "linear_cross_entropy": (linear_cross_entropy, LINEAR_CROSS_ENTROPY),
     "sampling_threshold": (sampling_threshold, SAMPLING_THRESHOLD),
     "cast_transpose": (cast_transpose, CAST_TRANSPOSE),
@@ -81,12 +98,17 @@ def _call(name: str, op: str, args: Any, kwargs: Any) -> tuple[Table, Any, dict[
 
 
 __all__ = [
+    "EPILOGUES",
     "HOLDS_SCORES",
     "OPS",
     "Cache",
+    "Following",
+    "Link",
     "Norm",
     "Rotary",
+    "Weights",
     "attention",
+    "between_attentions",
     "bit_linear",
     "cast_transpose",
     "check_names",
@@ -101,6 +123,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_log_probs",
     "name_for",
+    "no_meeting",
     "rms_norm",
     "rope",
     "sampling_threshold",

@@ -21,6 +21,7 @@ logger = logging.getLogger("jaxllm")
 OP_NAMES = (
     *("attention", "scale_softmax", "linear", "embedding", "rms_norm", "layer_norm", "rope", "glu"),
     "fused_linear",
+    "between_attentions",
     "linear_cross_entropy",
     "sampling_threshold",
     "cast_transpose",

@@ -32,6 +32,7 @@ from pallas_kernels.ternary_matmul import why_not as why_not_ternary
 
 PACKED_ROWS = 64  # of x: more are a prefill's, with packed weights
 GATES = {"swiglu": "silu", "relu2_glu": "relu2"}  # of an epilogue: the activation of its gate
+EPILOGUES = {activation: epilogue for epilogue, activation in GATES.items()}
 
 
 def takes_rows(count: int, *weights: Array | Packed) -> bool:

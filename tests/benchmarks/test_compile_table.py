@@ -212,7 +212,16 @@ def test_every_limit_of_a_program_can_be_broken(changes, said):
     assert programs.faults(dataclasses.replace(FACTS, **changes), LIMIT) == [said]
 
 
-def test_a_fused_model_decodes_in_five_launches_a_layer():
+def test_a_fused_model_decodes_in_two_launches_a_layer():
+    """Attention, and what lies between two of them; with packed weights, too."""
+    found = {key: limit for key, limit in programs.limits().items() if key[2] == "one launch"}
+    assert {program for _, program, _ in found} == {"fused decode", "int4 decode"}
+    for limit in found.values():
+        assert limit.kernels_a_layer <= 2
+        assert limit.weight_copies == 0
+
+
+def test_a_launch_a_product_is_five_launches_a_layer():
     """Heads, turned and written to the cache; attention; product and sum; gate; product and sum.
 
     The limits hold the compiled programs to it; this holds the limits.
@@ -224,7 +233,7 @@ def test_a_fused_model_decodes_in_five_launches_a_layer():
         assert limit.weight_copies == 0
 
 
-def test_packed_weights_decode_in_six_launches_a_layer():
+def test_packed_weights_by_product_are_six_launches_a_layer():
     """One more than with weights of 16 bits: a kernel of its own turns the heads."""
     found = {key[2]: limit for key, limit in programs.limits().items() if key[1] == "int4 decode"}
     assert found["packed"].kernels_a_layer <= 6

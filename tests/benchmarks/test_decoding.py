@@ -12,6 +12,7 @@ import jaxllm
 from benchmarks import decoding
 from benchmarks.models import LLAMA_8B, QWEN
 from jaxllm.config import Runtime
+from jaxllm.layers import Linear
 from jaxllm.quantize import PackedLinear
 from jaxllm.quantize import quantize as pack_model
 from pallas_kernels import measure
@@ -29,6 +30,7 @@ TINY = dataclasses.replace(
     layer_types=(),
 )
 UNTIED = dataclasses.replace(TINY, tie_word_embeddings=False)
+LINEARS = (Linear, PackedLinear)
 BFLOAT16 = Runtime(dtype="bfloat16", param_dtype="bfloat16")
 FEW = {"prompt": 4, "new_tokens": 8}
 LAYER = 64 * (64 + 2 * 32) + (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128 + 2 * 64
@@ -36,7 +38,15 @@ CACHED = 2 * 2 * 2 * 32 * (4 + 4)  # two bytes, k and v, two layers, heads of 32
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rows"), [("xla", 1), (decoding.FUSED, 1), (decoding.FUSED, 2)])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("xla", 1),
+        (decoding.FUSED, 1),
+        (decoding.FUSED + decoding.BY_PRODUCT, 1),
+        (decoding.FUSED, 2),
+    ],
+)
 def test_a_model_decodes_by_an_implementation(name, rows):
     found = decoding.by_implementation(TINY, name, measure.Stopwatch("host"), rows=rows, **FEW)
     assert found["tokens_per_s"] > 0
@@ -53,6 +63,16 @@ def test_what_a_step_reads_is_without_an_embedding_that_is_no_head():
     assert more == 2 * 97 * 64
     assert decoding.step_bytes(tied) == 2 * (97 * 64 + 2 * LAYER + 64)
     assert decoding.step_bytes(untied) == decoding.step_bytes(tied)
+
+
+def test_a_launch_a_product_is_told_to_whatever_multiplies():
+    for model in (
+        decoding.random_model(UNTIED, decoding.BY_PRODUCTS),
+        decoding.packed_model(UNTIED, decoding.BY_PRODUCTS, scheme="int4"),
+    ):
+        found = [m.implementation for _, m in nnx.iter_modules(model) if isinstance(m, LINEARS)]
+        assert len(found) == 4 * UNTIED.num_hidden_layers + 1
+        assert all(each == decoding.BY_PRODUCTS for each in found)
 
 
 @pytest.mark.slow
@@ -119,7 +139,11 @@ def test_the_sections_are_those_that_are_asked_for():
         *(f"decode/{name}, {rows} rows" for rows in (4, 16) for name in ("auto, fused", "xla")),
     ]
     assert keys["packed-decode"] == [
-        *(f"packed-decode/{name}" for name in ("bfloat16", "int8", "int4", "ternary")),
+        *(
+            f"packed-decode/{name}{how}"
+            for name in ("bfloat16", "int8", "int4", "ternary")
+            for how in ("", ", a launch a product")
+        ),
         *(f"packed-decode/{name}, 16 rows" for name in ("bfloat16", "int4")),
     ]
     assert len(keys["cuda-graphs"]) == 6

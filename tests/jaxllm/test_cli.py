@@ -22,6 +22,7 @@ import jaxllm
 from jaxllm import cli, cli_inspect
 from jaxllm.cli import main
 from jaxllm.config import Runtime
+from pallas_kernels import _compat
 
 NO_CACHE = "--no-compile-cache"
 
@@ -317,6 +318,23 @@ def test_inspect_tells_fused_products_where_a_layer_decodes_with_them():
         "llama": [("fused_linear", "decode"), ("linear", "decode, head")],
         "norms behind": [("linear", "decode")],
     }
+
+
+def test_inspect_tells_what_a_layer_has_in_one_launch(monkeypatch):
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
+    wide = dataclasses.replace(TINY, hidden_size=128, intermediate_size=256, head_dim=32)
+    said = {}
+    for name, config in (("wide", wide), ("narrow", TINY), ("norms behind", ALL)):
+        model = tiny_models.build(config, Runtime("bfloat16"))
+        jaxllm.fuse(model)
+        with absent():
+            rows = list(cli_inspect.explained(model, "bfloat16"))
+        said[name] = [reasons for op, _, reasons in rows if op == "between_attentions"]
+    assert [reasons["pallas"] for reasons in said["wide"]] == [None]
+    [reasons] = said["narrow"]
+    assert reasons["pallas"] == "out: takes outputs in multiples of 16 at 1 rows, got 24"
+    assert reasons["xla"] is None
+    assert said["norms behind"] == []
 
 
 def test_inspect_asks_with_packed_tables():

@@ -1,0 +1,133 @@
+"""A layer from behind its attention to the next layer's: for decoding one token, where launches are
+what time goes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxllm.ops._select import Implementation, Table, pallas, select
+from jaxllm.ops.fused_linear import fused_linear
+from pallas_kernels.between_attentions import MEETING_WORDS, Following, Link, Weights, why_not
+from pallas_kernels.between_attentions import between_attentions as in_one_launch
+from pallas_kernels.packed import PLAIN, Packed
+
+# (scheme, numbers of a group, zero points) that were timed against a launch a product
+TIMED = (
+    *((PLAIN, None, False), ("int8", None, False), ("ternary", None, False)),
+    ("int4", 128, False),
+)
+
+
+def no_meeting() -> Int[Array, " 2"]:
+    """What a chain of calls of `between_attentions` begins with."""
+    return jnp.zeros(MEETING_WORDS, jnp.int32)
+
+
+def between_attentions(
+    heads: Float[Array, "*B NH"],
+    x: Float[Array, "*B D"],
+    link: Link,
+    *,
+    meeting: Int[Array, " 2"],
+    implementation: str | Mapping[str, str] = "auto",
+) -> tuple[Float[Array, "*B D"], tuple[Array, Array, Array] | None, Int[Array, " 2"]]:
+    """(y, (q, k, v) or None, meeting): x = x + out(heads), then y = x + down(gate(a) b), a and b
+    being gate_up(x), and of the layer that follows q [*B, N, H] of y and its cache with k and v.
+
+    link: weights, arrays or packed, each with what stands around it.
+    meeting: `no_meeting()`, or what the call before has returned.
+    "xla" computes it by `fused_linear`, product by product, by the same `implementation`.
+    Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
+    cannot run the call.
+    """
+    call = (heads, x, link)
+    run = select("between_attentions", BETWEEN_ATTENTIONS, implementation, *call, meeting=meeting)
+    y, after, meeting = run(*call, meeting=meeting, implementation=implementation)
+    if link.following is None:
+        return y, None, meeting
+    q, *kv = after
+    width = 2 * link.following.rotary.cos.shape[-1]
+    return y, (q.reshape(*x.shape[:-1], -1, width), *kv), meeting
+
+
+def _with(change: Callable[[Any], Packed], link: Link) -> Link:
+    """The link with other weights, made of its own."""
+
+    def changed(product: Weights) -> Weights:
+        return product._replace(weight=change(product.weight))
+
+    out, gate_up, down, following, gate = link
+    if following is not None:
+        following = following._replace(qkv=changed(following.qkv))
+    return Link(changed(out), changed(gate_up), changed(down), following, gate)
+
+
+def _pallas(heads, x, link, *, meeting, implementation=None, interpret=False):
+    del implementation
+
+    def packed(weight: Any) -> Packed:
+        return weight if isinstance(weight, Packed) else Packed.of(weight.astype(x.dtype))
+
+    return in_one_launch(heads, x, _with(packed, link), meeting=meeting, interpret=interpret)
+
+
+def _in_parts(heads, x, link: Link, *, meeting, implementation):
+    def made(x, product: Weights, **around: Any) -> Any:
+        around |= {"norm": product.norm, "implementation": implementation}
+        return fused_linear(x, product.weight, product.bias, **around)
+
+    x = made(heads, link.out, residual=x)
+    y = made(made(x, link.gate_up, epilogue=link.gate), link.down, residual=x)
+    if link.following is None:
+        return y, None, meeting
+    qkv, rotary, cache = link.following
+    return y, made(y, qkv, epilogue="rope", rotary=rotary, cache=cache), meeting
+
+
+def _shapes(link: Link, dtype: Any) -> Link:
+    """As the kernel is handed it: weights that are not packed in x's dtype."""
+
+    def packed(weight: Any) -> Packed:
+        if isinstance(weight, Packed):
+            return weight
+        shape: Any = jax.ShapeDtypeStruct(weight.shape, dtype)
+        return Packed.of(shape)
+
+    return _with(packed, link)
+
+
+def _why_not_pallas(heads, x, link, *, device, meeting) -> str | None:
+    del meeting
+    return why_not(heads, x, _shapes(link, x.dtype), device=device)
+
+
+def _not_auto(heads, x, link, *, device, meeting) -> str | None:
+    del heads, device, meeting
+    for name, (weight, *_) in _shapes(link, x.dtype).products.items():
+        how = (weight.scheme, weight.group_size, weight.zero is not None)
+        if how not in TIMED:
+            scheme, group, zeros = how
+            form = f"{scheme}{f' in groups of {group}' * bool(group)}{' with zeros' * zeros}"
+            return f"{name}: {form} was not timed against a launch a product"
+    return None
+
+
+BETWEEN_ATTENTIONS: Table = {
+    **pallas(_pallas, _why_not_pallas, _not_auto),
+    "xla": Implementation(_in_parts),
+}
+
+__all__ = [
+    "BETWEEN_ATTENTIONS",
+    "Following",
+    "Link",
+    "Weights",
+    "between_attentions",
+    "no_meeting",
+]

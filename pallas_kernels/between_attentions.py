@@ -1,0 +1,391 @@
+"""From a layer's attention to the next one's in a single launch, where one token is decoded.
+
+    x <- x + heads Wo^T                          what attention gives, added to the residual stream
+    g  = silu(a) b,  [a, b] = norm(x) Wgu^T
+    y  = x + g Wd^T
+    q, k, v = norm'(y) Wqkv'^T                   of the next layer; q and k are turned
+
+heads [*B, N H], x and y [*B, D], *B one row. Each product may have a norm before it. Weights are
+`Packed`, of codes of 8, 4 or 2 bits or of numbers of 16 (`Packed.of`). As many blocks as there are
+multiprocessors, one on each, go over the four weights one behind the other; between two products
+they wait for each other, while what they multiply next is on its way. Four launches take 2 us and
+more each beside their bytes; this is one.
+`between_attentions_lanes` says what a block does. Its sizes are constants, and not a tuned row's:
+one choice was fastest for all models and formats that were tried (benchmarks/notes.md).
+The gradient is that of the plain path.
+Source of norm and rotation: around_product.py; of the formats: quantize.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _compat
+from pallas_kernels import between_attentions_kernel as kernel
+from pallas_kernels import device as device_lib
+from pallas_kernels import quantized_matmul_config as sizes
+from pallas_kernels.around_product import Cache, Norm, Rotary, turn_and_write
+from pallas_kernels.between_attentions_config import BRINGING, Config, Plan, Product
+from pallas_kernels.device import ACCESS_BYTES, LANES, REGISTERS, SHARED_BYTES, Device
+from pallas_kernels.packed import CODES_PER_BYTE, PLAIN, Packed
+from pallas_kernels.quantized_matmul import (
+    for_lanes,
+    quantized_matmul,
+    quantized_matmul_reference,
+)
+from pallas_kernels.quantized_matmul import why_not as why_not_quantized
+from pallas_kernels.quantized_matmul_check import check as check_product
+from pallas_kernels.quantized_matmul_config import Heads, Static
+from pallas_kernels.ternary_matmul import (
+    straight_through,
+    ternary_linear,
+    ternary_linear_reference,
+)
+from pallas_kernels.ternary_matmul import why_not as why_not_ternary
+
+MEETING_WORDS = 2  # of a `meeting`
+GATES = ("swiglu", "relu2_glu")  # silu(a) b and max(a, 0)^2 b
+MOST_TERNARY = 2**16  # inputs whose sums of bytes times codes stay whole numbers of float32
+# On their way to a multiprocessor. H200, us from attention to attention with 32, 48 and 64 KiB:
+# Llama-3.1-8B in bfloat16 115.7, 104.6 and 113.8, in int4 35.7, 34.6 and 36.3
+WINDOW_BYTES = 3 * 2**14
+
+
+HELD_ROUNDS = 4  # most turns of a tile whose x a thread keeps in registers, and that are unrolled
+
+
+class Weights(NamedTuple):
+    """Of a product: the weight [O, I], the bias [O] behind it, and the norm of x before it."""
+
+    weight: Packed
+    bias: Float[Array, " O"] | None = None
+    norm: Norm | None = None
+
+
+class Following(NamedTuple):
+    """What the next layer begins with: q, k and v as `quantized_matmul` makes them with "rope", the
+    heads of q and k turned by `rotary`, k and v in their slots of the `cache`.
+    """
+
+    qkv: Weights
+    rotary: Rotary
+    cache: Cache
+
+
+class Link(NamedTuple):
+    """The weights of a launch: out [D, N H], gate_up [2F, D] (gate's rows, then up's), down [D, F]
+    and, unless no layer follows, qkv [(N + 2K) H, D]. gate: of GATES, what becomes of gate and up.
+    """
+
+    out: Weights
+    gate_up: Weights
+    down: Weights
+    following: Following | None = None
+    gate: str = "swiglu"
+
+    @property
+    def products(self) -> dict[str, Weights]:
+        """In their order, by name."""
+        found = {"out": self.out, "gate_up": self.gate_up, "down": self.down}
+        return found if self.following is None else {**found, "qkv": self.following.qkv}
+
+
+def between_attentions(
+    heads: Float[Array, "*B NH"],
+    x: Float[Array, "*B D"],
+    link: Link,
+    *,
+    meeting: Int[Array, " 2"],
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "*B D"], tuple[Array, Array, Array] | None, Int[Array, " 2"]]:
+    """(y, (q, k, v) of the next layer or None, meeting).
+
+    q is [*B, N H]; k and v are the cache's [1, S, K, H], in its own memory if nothing else needs
+    that.
+    meeting: int32 zeros by which the blocks of a launch find each other. They come back as zeros,
+    to be handed to the next call, which so comes behind this one.
+    Dtypes: bfloat16; cos, sin and biases any float, slots any integers. Sums are float32, and what
+    one product hands to the next is rounded to bfloat16, as if each were a call of its own. With
+    int8 in groups of 64, int4 in groups of 128, their multiples or none, x counts as whole numbers
+    of 24 bits (quantized_digits.py), with ternary weights as int8, one scale a row
+    (ternary_matmul.py).
+    All blocks must run at once: where another call of it runs on the same GPU, or another process
+    keeps multiprocessors for itself, as under MPS, they may wait for each other, and end with an
+    error after some ten seconds.
+    Gradients: of all floats but packed weights; of x where it became int8 straight through.
+    Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
+    (unless `interpret`, which runs product by product), or for what `why_not` says.
+    """
+    _check(heads, x, link, meeting)
+    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    if (reason := why_not(heads, x, link, device=device)) is not None:
+        raise NotImplementedError(f"between_attentions: cannot run this call: {reason}")
+    plan = plan_of(x, link, device=device, config=config)
+    if (problem := plan.problem()) is not None:
+        raise ValueError(f"between_attentions: {plan.config}: {problem}")
+    link = _for_lanes(link)
+    if interpret:
+        most, ternary = (
+            functools.partial(f, interpret=True) for f in (quantized_matmul, ternary_linear)
+        )
+        return *_in_parts(most, ternary, heads, x, link), meeting
+    weights, biases, norms = zip(*link.products.values(), strict=True)
+    norms = tuple(norm and norm.weight for norm in norms)
+    angles = cache = None
+    if link.following is not None:
+        _, rotary, cache = link.following
+        angles = tuple(a.reshape(1, -1) for a in (rotary.cos, rotary.sin))
+    rows = (a.reshape(1, -1) for a in (heads, x))
+    found: Any = _between(plan, *rows, weights, biases, norms, angles, cache, meeting)
+    y, *rest, meeting = found
+    if not rest:
+        return y.reshape(x.shape), None, meeting
+    q, k, v = rest
+    return y.reshape(x.shape), (q.reshape(*x.shape[:-1], -1), k, v), meeting
+
+
+def _for_lanes(link: Link) -> Link:
+    """With small arrays in dtypes that lanes read."""
+
+    def bias_of(weights: Weights) -> Weights:
+        return weights._replace(bias=None if weights.bias is None else for_lanes(weights.bias))
+
+    out, gate_up, down, following, gate = link
+    if following is not None:
+        qkv, rotary, cache = following
+        rotary = rotary._replace(cos=for_lanes(rotary.cos), sin=for_lanes(rotary.sin))
+        cache = cache._replace(slots=cache.slots.astype(jnp.int32))
+        following = Following(bias_of(qkv), rotary, cache)
+    return Link(bias_of(out), bias_of(gate_up), bias_of(down), following, gate)
+
+
+def between_attentions_reference(heads, x, link: Link) -> Any:
+    """The mathematics in plain JAX: y, and (q, k, v) or None."""
+    return _in_parts(quantized_matmul_reference, ternary_linear_reference, heads, x, link)
+
+
+def _in_parts(packed_product, ternary_product, heads, x, link: Link) -> tuple[Any, Any]:
+    """Product by product: of most weights by the first, of ternary ones by the second."""
+
+    def made(x, weights: Weights, **around: Any) -> Any:
+        weight, bias, norm = weights
+        if weight.scheme != "ternary":
+            return packed_product(x, weight, bias=bias, norm=norm, **around)
+        normed = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
+        return ternary_product(x, weight, bias=bias, **normed, **around)
+
+    x = made(heads, link.out, residual=x)
+    y = made(made(x, link.gate_up, epilogue=link.gate), link.down, residual=x)
+    if link.following is None:
+        return y, None
+    qkv, rotary, cache = link.following
+    if qkv.weight.scheme != "ternary":
+        return y, made(y, qkv, epilogue="rope", rotary=rotary, cache=cache)
+    angles = {"cos": rotary.cos.reshape(1, -1), "sin": rotary.sin.reshape(1, -1)}
+    heads = made(y, qkv).reshape(1, -1)
+    q, k, v = turn_and_write(heads, rotary._replace(**angles), cache)
+    return y, (q.reshape(*x.shape[:-1], -1), k, v)
+
+
+def why_not(heads, x, link: Link, *, device: Device | None = None) -> str | None:
+    """What keeps the kernel from this call; shapes suffice."""
+    device = device or device_lib.current()
+    if reason := device_lib.why_not_hopper(device):
+        return reason
+    if reason := _compat.why_not_written():
+        return reason
+    if (rows := math.prod(x.shape[:-1])) != 1:
+        return f"takes one row of x, got {rows}"
+    if x.dtype != jnp.bfloat16 or heads.dtype != x.dtype:
+        return f"takes bfloat16, got x {x.dtype} and heads {heads.dtype}"
+    ternary = {weights.weight.scheme == "ternary" for weights in link.products.values()}
+    if link.gate != "swiglu" and False in ternary:
+        return f"only ternary weights have {link.gate!r}"
+    for name in link.products:
+        if reason := _why_not_product(name, link, x.dtype, device):
+            return f"{name}: {reason}"
+    return plan_of(x, link, device=device).problem()
+
+
+def _why_not_product(name: str, link: Link, dtype: Any, device: Device) -> str | None:
+    (weight, _, norm), following = link.products[name], link.following
+    row = jax.ShapeDtypeStruct((1, weight.shape[1]), dtype)
+    if weight.scheme != "ternary":
+        rotary = following.rotary if name == "qkv" and following else None
+        around: Any = {"norm": norm, "epilogue": _epilogue(name), "rotary": rotary}
+        return why_not_quantized(row, weight, **around, config=_tile(name, weight), device=device)
+    if norm is not None and norm.weight.dtype != dtype:
+        return f"takes a norm's weight in {dtype}, got {norm.weight.dtype}"
+    if norm is not None and norm.zero_centered:
+        return "the norm before a ternary weight adds no 1 to its own"
+    if weight.shape[1] > MOST_TERNARY:
+        return f"takes {MOST_TERNARY} inputs at most, got {weight.shape[1]}"
+    if name == "qkv" and following and (half := following.rotary.cos.shape[-1]) % 8:
+        return f"takes halves of heads in multiples of 8, got {half}"
+    gate = link.gate if name == "gate_up" else None
+    return why_not_ternary(row, weight, epilogue=gate, device=device)
+
+
+def plan_of(x, link: Link, *, device: Device, config: Config | None = None) -> Plan:
+    """What the kernel is compiled for; config: None for the default."""
+    warps, following = (config or Config()).warps, link.following
+    products = []
+    for name, (weight, _, norm) in link.products.items():
+        tile = _tile(name, weight, warps)
+        eps, centered = (None, False) if norm is None else (float(norm.eps), norm.zero_centered)
+        gated, turned = name == "gate_up", None
+        if name == "qkv" and following is not None:
+            half, slots = following.rotary.cos.shape[-1], following.cache.k.shape[1]
+            turned = Heads(following.rotary.q_heads, following.rotary.kv_heads, half, slots)
+        static = Static(
+            name, tile, False, x.dtype.name, device.num_sms, gated, eps, centered, turned, link.gate
+        )
+        late = {"out": (), "down": ("x", "residual")}.get(name, ("x",))
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), weight)
+        product = Product(static, shapes, late)
+        whole_rows = norm is not None and weight.scheme != "ternary"  # its squares are of one row
+        if _epilogue(name) is None and not whole_rows and _is_better_folded(product):
+            product = dataclasses.replace(product, folded=True)
+        if _may_hold(product):
+            held = dataclasses.replace(static, config=dataclasses.replace(tile, held=True))
+            product = dataclasses.replace(product, static=held)
+        products.append(product)
+    plan = Plan(config or Config(), tuple(products))
+    return plan if config else dataclasses.replace(plan, config=default_config(plan))
+
+
+def _tile(name: str, weight: Packed, warps: int = Config().warps) -> sizes.Config:
+    """What a block has of a weight at a time."""
+    halves = 1 if _epilogue(name) is None else 2
+    return sizes.Config(sizes.grain(weight, halves=halves), warps, 1, 1)
+
+
+def _may_hold(product: Product) -> bool:
+    """Whether a thread has registers for its part of x beside the sums, and use for it."""
+    if product.most_tiles == 1 or product.rounds > HELD_ROUNDS:
+        return False
+    registers = REGISTERS // (product.config.warps * LANES + BRINGING)
+    places = CODES_PER_BYTE["ternary"] if product.packed.scheme == "ternary" else 1
+    sums = places * product.config.tile_n * sizes.MMA_COLUMNS // LANES
+    return product.held_words + sums <= registers * sizes.HELD_PART
+
+
+def _epilogue(name: str) -> str | None:
+    return {"gate_up": "swiglu", "qkv": "rope"}.get(name)
+
+
+def _is_better_folded(product: Product) -> bool:
+    """Whether the fullest block has fewer rows of the weight with twice as many tiles, of half as
+    many outputs each. H200, us: Phi-3-mini in bfloat16 63.3, folded 60.9; Qwen2.5-0.5B 17.8, 17.0.
+    """
+    packed, outputs = product.packed, product.config.tile_n // 2
+    grouped = [a.dtype.itemsize for a in (packed.scale, packed.zero) if a is not None]
+    if packed.shape[1] % (2 * (packed.group_size or sizes.part(packed.scheme))):
+        return False
+    if packed.shape[1] % (2 * sizes.part(packed.scheme)):
+        return False
+    if outputs * min(grouped, default=ACCESS_BYTES) < ACCESS_BYTES:
+        return False
+    folded = dataclasses.replace(product, folded=True)
+    return folded.most_tiles * outputs < product.most_tiles * 2 * outputs
+
+
+def default_config(plan: Plan) -> Config:
+    """As many stages as fit on chip, and of them as many on their way as WINDOW_BYTES are."""
+
+    def with_stages(stages: int) -> Plan:
+        config = dataclasses.replace(plan.config, stages=stages, window=1)
+        return dataclasses.replace(plan, config=config)
+
+    most = max(1, SHARED_BYTES // plan.stage_bytes)
+    fits = (n for n in range(most, 1, -1) if with_stages(n).shared_bytes <= SHARED_BYTES)
+    stages = next(fits, 1)
+    window = max(1, min(stages, round(WINDOW_BYTES / plan.stage_bytes)))
+    return dataclasses.replace(plan.config, stages=stages, window=window)
+
+
+def _check(heads, x, link: Link, meeting) -> None:
+    who = "between_attentions"
+    if x.ndim < 1 or heads.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{who}: heads {list(heads.shape)} and x {list(x.shape)} are not [*B, N H] and [*B, D]"
+        )
+    if link.gate not in GATES:
+        raise ValueError(f"{who}: no gate is named {link.gate!r}; there are {', '.join(GATES)}")
+    lead, d = x.shape[:-1], x.shape[-1]
+    y = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    inner = jax.ShapeDtypeStruct((*lead, link.gate_up.weight.shape[0] // 2), x.dtype)
+    rows = {"out": heads, "gate_up": y, "down": inner, "qkv": y}
+    for name, (weight, bias, norm) in link.products.items():
+        around: dict[str, Any] = {"rotary": None, "cache": None, "residual": None}
+        if name == "qkv" and link.following is not None:
+            around |= {"rotary": link.following.rotary, "cache": link.following.cache}
+        if name in ("out", "down"):
+            around["residual"] = y
+            if weight.shape[0] != d:
+                raise ValueError(
+                    f"{who}: the weight of {name} has {weight.shape[0]} outputs, but x is {d} wide"
+                )
+        rest = {"norm": norm, "bias": bias, "epilogue": _epilogue(name), "out_dtype": None}
+        check_product(rows[name], weight, **rest, **around, who=f"{who}, {name}")
+    if meeting.shape != (MEETING_WORDS,) or meeting.dtype != jnp.int32:
+        raise ValueError(
+            f"{who}: meeting is {meeting.dtype}{list(meeting.shape)}, not int32[{MEETING_WORDS}]"
+        )
+
+
+def _plain(plan: Plan, heads, x, weights, biases, norms, angles, cache, meeting):
+    """What `kernel.products` returns, as far as it has gradients."""
+    products, following = {}, None
+    for product, weight, bias, scale in zip(plan.products, weights, biases, norms, strict=True):
+        static, norm = product.static, None
+        if static.eps is not None:
+            norm = Norm(scale, static.eps, static.zero_centered)
+        products[static.name] = Weights(weight, bias, norm)
+    if (turned := plan.products[-1].static.heads) is not None:
+        rotary = Rotary(angles[0], angles[1], turned.q, turned.kv)
+        following = Following(products.pop("qkv"), rotary, cache)
+    gate = plan.products[1].static.gate
+    link = Link(**products, following=following, gate=gate)
+    y, rest = _in_parts(quantized_matmul_reference, straight_through, heads, x, link)
+    return y, *(rest or ()), meeting
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _between(plan: Plan, *arrays: Any):
+    # Blocks of two slices would wait for each other: a slice is a launch of its own
+    return sequential_vmap(functools.partial(kernel.products, plan))(*arrays)
+
+
+def _forward(plan: Plan, *arrays: Any):
+    return _between(plan, *arrays), arrays
+
+
+def _backward(plan: Plan, arrays: Any, cotangents: Any):
+    heads, x, weights, *rest = arrays
+    numbers = [weight.codes if weight.scheme == PLAIN else None for weight in weights]
+
+    def plain(heads, x, numbers, *rest):
+        given = [
+            weight if own is None else Packed.of(own)
+            for weight, own in zip(weights, numbers, strict=True)
+        ]
+        return _plain(plan, heads, x, given, *rest)
+
+    d_heads, d_x, d_numbers, *d_rest = jax.vjp(plain, heads, x, numbers, *rest)[1](cotangents)
+    d_weights = tuple(None if own is None else Packed.of(own) for own in d_numbers)
+    return d_heads, d_x, d_weights, *d_rest
+
+
+_between.defvjp(_forward, _backward)
+# Layers alike share one compiled kernel
+_between = jax.jit(_between, static_argnums=0)  # pyright: ignore[reportAssignmentType]

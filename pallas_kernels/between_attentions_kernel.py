@@ -1,0 +1,93 @@
+"""The kernel of `between_attentions`: a layer's products in one launch, by blocks that stay.
+
+There are as many blocks as multiprocessors, one on each, for behind each product they wait for each
+other. Imported only by between_attentions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+from pallas_kernels.between_attentions_config import BRINGING, NAMES, Plan
+from pallas_kernels.between_attentions_lanes import Chain
+from pallas_kernels.device import THREADS, WARPS
+from pallas_kernels.lane_code import address_of
+from pallas_kernels.packed import Packed
+
+PARTS = ("codes", "scale", "zero", "row_scale")
+
+
+def products(
+    plan: Plan, heads, x, weights: Sequence[Packed], biases, norms, angles, cache, meeting
+) -> tuple[Any, ...]:
+    """y [1, D]; q [1, N H], keys and values where heads of the next layer are made; meeting.
+
+    heads [1, N H], x [1, D]. weights, biases, norms: of each product of the plan, None where there
+    is none. angles: cos and sin, [1, H / 2] each. meeting: int32 [2] of zeros, which come back so.
+    """
+    parts = [{name: getattr(weight, name) for name in PARTS} for weight in weights]
+    around = ({"bias": bias, "norm": norm} for bias, norm in zip(biases, norms, strict=True))
+    given = [
+        {name: a for name, a in (own | more).items() if a is not None}
+        for own, more in zip(parts, around, strict=True)
+    ]
+    dtypes = [{name: own[name].dtype for name in ("bias",) if name in own} for own in given]
+    widths = [x.shape[1], weights[1].shape[0] // 2, x.shape[1]]
+    held = None
+    if cache is not None:
+        dtypes[-1] |= {"cos": angles[0].dtype, "sin": angles[1].dtype}
+        widths.append(heads_width(plan))
+        held = (jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots)
+    meeting = jax.new_ref(meeting)
+
+    def body(heads_ref, x_ref, given, angle_refs, held, meeting_ref, *results, **scratch):
+        sources, own = [heads_ref, *results], []
+        for i, refs in enumerate(given):
+            own.append({**refs, **scratch, "x": sources[i], "out": results[i]})
+        own[0]["residual"], own[2]["residual"] = x_ref, results[0]
+        if held is not None:
+            own[NAMES.index("qkv")] |= dict(zip(("cos", "sin"), angle_refs, strict=True))
+            own[NAMES.index("qkv")] |= dict(zip(("k", "v", "slots"), held, strict=True))
+        refs = (own, meeting_ref)
+        types = jax.tree.map(lambda _: plgpu.RefType(), refs)
+
+        @plgpu.inline_mgpu(arg_types=(*types, plgpu.Layout.WG_SPLAT))
+        def run(_: Any, *given: Any) -> Any:
+            *refs, block = given
+            pointers, meeting = jax.tree.map(address_of, refs)
+            Chain(plan, dtypes, pointers, meeting, block.registers.item()).run()
+
+        run(*refs, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
+
+    scratch = {
+        name: plgpu.SMEM((size_bytes,), jnp.uint8)
+        for name, size_bytes in plan.scratch_bytes().items()
+    }
+    results = _compat.kernel(
+        body,
+        name="between_attentions",
+        out_type=[jax.ShapeDtypeStruct((1, width), x.dtype) for width in widths],
+        scratch_types=scratch,
+        grid=(plan.num_blocks,),
+        grid_names=("block",),
+        interpret=False,
+        approx_math=True,
+        num_threads=plan.config.warps // WARPS + BRINGING // THREADS,
+        thread_name="group",
+    )(heads, x, given, angles, held, meeting)
+    kv = [] if held is None else [jax.freeze(held[0]), jax.freeze(held[1])]
+    return *results[2:], *kv, jax.freeze(meeting)
+
+
+def heads_width(plan: Plan) -> int:
+    """Of the queries that are made."""
+    heads = plan.products[-1].static.heads
+    assert heads is not None, "there is a next layer"
+    return 2 * heads.half * heads.q

@@ -1,0 +1,250 @@
+"""Decoding through `chain` gives what blocks give one by one, and not every call is a chain."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absent_device import absent
+from flax import nnx
+from kernels import interpreted
+from numerics import assert_as_accurate
+from tiny_models import TINY, build
+
+import jaxllm
+from jaxllm import chain, fusion
+from jaxllm.config import ModelConfig, Rope, Runtime
+from jaxllm.lora import Adapted
+from jaxllm.quantize import PackedLinear
+from pallas_kernels import _compat
+
+# Wide enough for the kernel
+WIDE = dataclasses.replace(
+    TINY,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    head_dim=32,
+    qkv_bias=True,
+    layer_types=(),
+)
+BITNET = dataclasses.replace(
+    WIDE,
+    model_type="bitnet",
+    hidden_act="relu2",
+    qkv_bias=False,
+    bit_linear=True,
+    sub_norms=True,
+)
+
+
+def made(config: ModelConfig, scheme: str | None = None, how: Any = "auto") -> Any:
+    model = build(config, Runtime("bfloat16", "bfloat16", implementation=how))
+    if scheme is not None:
+        jaxllm.quantize(model, scheme)
+    fusion.fuse(model)
+    return model
+
+
+def decoded(model: Any, run: Any = lambda f, *a: jax.jit(f)(*a), kv: Any = jnp.bfloat16) -> Any:
+    """Logits of three tokens behind a prompt, one after the other."""
+    config = model.config
+
+    def steps(weights: Any, cache: Any) -> jax.Array:
+        prompt = jnp.arange(5)[None] % config.vocab_size
+        logits, cache = jaxllm.prefill(weights, prompt, jnp.asarray([5]), cache)
+        found = []
+        for token in (7, 3, 11):
+            logits, cache = jaxllm.decode_step(weights, jnp.asarray([token]), cache)
+            found.append(logits)
+        return jnp.stack(found)
+
+    cache = jaxllm.KVCache.create(config, 1, 64, kv)
+    return run(steps, jaxllm.flatten(model), cache)
+
+
+def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers go through the chain, each time that a program is made."""
+    found, decode = [], chain.decode
+
+    def counted(blocks: Any, *rest: Any) -> Any:
+        found.append(len(blocks))
+        return decode(blocks, *rest)
+
+    monkeypatch.setattr(chain, "decode", counted)
+    jax.clear_caches()
+    return found
+
+
+@pytest.mark.parametrize("kv", [jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_the_chain_computes_what_blocks_do(scheme: Any, kv: Any, monkeypatch: pytest.MonkeyPatch):
+    model, found = made(WIDE, scheme), count(monkeypatch)
+    ours = decoded(model, kv=kv)
+    assert found == [3]  # the prompt is none, and three steps are one program
+    monkeypatch.setattr(chain, "links", lambda *_: None)
+    jax.clear_caches()
+    np.testing.assert_array_equal(ours, decoded(model, kv=kv))
+    assert found == [3]
+    jax.clear_caches()
+
+
+def test_of_bitnet(monkeypatch: pytest.MonkeyPatch):
+    model, found = made(BITNET, "ternary"), count(monkeypatch)
+    ours = decoded(model)
+    assert found == [3]
+    monkeypatch.setattr(chain, "links", lambda *_: None)
+    jax.clear_caches()
+    np.testing.assert_array_equal(ours, decoded(model))
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("scheme", [None, "int4"])
+def test_with_the_kernel(scheme: Any, monkeypatch: pytest.MonkeyPatch):
+    """Interpreted, product by product."""
+    if not _compat.WRITES_REFERENCES:
+        pytest.skip("jax 0.10 writes into no array that is there")
+    config = dataclasses.replace(WIDE, num_hidden_layers=2, layer_types=())
+    how = {"between_attentions": "pallas-interpret"}
+    found = count(monkeypatch)
+    ours = decoded(made(config, scheme, how), interpreted)
+    assert found == [2]
+    plain = decoded(made(config, scheme, {"between_attentions": "xla"}))
+    model = build(config, Runtime("float32", "bfloat16"))
+    if scheme is not None:
+        jaxllm.quantize(model, scheme)
+    fusion.fuse(model)
+    truth = np.asarray(decoded(model, kv=jnp.float32), np.float64)
+    assert_as_accurate(ours, plain, truth)
+    with pytest.raises(AssertionError):  # the twin
+        assert_as_accurate(np.float64(ours) * 1.05, plain, truth)
+    jax.clear_caches()
+
+
+def links(model: Any, rows: int = 1, tokens: int = 1, dtype: Any = jnp.bfloat16) -> Any:
+    config = model.config
+    cache = jaxllm.KVCache.create(config, rows, 64, jnp.bfloat16)
+    x = jnp.zeros((rows, tokens, config.hidden_size), dtype)
+    tables = model._rotary(jnp.zeros((rows, tokens), jnp.int32), None, cache, jnp.ones(rows))
+    caches = [cache.layer(i, jnp.ones(rows, jnp.int32)) for i in range(len(model.layers))]
+    rotary = [tables[kind] for kind in config.layer_types]
+    return chain.links(model.layers, x, rotary, caches)
+
+
+def test_what_is_a_chain():
+    found = links(made(WIDE))
+    assert [link.following is None for link in found] == [False, False, True]
+
+
+def with_adapters() -> Any:
+    model = made(WIDE)
+    attention = model.layers[1].self_attn
+    attention.o_proj = Adapted(attention.o_proj, rank=4, alpha=8.0, rngs=nnx.Rngs(0))
+    return model
+
+
+def with_an_order() -> Any:
+    """As GPTQ's desc_act has it."""
+    model = made(WIDE, "int8")
+    mlp = model.layers[1].mlp
+    order = jnp.arange(WIDE.intermediate_size, dtype=jnp.int32)[::-1]
+    mlp.down_proj = PackedLinear(mlp.down_proj.packed, order=order)
+    return model
+
+
+def with_another(**changes: Any) -> Any:
+    """Of which a projection of the second layer is otherwise."""
+    model = made(WIDE)
+    for name, value in changes.items():
+        setattr(model.layers[1].mlp.down_proj, name, value)
+    return model
+
+
+PARTIAL = Rope(10_000.0, partial_rotary_factor=0.5)
+
+
+@pytest.mark.parametrize(
+    ("model", "call"),
+    [
+        (lambda: made(WIDE), {"rows": 2}),
+        (lambda: made(WIDE), {"tokens": 2}),
+        (lambda: made(WIDE), {"dtype": jnp.float16}),
+        (lambda: build(WIDE, Runtime("bfloat16", "bfloat16")), {}),  # not fused
+        (lambda: made(dataclasses.replace(WIDE, qk_norm=True, model_type="qwen3")), {}),
+        (lambda: made(dataclasses.replace(WIDE, post_norms=True)), {}),
+        (lambda: made(dataclasses.replace(WIDE, rope=PARTIAL)), {}),
+        (with_adapters, {}),
+        (with_an_order, {}),
+        (lambda: with_another(implementation="xla"), {}),
+        (lambda: with_another(dtype=jnp.dtype("float16")), {}),
+    ],
+    ids=[
+        *("two rows", "two tokens", "float16", "not fused", "q_norm", "norms behind"),
+        *("part of a head turned", "adapters", "inputs in another order"),
+        *("two implementations", "two dtypes"),
+    ],
+)
+def test_what_is_none(model: Any, call: dict[str, Any]):
+    assert links(model(), **call) is None
+
+
+ODD = dataclasses.replace(WIDE, intermediate_size=72)
+
+
+def test_a_name_for_all_ops_is_that_of_the_products():
+    """Where they cannot be had in one launch; whoever names the launch itself is told why."""
+    assert links(made(ODD)) is not None  # "auto" has them by XLA
+    for how in ("pallas", "pallas-interpret"):
+        assert links(made(ODD, how=how)) is None
+    model = made(ODD, how={"between_attentions": "pallas-interpret"})
+    with pytest.raises(NotImplementedError, match="takes inputs in multiples of 32, got 72|0.11"):
+        decoded(model)
+
+
+# A ring of keys, keys in 8 bits, soft-capped scores
+OTHERS = {
+    "ring": (
+        dataclasses.replace(
+            WIDE,
+            sliding_window=4,
+            layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+        ),
+        jnp.bfloat16,
+    ),
+    "fp8": (WIDE, jnp.float8_e4m3fn),
+    "soft cap": (dataclasses.replace(WIDE, attn_logit_softcapping=4.0), jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_with_caches_and_scores_of_other_kinds(name: str, monkeypatch: pytest.MonkeyPatch):
+    config, kv = OTHERS[name]
+    model, found = made(config), count(monkeypatch)
+    ours = decoded(model, kv=kv)
+    assert found == [3]
+    monkeypatch.setattr(chain, "links", lambda *_: None)
+    jax.clear_caches()
+    np.testing.assert_array_equal(ours, decoded(model, kv=kv))
+    jax.clear_caches()
+
+
+def test_on_a_gpu_two_kernels_a_layer_are_left():
+    """And the first layer's q, k and v, which have no layer before; layers alike share a kernel."""
+    if not _compat.WRITES_REFERENCES:
+        pytest.skip("jax 0.10 writes into no array that is there")
+    with absent():
+        model = made(WIDE)
+        cache = jaxllm.KVCache.create(WIDE, 1, 64, jnp.bfloat16)
+        weights, token = jaxllm.flatten(model), jnp.zeros(1, jnp.int32)
+        text = str(jax.make_jaxpr(jaxllm.decode_step)(weights, token, cache))
+    kernels = re.findall(r"\bname=(gemv\w*|decode_attention|between_attentions|\w*matmul\w*)", text)
+    assert sorted(kernels) == [
+        *("between_attentions", "between_attentions"),  # that of the last layer makes no q
+        "decode_attention",
+        "gemv_norm_rope",
+    ]

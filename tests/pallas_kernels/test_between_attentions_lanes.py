@@ -1,0 +1,88 @@
+"""The code of `between_attentions`, lane by lane and block by block, against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from between_calls import assert_right, call
+from between_lanes import by_lanes
+
+from pallas_kernels import between_attentions_lanes
+from pallas_kernels.between_attentions import Config
+from pallas_kernels.between_attentions_lanes import Chain
+from pallas_kernels.packed import PLAIN
+
+# Blocks, and what they have: a block without a tile of out or down, whose halves of K are folded
+CALLS: Any = {
+    "int4": (Config(4, 3, 2), 3, partial(call, 256, 384, (4, 1, 64), "int4")),
+    "16 bits, bias": (Config(4, 3, 1), 5, partial(call, 128, 192, (2, 1, 64), PLAIN, bias=True)),
+    "the last layer": (Config(4, 5, 5), 2, partial(call, 128, 256, None, "int8")),
+    "folded": (Config(4, 4, 2), 7, partial(call, 128, 320, (2, 1, 64), PLAIN)),
+    "folded int4": (Config(4, 4, 3), 7, partial(call, 128, 512, (4, 1, 64), "int4")),
+    "zero points": (Config(4, 3, 3), 5, partial(call, 256, 256, (2, 2, 64), "int4, zero points")),
+    "ternary": (Config(4, 3, 2), 3, partial(call, 256, 512, (4, 2, 64), "ternary")),
+    "ternary, half a part": (Config(4, 3, 2), 3, partial(call, 128, 320, (2, 1, 64), "ternary")),
+    "folded ternary, norms": (
+        Config(4, 2, 1),
+        7,
+        partial(call, 128, 1024, (8, 2, 64), "ternary", sub_norms=True, gate="relu2_glu"),
+    ),
+    "norms of 16 bits": (
+        Config(4, 3, 2),
+        7,
+        partial(call, 128, 256, (2, 1, 64), PLAIN, sub_norms=True, centred=True),
+    ),
+    "folded int8": (Config(8, 2, 2), 6, partial(call, 128, 256, (4, 2, 32), "int8, groups")),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_lanes(name: str, monkeypatch: Any):
+    config, blocks, make = CALLS[name]
+    arguments = make()
+    with monkeypatch.context() as patched:
+        ours = by_lanes(patched, arguments, config, blocks)
+    assert_right(arguments, ours)
+
+
+def test_a_block_of_the_last_layer_alone(monkeypatch: Any):
+    """Nobody to wait for, and every tile is its own."""
+    arguments = call(128, 128, None, PLAIN)
+    assert_right(arguments, by_lanes(monkeypatch, arguments, Config(4, 2, 1), 1))
+
+
+def without(awaited: str) -> Any:
+    """A chain's `_wait` that waits for no stage to be "full", or to be "empty"."""
+    wait = Chain._wait
+
+    def some(barrier: Any, phase: Any) -> None:
+        kind = "empty" if barrier.bits[0] % 16 else "full"  # they lie side by side
+        if kind != awaited:
+            wait(barrier, phase)
+
+    return staticmethod(some)
+
+
+FAULTS: Any = {
+    "a stage is read before it is full": (
+        Chain,
+        "_wait",
+        without("full"),
+        "wait for ever|not finite",
+    ),
+    "a stage is filled before it is read": (Chain, "_wait", without("empty"), "wait for ever"),
+    "blocks do not wait": (Chain, "_meet", lambda *_: None, "not finite"),
+    "more are waited for": (between_attentions_lanes, "BRINGING", 160, "wait for ever"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(fault: str, monkeypatch: Any):
+    """What the kernel must not do, done by one that is right otherwise."""
+    *what, said = FAULTS[fault]
+    arguments = call(128, 256, (2, 1, 64), PLAIN)
+    monkeypatch.setattr(*what)
+    with pytest.raises(AssertionError, match=said):
+        assert_right(arguments, by_lanes(monkeypatch, arguments, Config(4, 3, 2), 3))
