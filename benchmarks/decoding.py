@@ -30,10 +30,15 @@ from pallas_kernels.quantize import quantize
 SECTIONS = ("decode", "packed-decode", "cuda-graphs")
 PROMPT, NEW_TOKENS = 64, 256
 FUSED = "auto, fused"  # what `jaxllm generate` runs
+# With a launch for each product, where `between_attentions` has four of them in one
+BY_PRODUCT, BY_PRODUCTS = ", a launch a product", {"between_attentions": "xla"}
 ROWS = (4, 16)  # that FUSED decodes too, and XLA
-# (format, rows): bfloat16 with as many rows is what the others are compared with
+# (format and how, rows): bfloat16 with as many rows is what the others are compared with
 PACKED = (
-    *(("bfloat16", 1), ("int8", 1), ("int4", 1), ("ternary", 1)),
+    *itertools.product(
+        [f"{a}{how}" for a in ("bfloat16", "int8", "int4", "ternary") for how in ("", BY_PRODUCT)],
+        [1],
+    ),
     *(("bfloat16", 16), ("int4", 16)),
 )
 HEAD = "int8"  # of packed models
@@ -60,9 +65,9 @@ def tasks(section: str) -> Iterator[tuple[str, Work]]:
             run = functools.partial(by_implementation, QWEN, name, rows=rows)
             yield f"decode/{_label(name, rows)}", run
     elif section == "packed-decode":
-        for scheme, rows in PACKED:
-            run = functools.partial(packed, LLAMA_8B, scheme, rows)
-            yield f"packed-decode/{_label(scheme, rows)}", run
+        for name, rows in PACKED:
+            run = functools.partial(packed, LLAMA_8B, name, rows)
+            yield f"packed-decode/{_label(name, rows)}", run
     elif section == "cuda-graphs":
         for model, config in GRAPH_MODELS.items():
             for how in GRAPHS:
@@ -74,10 +79,12 @@ def implementations() -> dict[str, Any]:
     ours = kernels()
     plain = dict.fromkeys(ours, "xla")
     # A decoder of Llama's kind has no layer norm, and its softmax is inside attention
-    alone = [op for op in ours if op not in ("layer_norm", "scale_softmax")]
+    # and one that is not fused has nothing from attention to attention
+    alone = [op for op in ours if op not in ("layer_norm", "scale_softmax", "between_attentions")]
     return {
         **{name: name for name in ("xla", "auto", "pallas")},
         FUSED: "auto",
+        FUSED + BY_PRODUCT: BY_PRODUCTS,
         "xla, cudnn's attention": {**plain, "attention": "cudnn"},
         **{f"xla, our {op}": {**plain, op: "pallas"} for op in alone},
     }
@@ -95,24 +102,31 @@ def by_implementation(
     """`generate` for some rows of a bfloat16 model."""
     del watch  # the loop's own times are what a user sees
     choice = implementations()[implementation]
-    model = random_model(config, choice, fused=implementation == FUSED)
+    model = random_model(config, choice, fused=implementation.startswith(FUSED))
     found = generated(model, rows, prompt=prompt, new_tokens=new_tokens)
     return {**found, "implementation": choice if isinstance(choice, str) else dict(choice)}
 
 
 def packed(
     config: ModelConfig,
-    scheme: str,
+    name: str,
     rows: int,
     watch: Stopwatch,
     *,
     prompt: int = PROMPT,
     new_tokens: int = NEW_TOKENS,
 ) -> dict[str, Any]:
-    """`generate` for some rows of a model whose projections are packed, its head in HEAD."""
+    """`generate` for some rows of a model whose projections are packed, its head in HEAD.
+
+    name: the scheme, or "bfloat16", and BY_PRODUCT or nothing behind it.
+    """
     del watch
-    plain = scheme == "bfloat16"
-    model = random_model(config) if plain else packed_model(config, scheme=scheme)
+    scheme = name.removesuffix(BY_PRODUCT)
+    how = "auto" if scheme == name else BY_PRODUCTS
+    if scheme == "bfloat16":
+        model = random_model(config, how)
+    else:
+        model = packed_model(config, how, scheme=scheme)
     weights = size_bytes(nnx.state(model, nnx.Param))
     found = generated(model, rows, prompt=prompt, new_tokens=new_tokens)
     return {**found, "rows": rows, "weight_bytes": weights}
@@ -129,18 +143,21 @@ def random_model(
     return model
 
 
-def packed_model(config: ModelConfig, *, scheme: str, head: str = HEAD) -> jaxllm.Transformer:
+def packed_model(
+    config: ModelConfig, implementation: Any = "auto", *, scheme: str, head: str = HEAD
+) -> jaxllm.Transformer:
     """A fused model with random weights that never were all there in bfloat16.
 
     The head stays in bfloat16 if it is the embedding's table.
     """
-    runtime = Runtime(dtype="bfloat16", param_dtype="bfloat16")
+    runtime = Runtime(dtype="bfloat16", param_dtype="bfloat16", implementation=implementation)
     model = nnx.eval_shape(lambda: jaxllm.Transformer(config, runtime, rngs=nnx.Rngs(0)))
     keys = (jax.random.fold_in(jax.random.key(0), i) for i in range(2**31))
     for name, (parent, attribute, module) in linears(model, ()).items():
         kind, spec = head if name == "lm_head" else scheme, module.weight.get_value()
         weights = jax.block_until_ready(quantize(_normal(next(keys), spec), kind))
-        setattr(parent, attribute, PackedLinear(weights, module.bias, dtype=jnp.bfloat16))
+        rest = {"dtype": jnp.bfloat16, "implementation": module.implementation}
+        setattr(parent, attribute, PackedLinear(weights, module.bias, **rest))
     for _, parameter in nnx.iter_graph(model):
         spec = parameter.get_value() if isinstance(parameter, nnx.Param) else None
         if isinstance(spec, jax.ShapeDtypeStruct):
@@ -292,16 +309,16 @@ def _packed(
     yield ""
     yield "| weights | rows | GB | tokens a second | of the read rate | times as fast |"
     yield "|---|--:|--:|--:|--:|--:|"
-    for scheme, rows in PACKED:
-        row = found.get(_label(scheme, rows))
+    for name, rows in PACKED:
+        row = found.get(_label(name, rows))
         if row is None or "tokens_per_s" not in row:
             if row is not None:
-                yield f"| {scheme} | {rows} | | {why(row)} | | |"
+                yield f"| {name} | {rows} | | {why(row)} | | |"
             continue
         plain = found.get(_label("bfloat16", rows), {}).get("tokens_per_s")
-        times = f"{row['tokens_per_s'] / plain:.2f}" if plain and scheme != "bfloat16" else ""
+        times = f"{row['tokens_per_s'] / plain:.2f}" if plain and name != "bfloat16" else ""
         yield (
-            f"| {scheme} | {rows} | {row['weight_bytes'] / 1e9:.2f} | {row['tokens_per_s']:.0f} | "
+            f"| {name} | {rows} | {row['weight_bytes'] / 1e9:.2f} | {row['tokens_per_s']:.0f} | "
             f"{_share(row, ceilings, 'read')} | {times} |"
         )
     yield ""

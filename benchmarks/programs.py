@@ -74,9 +74,13 @@ KEYS = (
         for implementation in ("auto", "pallas")
     ),
     ("Qwen2.5-0.5B float32", "decode", "auto"),
-    *((model, "fused decode", "gemv") for model in ("Qwen2.5-0.5B bfloat16", _8B)),
+    *(
+        (model, "fused decode", name)
+        for model in ("Qwen2.5-0.5B bfloat16", _8B)
+        for name in ("one launch", "gemv")
+    ),
     ("Qwen2.5-0.5B bfloat16", "fused decode", "xla"),
-    (_8B, "int4 decode", "packed"),
+    *((_8B, "int4 decode", name) for name in ("one launch", "packed")),
     *((_8B, "long prefill", name) for name in ("cudnn", "pallas attention")),
 )
 _LIMITS_FILE = Path(__file__).parent / "program_limits.json"
@@ -253,13 +257,16 @@ CHOICES: dict[str, Any] = {
     "pallas": kernels(),
     "cudnn": {"attention": "cudnn"},
     "pallas attention": {"attention": "pallas"},
-    "gemv": {"fused_linear": "pallas"},
-    "packed": {"fused_linear": "pallas"},
+    "one launch": {"between_attentions": "pallas"},
+    "gemv": {"fused_linear": "pallas", "between_attentions": "xla"},
+    "packed": {"fused_linear": "pallas", "between_attentions": "xla"},
 }
 # The ops whose kernels such an implementation names
 CHOSEN = {
-    "pallas": [op for op in kernels() if op != "fused_linear"],  # which takes a fused model
+    # but what takes a fused model
+    "pallas": [op for op in kernels() if op not in ("fused_linear", "between_attentions")],
     "pallas attention": ["attention"],
+    "one launch": ["attention", "between_attentions"],
     "gemv": ["attention", "fused_linear"],
     "packed": ["attention", "packed weights"],
 }
@@ -272,6 +279,7 @@ KERNEL_OF = {
     "rope": ("rope", LAYERS),
     "glu": ("swiglu", LAYERS),
     "fused_linear": ("gemv", 4 * LAYERS),
+    "between_attentions": ("between_attentions", LAYERS),
     "packed weights": ("quantized_matmul", 4 * LAYERS),
 }
 
