@@ -100,10 +100,10 @@ def test_no_figure_without_its_parts():
 @pytest.mark.parametrize(
     ("us", "wall_us", "clock", "expected"),
     [
-        (200.0, 220.0, "cupti", 200.0),
-        (200.0, 300.0, "cupti", 300.0),  # a copy that CUPTI does not see
-        (2.0, 30.0, "cupti", 2.0),  # the host is slower than so small a kernel
-        (200.0, 300.0, "cuda events (profiler: x)", 200.0),
+        (2000.0, 2200.0, "cupti", 2000.0),
+        (2000.0, 3000.0, "cupti", 3000.0),  # a copy that CUPTI does not see
+        (200.0, 300.0, "cupti", 200.0),  # the host is slower than so small a kernel
+        (2000.0, 3000.0, "cuda events (profiler: x)", 2000.0),
     ],
 )
 def test_what_counts_as_the_time(us, wall_us, clock, expected):

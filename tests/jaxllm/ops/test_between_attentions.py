@@ -89,13 +89,14 @@ def test_which_runs(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("form", "said"),
     [
-        *((form, None) for form in (PLAIN, "int8", "int4", "ternary")),
-        ("int4, zero points", "out: int4 in groups of 128 with zeros was not timed"),
-        ("fp8", "out: fp8 was not timed against a launch a product"),
+        *((form, None) for form in (PLAIN, "int8", "int4", "ternary", "int4, zero points")),
+        *((form, None) for form in ("int4, groups of 32", "fp8", "nvfp4", "mxfp4")),
+        ("mxfp8", "out: mxfp8 in groups of 32 was not found to be faster in one launch"),
+        ("int4, groups of 64, zero points", "out: int4 in groups of 64 with zeros was not found"),
     ],
 )
 def test_what_auto_takes(form: str, said: str | None, monkeypatch: pytest.MonkeyPatch):
-    """What was not timed is run by name alone."""
+    """What was timed and was faster; the rest is run by name alone."""
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
     given = {"meeting": MEETING}
     arguments = tuple(call(*SMALL, form).values())
