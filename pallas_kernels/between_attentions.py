@@ -125,19 +125,24 @@ def between_attentions(
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`, which runs product by product), or for what `why_not` says.
     """
-    _check(heads, x, link, meeting)
+    check(heads, x, link, who="between_attentions")
+    if meeting.shape != (MEETING_WORDS,) or meeting.dtype != jnp.int32:
+        raise ValueError(
+            f"between_attentions: meeting is {meeting.dtype}{list(meeting.shape)}, not "
+            f"int32[{MEETING_WORDS}]"
+        )
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if (reason := why_not(heads, x, link, device=device)) is not None:
         raise NotImplementedError(f"between_attentions: cannot run this call: {reason}")
     plan = plan_of(x, link, device=device, config=config)
     if (problem := plan.problem()) is not None:
         raise ValueError(f"between_attentions: {plan.config}: {problem}")
-    link = _for_lanes(link)
+    link = for_lanes_of(link)
     if interpret:
         most, ternary = (
             functools.partial(f, interpret=True) for f in (quantized_matmul, ternary_linear)
         )
-        return *_in_parts(most, ternary, heads, x, link), meeting
+        return *in_parts(most, ternary, heads, x, link), meeting
     weights, biases, norms = zip(*link.products.values(), strict=True)
     norms = tuple(norm and norm.weight for norm in norms)
     angles = cache = None
@@ -153,8 +158,8 @@ def between_attentions(
     return y.reshape(x.shape), (q.reshape(*x.shape[:-1], -1), k, v), meeting
 
 
-def _for_lanes(link: Link) -> Link:
-    """With small arrays in dtypes that lanes read."""
+def for_lanes_of(link: Link) -> Link:
+    """The link with small arrays in dtypes that lanes read."""
 
     def bias_of(weights: Weights) -> Weights:
         return weights._replace(bias=None if weights.bias is None else for_lanes(weights.bias))
@@ -170,30 +175,36 @@ def _for_lanes(link: Link) -> Link:
 
 def between_attentions_reference(heads, x, link: Link) -> Any:
     """The mathematics in plain JAX: y, and (q, k, v) or None."""
-    return _in_parts(quantized_matmul_reference, ternary_linear_reference, heads, x, link)
+    return in_parts(quantized_matmul_reference, ternary_linear_reference, heads, x, link)
 
 
-def _in_parts(packed_product, ternary_product, heads, x, link: Link) -> tuple[Any, Any]:
+def in_parts(packed_product, ternary_product, heads, x, link: Link) -> tuple[Any, Any]:
     """Product by product: of most weights by the first, of ternary ones by the second."""
-
-    def made(x, weights: Weights, **around: Any) -> Any:
-        weight, bias, norm = weights
-        if weight.scheme != "ternary":
-            return packed_product(x, weight, bias=bias, norm=norm, **around)
-        normed = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
-        return ternary_product(x, weight, bias=bias, **normed, **around)
-
+    made = functools.partial(_product, packed_product, ternary_product)
     x = made(heads, link.out, residual=x)
     y = made(made(x, link.gate_up, epilogue=link.gate), link.down, residual=x)
     if link.following is None:
         return y, None
-    qkv, rotary, cache = link.following
+    return y, heads_of(packed_product, ternary_product, y, link.following)
+
+
+def heads_of(packed_product, ternary_product, x, following: Following) -> tuple[Any, Any, Any]:
+    """q, k and v of x, as `in_parts` makes them."""
+    qkv, rotary, cache = following
+    made = functools.partial(_product, packed_product, ternary_product)
     if qkv.weight.scheme != "ternary":
-        return y, made(y, qkv, epilogue="rope", rotary=rotary, cache=cache)
+        return made(x, qkv, epilogue="rope", rotary=rotary, cache=cache)
     angles = {"cos": rotary.cos.reshape(1, -1), "sin": rotary.sin.reshape(1, -1)}
-    heads = made(y, qkv).reshape(1, -1)
-    q, k, v = turn_and_write(heads, rotary._replace(**angles), cache)
-    return y, (q.reshape(*x.shape[:-1], -1), k, v)
+    q, k, v = turn_and_write(made(x, qkv).reshape(1, -1), rotary._replace(**angles), cache)
+    return q.reshape(*x.shape[:-1], -1), k, v
+
+
+def _product(packed_product, ternary_product, x, weights: Weights, **around: Any) -> Any:
+    weight, bias, norm = weights
+    if weight.scheme != "ternary":
+        return packed_product(x, weight, bias=bias, norm=norm, **around)
+    normed = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
+    return ternary_product(x, weight, bias=bias, **normed, **around)
 
 
 def why_not(heads, x, link: Link, *, device: Device | None = None) -> str | None:
@@ -299,8 +310,8 @@ def _is_better_folded(product: Product) -> bool:
     return folded.most_tiles * outputs < product.most_tiles * 2 * outputs
 
 
-def default_config(plan: Plan) -> Config:
-    """As many stages as fit on chip, and of them as many on their way as WINDOW_BYTES are."""
+def default_config(plan: Plan, window_bytes: int = WINDOW_BYTES) -> Config:
+    """As many stages as fit on chip, and of them as many on their way as `window_bytes` are."""
 
     def with_stages(stages: int) -> Plan:
         config = dataclasses.replace(plan.config, stages=stages, window=1)
@@ -309,12 +320,15 @@ def default_config(plan: Plan) -> Config:
     most = max(1, SHARED_BYTES // plan.stage_bytes)
     fits = (n for n in range(most, 1, -1) if with_stages(n).shared_bytes <= SHARED_BYTES)
     stages = next(fits, 1)
-    window = max(1, min(stages, round(WINDOW_BYTES / plan.stage_bytes)))
+    window = max(1, min(stages, round(window_bytes / plan.stage_bytes)))
     return dataclasses.replace(plan.config, stages=stages, window=window)
 
 
-def _check(heads, x, link: Link, meeting) -> None:
-    who = "between_attentions"
+def check(heads, x, link: Link, *, who: str) -> None:
+    """Refuses arrays that disagree; shapes suffice.
+
+    Raises: ValueError, in the name of the op `who`.
+    """
     if x.ndim < 1 or heads.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"{who}: heads {list(heads.shape)} and x {list(x.shape)} are not [*B, N H] and [*B, D]"
@@ -337,10 +351,6 @@ def _check(heads, x, link: Link, meeting) -> None:
                 )
         rest = {"norm": norm, "bias": bias, "epilogue": _epilogue(name), "out_dtype": None}
         check_product(rows[name], weight, **rest, **around, who=f"{who}, {name}")
-    if meeting.shape != (MEETING_WORDS,) or meeting.dtype != jnp.int32:
-        raise ValueError(
-            f"{who}: meeting is {meeting.dtype}{list(meeting.shape)}, not int32[{MEETING_WORDS}]"
-        )
 
 
 def _plain(plan: Plan, heads, x, weights, biases, norms, angles, cache, meeting):
@@ -356,7 +366,7 @@ def _plain(plan: Plan, heads, x, weights, biases, norms, angles, cache, meeting)
         following = Following(products.pop("qkv"), rotary, cache)
     gate = plan.products[1].static.gate
     link = Link(**products, following=following, gate=gate)
-    y, rest = _in_parts(quantized_matmul_reference, straight_through, heads, x, link)
+    y, rest = in_parts(quantized_matmul_reference, straight_through, heads, x, link)
     return y, *(rest or ()), meeting
 
 

@@ -6,6 +6,7 @@ other. Imported only by between_attentions.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,9 @@ def products(
         def run(_: Any, *given: Any) -> Any:
             *refs, block = given
             pointers, meeting = jax.tree.map(address_of, refs)
-            Chain(plan, dtypes, pointers, meeting, block.registers.item()).run()
+            chip = {name: pointers[0][name] for name in ("ring", "barriers")}
+            asked = [functools.partial(dict, own) for own in pointers]
+            Chain(plan, dtypes, asked, meeting, block.registers.item(), **chip).run()
 
         run(*refs, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
 

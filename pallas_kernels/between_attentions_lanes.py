@@ -11,14 +11,16 @@ Imported only by between_attentions_kernel.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax._src.lib.mlir.dialects import arith, gpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from pallas_kernels.between_attentions_config import BRINGING, Plan
-from pallas_kernels.between_attentions_tiles import tiles_of
+from pallas_kernels.between_attentions_bring import Bring
+from pallas_kernels.between_attentions_config import BRINGING, Config, Plan
+from pallas_kernels.between_attentions_tiles import Tiles, tiles_of
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import (
     MOST_EARLY,
@@ -34,7 +36,75 @@ from pallas_kernels.lane_code import (
 )
 from pallas_kernels.quantized_matmul_config import PARTS
 
+# Of a thread that multiplies and one that brings, by how many warps multiply; else all have as many
+REGISTERS = {8: (216, 72)}
 MOST_POLLS = 2**24  # of a block that waits for the others, some ten seconds; then it gives up
+
+
+def begin(config: Config, barriers: Any) -> None:
+    """Sets up the stages' barriers, by all threads."""
+    with mgpu_utils.when(less(mgpu_utils.thread_idx(), 1)):
+        for i in range(config.stages):
+            for kind, count in enumerate((BRINGING, config.warps)):
+                to = further(barriers, word(8 * (2 * i + kind)))
+                asm(f"mbarrier.init.shared::cta.b64 [$0], {count};", "", to, effects=True)
+    gpu.barrier()
+
+
+def divided(warps: int, multiply: Callable[[], Any], bring: Callable[[], Any]) -> None:
+    """What a block's warps do: its first multiply, the others bring."""
+    thread, multiplying = mgpu_utils.thread_idx(), warps * LANES
+    more, fewer = REGISTERS.get(warps, (None, None))
+    with mgpu_utils.when(less(thread, multiplying)):
+        if more is not None:
+            asm(f"setmaxnreg.inc.sync.aligned.u32 {more};", "")
+        multiply()
+    with mgpu_utils.when(less(word(multiplying - 1), thread)):
+        if fewer is not None:
+            asm(f"setmaxnreg.dec.sync.aligned.u32 {fewer};", "")
+        bring()
+
+
+class Meeting:
+    """Where all blocks of a launch meet."""
+
+    def __init__(self, address: Any, num_blocks: int, warps: int):
+        """address: where two words lie, 0 before and after: how often blocks have come to a
+        meeting, and how many have left the last. warps: of a block that come to it, its first.
+        """
+        self.address, self.num_blocks, self.threads = address, num_blocks, warps * LANES
+
+    def barrier(self) -> None:
+        """Where these warps of a block meet."""
+        asm(f"bar.sync 1, {self.threads};", "", effects=True)
+
+    def meet(self, count: Any) -> None:
+        """Waits until all blocks have come here, this time being the count-th, a word: what they
+        have written before can be read behind it.
+        """
+        self.barrier()
+        with mgpu_utils.when(less(mgpu_utils.thread_idx(), 1)):
+            asm("fence.acq_rel.gpu;", "", effects=True)
+            asm("red.relaxed.gpu.global.add.u32 [$0], 1;", "", self.address)
+            text = f"""{{ .reg .pred p; .reg .u32 come, polls; mov.u32 polls, 0;
+                again: ld.acquire.gpu.global.u32 come, [$0];
+                add.u32 polls, polls, 1; setp.gt.u32 p, polls, {MOST_POLLS}; @p trap;
+                setp.lt.u32 p, come, $1; @p bra again; }}"""
+            asm(text, "", self.address, times(count, self.num_blocks))
+        self.barrier()
+
+    def leave(self) -> Any:
+        """Counts a block behind the last meeting; how many were before it, in its first thread."""
+        first, last = as_word(less(mgpu_utils.thread_idx(), 1)), self.num_blocks - 1
+        text = f"""{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0;
+            @p atom.inc.relaxed.gpu.global.u32 $0, [$1 + 4], {last}; }}"""
+        return asm(text, "r", self.address, first, effects=True)
+
+    def clear(self, gone: Any) -> None:
+        """Makes the words 0 again where all blocks have left; the second is it already."""
+        last = equal(gone, word(self.num_blocks - 1))
+        with mgpu_utils.when(arith.andi(less(mgpu_utils.thread_idx(), 1), last)):
+            asm("st.relaxed.gpu.global.u32 [$0], 0;", "", self.address)
 
 
 class Chain:
@@ -44,48 +114,44 @@ class Chain:
         self,
         plan: Plan,
         dtypes: Sequence[Mapping[str, Any]],
-        pointers: Sequence[Mapping[str, Any]],
+        pointers: Sequence[Callable[[], Mapping[str, Any]]],
         meeting: Any,
         block: Any,
+        *,
+        ring: Any,
+        barriers: Any,
+        dealt: Any = None,
     ):
-        """dtypes, pointers: of each product, as `Block` has them, and on chip ring and barriers.
-        meeting: where two words lie, 0 before and after: how often blocks have come to a meeting,
-        and how many have left the last. block: which one it is.
+        """dtypes, pointers: of each product, as `Block` has them; where its arrays lie is asked for
+        when it begins. meeting: an address, see `Meeting`. block: which one it is. ring, barriers:
+        addresses on chip. dealt: how many tiles the blocks have had before, a word; None: none.
         """
-        self.plan, self.meeting = plan, meeting
+        self.plan = plan
         self.stages, self.warps = plan.config.stages, plan.config.warps
-        self.products = [
-            tiles_of(product, of, at, block)
-            for product, of, at in zip(plan.products, dtypes, pointers, strict=True)
-        ]
-        self.ring, self.barriers = (pointers[0][name] for name in ("ring", "barriers"))
+        self.meeting = Meeting(meeting, plan.num_blocks, self.warps)
+        self.dtypes, self.pointers, self.block = dtypes, pointers, block
+        self.ring, self.barriers = ring, barriers
+        self.products: dict[int, Tiles] = {}  # those that are multiplied
         # The tiles of all products are dealt in one round after the other
         self.bases = []
         for before in plan.tiles_before:
-            further_on = arith.addi(block, word(plan.num_blocks - before % plan.num_blocks))
+            place = word(before) if dealt is None else arith.addi(dealt, word(before))
+            place = arith.remui(place, word(plan.num_blocks))
+            further_on = arith.addi(block, arith.subi(word(plan.num_blocks), place))
             self.bases.append(arith.remui(further_on, word(plan.num_blocks)))
 
     def run(self) -> None:
         """All of it."""
-        self.begin()
-        thread, multiplying = mgpu_utils.thread_idx(), self.warps * LANES
-        with mgpu_utils.when(less(thread, multiplying)):
-            self.multiply()
-        with mgpu_utils.when(less(word(multiplying - 1), thread)):
-            self.bring()
+        begin(self.plan.config, self.barriers)
+        divided(self.warps, self.multiply, lambda: self.bring(self.nothing_brought()))
 
-    def begin(self) -> None:
-        """Sets up the stages' barriers, by all threads."""
-        with mgpu_utils.when(less(mgpu_utils.thread_idx(), 1)):
-            for i in range(self.stages):
-                for kind, count in enumerate((BRINGING, self.warps)):
-                    to = further(self.barriers, word(8 * (2 * i + kind)))
-                    asm(f"mbarrier.init.shared::cta.b64 [$0], {count};", "", to, effects=True)
-        gpu.barrier()
+    def _tiles(self, i: int) -> Tiles:
+        """A product, whose addresses take registers from here on."""
+        return tiles_of(self.plan.products[i], self.dtypes[i], self.pointers[i](), self.block)
 
     def _tiles_of(self, i: int) -> Any:
         """How many of a product's tiles are the block's."""
-        rounded_up = word(self.products[i].num_tiles + self.plan.num_blocks - 1)
+        rounded_up = word(self.plan.products[i].tiles + self.plan.num_blocks - 1)
         return arith.divui(arith.subi(rounded_up, self.bases[i]), word(self.plan.num_blocks))
 
     def _tile(self, i: int, place: Any) -> Any:
@@ -116,53 +182,69 @@ class Chain:
             again: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @!done bra again; }"""
         asm(text, "", barrier, phase, effects=True)
 
-    def bring(self) -> None:
+    @staticmethod
+    def nothing_brought() -> list[Any]:
+        """What `bring` begins with: stage and phase."""
+        return [word(0)] * 2
+
+    def bring(self, carry: list[Any]) -> list[Any]:
         """Of the warps that bring codes: all of the block's tiles."""
         number = arith.subi(mgpu_utils.thread_idx(), word(self.warps * LANES))
-        window = self.plan.config.window
-        # stage and phase; those of the stage `window` before; how many stages were asked for
-        carry = [word(0)] * 5
-        for i, tiles in enumerate(self.products):
+        most = self.plan.config.window - 1  # on their way, when another stage is asked for
+        for i in range(len(self.plan.products)):
 
-            def each_tile(place, carry, i=i, tiles=tiles):
+            def each_tile(place, carry, i=i, codes=Bring(self._tiles(i), number)):
+                begun = codes.begin(self._tile(i, place))
+
                 @mgpu_utils.fori(word(self.plan.products[i].rounds), carry)
                 def each_round(round_, carry):
-                    stage, phase, before, phase_before, count = carry
-                    few = less(count, window)
-                    with mgpu_utils.when(less(word(window - 1), count)):
-                        self._wait(self._full(before), phase_before)
+                    stage, phase = carry
+                    asm(f"cp.async.wait_group {most};", "", effects=True)
                     self._wait(self._empty(stage), arith.xori(phase, word(1)))
-                    at, tile = self._stage_at(stage), self._tile(i, place)
-                    tiles.bring(number, tile, round_, at, self._full(stage))
-                    later = zip(self._next(before, phase_before), carry[2:4], strict=True)
-                    later = [arith.select(few, same, after) for after, same in later]
-                    return [*self._next(stage, phase), *later, arith.addi(count, word(1))]
+                    codes.ask(begun, round_, self._stage_at(stage), self._full(stage))
+                    asm("cp.async.commit_group;", "", effects=True)
+                    return self._next(stage, phase)
 
                 return list(each_round.results)
 
             carry = list(mgpu_utils.fori(self._tiles_of(i), carry)(each_tile).results)
+        return carry
 
     # products
 
     def multiply(self) -> None:
         """Of the warps that multiply: all products, and what follows them."""
-        at, gone = [word(0), word(0)], None
-        for i, tiles in enumerate(self.products):
-            early, of_x = self._early(i), tiles.early()
-            if i > 0:
-                self._meet(i)
-            if i == len(self.products) - 1:
-                gone = self._leave()
-            tiles.keep(of_x, self._barrier)
-            self._barrier()
-            at = self._sums(i, at)
-            self._barrier()
-            self._finish(i, early)
-        self._clear(gone)
+        at, gone = self.nothing_multiplied(), []
 
-    def _barrier(self) -> None:
-        """Where the warps that multiply meet."""
-        asm(f"bar.sync 1, {self.warps * LANES};", "", effects=True)
+        def meet(i: int) -> None:
+            if i > 0:
+                self.meeting.meet(word(i))
+            if i == len(self.plan.products) - 1:
+                gone.append(self.meeting.leave())
+
+        for i in range(len(self.plan.products)):
+            at = self.product(i, at, functools.partial(meet, i))
+        self.meeting.clear(*gone)
+
+    @staticmethod
+    def nothing_multiplied() -> list[Any]:
+        """What `product` begins with: stage and phase."""
+        return [word(0)] * 2
+
+    def product(self, i: int, at: list[Any], meet: Callable[[], None]) -> list[Any]:
+        """One of the products, and what follows it; where the next one begins. meet: behind it,
+        what other blocks have written for the product is there.
+        """
+        tiles, barrier = self._tiles(i), self.meeting.barrier
+        self.products[i] = tiles
+        early, of_x = self._early(i), tiles.early()
+        meet()
+        tiles.keep(of_x, barrier)
+        barrier()
+        at = self._sums(i, at)
+        barrier()
+        self._finish(i, early)
+        return at
 
     def _sums(self, i: int, at: list[Any]) -> list[Any]:
         """Of all the block's tiles of a product, a warp's share of K; on chip. at: stage, phase."""
@@ -233,34 +315,3 @@ class Chain:
             operands = early[j] if early else finish.operands(one, whole, there)
             operands, parts = {**operands, **behind}, self._parts(i, place)
             only_where(there, finish.complete, parts, one, row, whole, operands)
-
-    # blocks
-
-    def _meet(self, count: int) -> None:
-        """Waits until all blocks have come here, this time being the count-th: what they have
-        written before can be read behind it.
-        """
-        self._barrier()
-        with mgpu_utils.when(less(mgpu_utils.thread_idx(), 1)):
-            asm("fence.acq_rel.gpu;", "", effects=True)
-            asm("red.relaxed.gpu.global.add.u32 [$0], 1;", "", self.meeting)
-            text = f"""{{ .reg .pred p; .reg .u32 come, polls; mov.u32 polls, 0;
-                again: ld.acquire.gpu.global.u32 come, [$0];
-                add.u32 polls, polls, 1; setp.gt.u32 p, polls, {MOST_POLLS}; @p trap;
-                setp.lt.u32 p, come, {count * self.plan.num_blocks}; @p bra again; }}"""
-            asm(text, "", self.meeting)
-        self._barrier()
-
-    def _leave(self) -> Any:
-        """Counts a block behind the last meeting; how many were before it, in its first thread."""
-        first = as_word(less(mgpu_utils.thread_idx(), 1))
-        last = self.plan.num_blocks - 1
-        text = f"""{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0;
-            @p atom.inc.relaxed.gpu.global.u32 $0, [$1 + 4], {last}; }}"""
-        return asm(text, "r", self.meeting, first, effects=True)
-
-    def _clear(self, gone: Any) -> None:
-        """Makes the words 0 again where all blocks have left; the second is it already."""
-        last = equal(gone, word(self.plan.num_blocks - 1))
-        with mgpu_utils.when(arith.andi(less(mgpu_utils.thread_idx(), 1), last)):
-            asm("st.relaxed.gpu.global.u32 [$0], 0;", "", self.meeting)

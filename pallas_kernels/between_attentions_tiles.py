@@ -21,22 +21,18 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from pallas_kernels import quantized_digits as digits
 from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels import ternary_rows as ternary
-from pallas_kernels.between_attentions_config import BRINGING, Product
+from pallas_kernels.between_attentions_config import Product
 from pallas_kernels.device import ACCESS_BYTES
 from pallas_kernels.lane_arithmetic import fused, shuffled
 from pallas_kernels.lane_code import (
-    all_or_nothing,
     asm,
-    copy_ahead,
     further,
     less,
     load,
     load_shared,
     load_shared_part,
     mma,
-    only_where,
     times,
-    times_long,
     word,
 )
 from pallas_kernels.packed import CODES_PER_BYTE
@@ -73,54 +69,6 @@ class Tiles(Block):
         for name, size_bytes in product.group_bytes().items():
             self.group_starts[name] = start
             start += size_bytes * product.groups
-
-    # some warps bring what lies in a stage
-
-    def bring(self, number: Any, tile: Any, round_: Any, stage: Any, full: Any) -> None:
-        """Asks for a tile's codes and scales of one round; past a row's end for zeros. That they
-        have come is counted at `full`. number: of the thread, among those that bring.
-        """
-        p, out = self.product, self.out_rows
-        across = p.chunk_bytes // ACCESS_BYTES  # accesses to a row
-        down, column = (f(number, word(across)) for f in (arith.divui, arith.remui))
-        column = times(column, ACCESS_BYTES)
-        place = arith.addi(times(round_, p.chunk_bytes), column)
-        size = all_or_nothing(less(place, self.row_bytes))
-        place = arith.minui(place, word(self.row_bytes - ACCESS_BYTES))
-        first = self.first_row(tile)
-        target = further(stage, arith.addi(times(down, p.stride_bytes), column))
-        step = BRINGING * ACCESS_BYTES // p.chunk_bytes  # rows
-        for row in range(0, self.config.tile_n, step):
-            half, start = divmod(row, out)
-            where = arith.addi(arith.addi(first, down), word(start + half * self.apart))
-            source = arith.addi(self.pointers["codes"], times_long(where, self.pitch_bytes))
-            to, start = row * p.stride_bytes, half * self.half_bytes
-            copy_ahead(target, further(source, place), to, start, size)
-        for name in p.group_bytes():
-            self._bring_groups(name, number, first, round_, stage)
-        asm("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "", full, effects=True)
-
-    def _bring_groups(self, name: str, number: Any, first: Any, round_: Any, stage: Any) -> None:
-        """Scales or zeros, [half, group, row] on chip."""
-        p, item = self.product, getattr(self.packed, name).dtype.itemsize
-        wide = self.out_rows * item // ACCESS_BYTES  # accesses to a half's group
-        count = self.halves * p.groups * wide
-        last = -(-self.k // self.group) - 1
-        first_group = arith.divui(times(round_, p.chunk), word(self.group))
-        for start in range(0, count, BRINGING):
-            place = arith.addi(number, word(start))
-            half, inner = (f(place, word(p.groups * wide)) for f in (arith.divui, arith.remui))
-            group, column = (f(inner, word(wide)) for f in (arith.divui, arith.remui))
-            group = arith.addi(first_group, group)
-            size = all_or_nothing(less(group, last + 1))
-            group = arith.addi(arith.minui(group, word(last)), times(half, self.half_groups))
-            source = times(group, p.packed.shape[0])
-            source = arith.addi(arith.addi(source, first), times(half, self.apart))
-            source = arith.addi(times_long(source, item), times_long(column, ACCESS_BYTES))
-            source = arith.addi(self.pointers[name], source)
-            to = arith.addi(times(place, ACCESS_BYTES), word(self.group_starts[name]))
-            inside = None if start + BRINGING <= count else less(place, count)
-            only_where(inside, copy_ahead, further(stage, to), source, 0, 0, size)
 
     # the others multiply it
 

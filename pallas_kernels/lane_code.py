@@ -5,6 +5,7 @@ Values are those of MLIR: addresses (64 bits in global memory, 32 on chip) and w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +24,13 @@ _LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
 
 
 def asm(text: str, results: str, *operands: Any, effects: bool = False) -> Any:
-    """PTX: `$0` and so on are the results, by letter (r: 32 bits, f: float32), then the operands.
+    """PTX: `$0` and so on are the results, by letter (r: 32 bits, l: 64, f: float32), then the
+    operands.
 
     One result comes alone, several as a list, none as None. What has no result has effects.
     """
     types = {"r": ir.IntegerType.get_signless(32), "f": ir.F32Type.get()}
+    types["l"] = ir.IntegerType.get_signless(64)
     outs = [types[letter] for letter in results]
     kind = outs[0] if len(outs) == 1 else llvm.StructType.get_literal(outs) if outs else None
     kind = ir.Type.parse("!llvm.void") if kind is None else kind
@@ -146,15 +149,17 @@ def load(address: Any, offset: int, words: int = 1, *, once: bool = False) -> An
     return asm(text, "rrrr", address, effects=True)
 
 
-def load_late(address: Any, offset: int) -> list[Any]:
-    """Four words of global memory, not before a barrier or a store that stands before it here.
+def load_late(address: Any, offset: int, words: int = 4) -> list[Any]:
+    """Two or four words of global memory, not before a barrier or a store that stands before it
+    here.
 
     What `load` reads, the compiler may ask for much earlier, and hold in registers until then. What
     other blocks of this launch have written can be read so, behind a load that has acquired it in
     some thread of the block and a barrier of the block: of an L1 nothing is left by then.
     """
-    text = f"ld.global.v4.u32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-    return asm(text, "rrrr", address, effects=True)
+    to = ", ".join(f"${i}" for i in range(words))
+    text = f"ld.global.v{words}.u32 {{{to}}}, [${words} + {offset}];"
+    return asm(text, "r" * words, address, effects=True)
 
 
 def store(address: Any, offset: int, words: Sequence[Any]) -> None:
@@ -261,9 +266,13 @@ def results(m: int, rows: int, threads: int) -> list[tuple[Any, Any, Any]]:
 
 
 def mma(shape_and_types: str, a: list[Any], b: list[Any], sums: list[Any]) -> list[Any]:
-    """sums + a @ b of a warp: four numbers of a thread, by `mma.sync`; a is four words, b two."""
-    numbers = [f"${i}" for i in range(14)]
-    operands = ["{" + ", ".join(numbers[i:j]) + "}" for i, j in ((0, 4), (4, 8), (8, 10), (10, 14))]
+    """sums + a @ b of a warp: four numbers of a thread, by `mma.sync`; a is four words and b two,
+    or half as many.
+    """
+    ends = itertools.accumulate((4, len(a), len(b), 4), initial=0)
+    operands = [
+        "{" + ", ".join(f"${i}" for i in range(*each)) + "}" for each in itertools.pairwise(ends)
+    ]
     letter = _LETTERS[str(sums[0].type)]
     text = f"mma.sync.aligned.{shape_and_types} {', '.join(operands)};"
     return asm(text, letter * 4, *a, *b, *sums)

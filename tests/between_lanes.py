@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from lane_blocks import Blocks, Part
 from lane_machine import LANES, stand_in
 
 from pallas_kernels import (
+    between_attentions_bring,
     between_attentions_lanes,
     between_attentions_tiles,
     lane_arithmetic,
@@ -21,10 +23,11 @@ from pallas_kernels import (
     ternary_rows,
 )
 from pallas_kernels.between_attentions import Config, plan_of
-from pallas_kernels.between_attentions_lanes import Chain
+from pallas_kernels.between_attentions_lanes import Chain, begin
 from pallas_kernels.device import Device
 
 MODULES = (
+    between_attentions_bring,
     between_attentions_lanes,
     between_attentions_tiles,
     lane_code,
@@ -78,10 +81,14 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
 
     parts = []
     for block in range(blocks):
-        chain = Chain(plan, dtypes, pointers, machine.at["meeting"], machine.at_block(block))
-        chain.begin()
+        number, asked = machine.at_block(block), [partial(dict, own) for own in pointers]
+        chip = {name: machine.at[name] for name in ("ring", "barriers")}
+        chain = Chain(plan, dtypes, asked, machine.at["meeting"], number, **chip)
+        begin(plan.config, machine.at["barriers"])
         parts.append(Part(block, 0, threads, chain.multiply))
-        parts.append(Part(block, threads, threads + 4 * LANES, chain.bring))
+        parts.append(
+            Part(block, threads, threads + 4 * LANES, partial(chain.bring, chain.nothing_brought()))
+        )
     machine.together(parts)
     assert not machine.content("meeting", np.uint32, (2,)).any()
     y = machine.content("out 2", x.dtype, (1, widths[2]))

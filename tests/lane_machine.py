@@ -22,6 +22,7 @@ import numpy as np
 
 LANES = 32
 REMOTE = 2**24  # bytes from an address on chip to the same of the cluster's next block
+_SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 BITS = {"i1": 1, "i16": 16, "i32": 32, "i64": 64, "f32": 32}
 PAIRS = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
@@ -162,7 +163,7 @@ class Machine:
                 arguments = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest)
                 self._execute(name.split("."), arguments, registers)
             self.mask = before
-        kinds = {"r": "i32", "f": "f32"}
+        kinds = {"r": "i32", "l": "i64", "f": "f32"}
         outs = [Value(registers[f"${i}"], kinds[letter]) for i, letter in enumerate(results)]
         return None if not outs else outs[0] if len(outs) == 1 else outs
 
@@ -182,7 +183,7 @@ class Machine:
             return [name.strip() for name in text.strip("{}").split(",")]
 
         space = next((name for name in op if name in self.memory), "")
-        kind, size = op[-1], {"8": 1, "16": 2, "32": 4}.get(re.sub(r"\D", "", op[-1]), 0)
+        kind, size = op[-1], _SIZES.get(re.sub(r"\D", "", op[-1]), 0)
         if op[0] == "ld":
             names = several(arguments[0])
             found = self.load(space, address(arguments[1]), size, len(names))
@@ -207,6 +208,8 @@ class Machine:
             self.meet()
         elif op[0] == "fence":
             pass
+        elif op[0] == "prefetch":
+            self.load(space, address(arguments[0]), 1, 1)  # what lies nowhere must not be asked for
         elif op[0] == "atom":
             most = None if "add" in op else get(arguments[2])
             assert most is None or "inc" in op, "no other is known"
@@ -239,7 +242,9 @@ class Machine:
         name = op[0]
         if name == "shfl":
             self.meet()
-            return x[0].reshape(-1, LANES)[:, np.arange(LANES) ^ int(x[1][0])].reshape(-1)
+            lanes = x[1].astype(np.int64).reshape(-1, LANES)
+            lanes = lanes if "idx" in op else np.arange(LANES) ^ lanes
+            return np.take_along_axis(x[0].reshape(-1, LANES), lanes, axis=1).reshape(-1)
         if name == "cvt":
             if "x2" in op[-2]:
                 return of_pair(np.stack([f32(x[1]), f32(x[0])], axis=1), PAIRS[op[-2]])

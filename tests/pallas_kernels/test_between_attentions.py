@@ -115,7 +115,7 @@ def test_gradients(form: str, monkeypatch: pytest.MonkeyPatch):
     if form == "mixed":
         arguments["link"] = arguments["link"]._replace(down=SMALL(PLAIN, bias=True)["link"].down)
     reference = partial(
-        module._in_parts, quantized_matmul_reference, ternary_matmul.straight_through
+        module.in_parts, quantized_matmul_reference, ternary_matmul.straight_through
     )
 
     def plain(plan: Any, *arrays: Any) -> Any:

@@ -11,7 +11,7 @@ from between_lanes import by_lanes
 
 from pallas_kernels import between_attentions_lanes
 from pallas_kernels.between_attentions import Config
-from pallas_kernels.between_attentions_lanes import Chain
+from pallas_kernels.between_attentions_lanes import Chain, Meeting
 from pallas_kernels.packed import PLAIN
 
 # Blocks, and what they have: a block without a tile of out or down, whose halves of K are folded
@@ -73,7 +73,7 @@ FAULTS: Any = {
         "wait for ever|not finite",
     ),
     "a stage is filled before it is read": (Chain, "_wait", without("empty"), "wait for ever"),
-    "blocks do not wait": (Chain, "_meet", lambda *_: None, "not finite"),
+    "blocks do not wait": (Meeting, "meet", lambda *_: None, "not finite"),
     "more are waited for": (between_attentions_lanes, "BRINGING", 160, "wait for ever"),
 }
 
