@@ -1,0 +1,358 @@
+"""Layers of one token in a single launch, from the residual stream to the residual stream.
+
+Of each layer, whose weights and cache are its own, and whose shapes are those of the others:
+
+    q, k, v = norm(x) Wqkv^T             q and k are turned, k and v written to the layer's cache
+    x <- x + attention(q, cache) Wo^T
+    g  = silu(a) b,  [a, b] = norm'(x) Wgu^T
+    x <- x + g Wd^T
+
+x [*B, D], *B one row. Weights are as in between_attentions.py, which has a layer's products in a
+launch and the attention in one of its own: beside their bytes these two take 7 us and more, and
+here a layer has five meetings of all blocks, of some 1 us each, while weights come on chip.
+`decode_layers_lanes` says what a block does. The gradient is that of the plain path.
+Source of norm and rotation: around_product.py; of the formats: quantize.py; of the attention:
+decode_attention.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import decode_layers_kernel as kernel
+from pallas_kernels import device as device_lib
+from pallas_kernels.around_product import Cache, Norm, Rotary
+from pallas_kernels.attention_reference import in_32_bits
+from pallas_kernels.between_attentions import (
+    MEETING_WORDS,
+    Following,
+    Link,
+    Weights,
+    for_lanes_of,
+    heads_of,
+    in_parts,
+)
+from pallas_kernels.between_attentions import check as check_link
+from pallas_kernels.between_attentions import default_config as config_between
+from pallas_kernels.between_attentions import plan_of as plan_between
+from pallas_kernels.between_attentions import why_not as why_not_between
+from pallas_kernels.decode_attention import decode_attention, decode_attention_reference
+from pallas_kernels.decode_layers_config import (
+    MOST_GROUP,
+    NAMES,
+    OWN,
+    SPAN,
+    WIDEST,
+    Attend,
+    Config,
+    Plan,
+)
+from pallas_kernels.device import Device
+from pallas_kernels.packed import PLAIN
+from pallas_kernels.quantized_matmul import (
+    quantized_matmul,
+    quantized_matmul_reference,
+)
+from pallas_kernels.ternary_matmul import (
+    straight_through,
+    ternary_linear,
+    ternary_linear_reference,
+)
+
+NAME = "decode_layers"
+MOST_ARRAYS = 1024  # of a launch, which is told where each lies
+# On their way to a multiprocessor. H200, us a layer with 32 and 48 KiB: Qwen2.5-0.5B in bfloat16
+# 15.1 and 15.7, Llama-3.1-8B in ternary 28.3 and 28.9, int4 38.7 and 39.6, bfloat16 112 and 107
+WINDOW_BYTES = 2**15
+
+
+class Layer(NamedTuple):
+    """A layer's weights: qkv [(N + 2K) H, D], out [D, N H], gate_up [2F, D] (gate's rows, then
+    up's), down [D, F]; and its keys and values [1, S, K, H].
+    """
+
+    qkv: Weights
+    out: Weights
+    gate_up: Weights
+    down: Weights
+    k: Float[Array, "1 S K H"]
+    v: Float[Array, "1 S K H"]
+
+
+class Token(NamedTuple):
+    """What layers have in common: cos and sin [1, H / 2] of the token, the slot of a cache that its
+    key and value go to (none where it is S or more), and how many keys it sees, its own among them
+    (those in the first places of a cache), int32 [1] each. scale: of scores, 1 / sqrt(H) if None;
+    window: the most keys that it sees, if not all. gate: as in between_attentions.
+    """
+
+    rotary: Rotary
+    slots: Int[Array, " 1"]
+    kv_lengths: Int[Array, " 1"]
+    scale: float | None = None
+    window: int | None = None
+    gate: str = "swiglu"
+
+
+def meeting_words(kv_heads: int) -> int:
+    """Of a `meeting`."""
+    return MEETING_WORDS + kv_heads
+
+
+def decode_layers(
+    x: Float[Array, "*B D"],
+    layers: Sequence[Layer],
+    token: Token,
+    *,
+    meeting: Int[Array, " words"],
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "*B D"], list[tuple[Array, Array]], Int[Array, " words"]]:
+    """(y, of each layer (k, v) with the token in them, meeting): what the layers make of x.
+
+    k and v are the cache's own memory if nothing else needs that.
+    meeting: int32 zeros, `meeting_words(K)` of them. They come back as zeros, to be handed to the
+    next call.
+    kv_lengths below 1 count as 1, above S as S.
+    Dtypes, rounding, and that all blocks must run at once: as of `between_attentions`; what the
+    heads see is bfloat16, its scores and sums float32, and weights of values are rounded.
+    Gradients: of all floats but packed weights; of x where it became int8 straight through.
+    Raises: ValueError if shapes or dtypes disagree. NotImplementedError
+    without a Hopper GPU (unless `interpret`, which runs op by op), or for what `why_not` says.
+    """
+    _check(x, layers, token, meeting)
+    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    if (reason := why_not(x, layers, token, device=device)) is not None:
+        raise NotImplementedError(f"{NAME}: cannot run this call: {reason}")
+    plan = plan_of(x, layers, token, device=device, config=config)
+    if (problem := plan.problem()) is not None:
+        raise ValueError(f"{NAME}: {plan.config}: {problem}")
+    layers, token = _for_lanes(layers, token)
+    if interpret:
+        ops = (quantized_matmul, ternary_linear, decode_attention)
+        ops = (functools.partial(f, interpret=True) for f in ops)
+        return *_in_parts(*ops, x, layers, token), meeting
+    angles = tuple(a.reshape(1, -1) for a in token.rotary[:2])
+    own = [_own(plan, layer) for layer in layers]
+    rest = (angles, token.slots, token.kv_lengths, meeting)
+    found: Any = _decode(plan, x.reshape(1, -1), own, *rest)
+    y, meeting, *caches = found
+    return y.reshape(x.shape), list(zip(caches[::2], caches[1::2], strict=True)), meeting
+
+
+def decode_layers_reference(x, layers: Sequence[Layer], token: Token) -> Any:
+    """The mathematics in plain JAX: y, and of each layer (k, v)."""
+    ops = (quantized_matmul_reference, ternary_linear_reference, decode_attention_reference)
+    return _in_parts(*ops, x, layers, token)
+
+
+def _in_parts(packed_product, ternary_product, attention, x, layers, token: Token) -> Any:
+    """Op by op: of most weights by the first, of ternary ones by the second."""
+    rotary, slots, lengths, scale, window, gate = token
+    caches = []
+    for layer in layers:
+        following = Following(layer.qkv, rotary, Cache(layer.k, layer.v, slots))
+        q, k, v = heads_of(packed_product, ternary_product, x, following)
+        width = k.shape[-1]
+        lengths = jnp.clip(lengths, 1, k.shape[1])
+        heads = attention(q.reshape(1, 1, -1, width), k, v, lengths, scale=scale, window=window)
+        link = Link(layer.out, layer.gate_up, layer.down, None, gate)
+        heads = heads.reshape(*x.shape[:-1], -1)
+        x, _ = in_parts(packed_product, ternary_product, heads, x, link)
+        caches.append((k, v))
+    return x, caches
+
+
+def why_not(
+    x, layers: Sequence[Layer], token: Token, *, device: Device | None = None
+) -> str | None:
+    """What keeps the kernel from this call; shapes suffice."""
+    device = device or device_lib.current()
+    for i, layer in enumerate(layers):
+        if _kind(layer) != _kind(layers[0]):
+            return f"layer {i} is not like layer 0, in shapes, dtypes or numbers"
+    if reason := why_not_between(_heads(x, token), x, _link(layers[0], token), device=device):
+        return reason
+    width, k = 2 * token.rotary.cos.shape[-1], layers[0].k
+    if width % SPAN or width > WIDEST:
+        return f"head width {width} is not a multiple of {SPAN} up to {WIDEST}"
+    if (group := token.rotary.q_heads // k.shape[2]) > MOST_GROUP:
+        return f"{group} query heads share a key head; it takes {MOST_GROUP} at most"
+    if k.shape[2] > device.num_sms:
+        return f"{k.shape[2]} key heads are more than the {device.num_sms} blocks"
+    plan = plan_of(x, layers, token, device=device)
+    if (count := len(layers) * len(plan.entries)) > MOST_ARRAYS:
+        return f"{len(layers)} layers have {count} arrays; it takes {MOST_ARRAYS} at most"
+    return plan.problem()
+
+
+def plan_of(
+    x, layers: Sequence[Layer], token: Token, *, device: Device, config: Config | None = None
+) -> Plan:
+    """What the kernel is compiled for; config: None for the default."""
+    first, given = layers[0], config or Config()
+    found = plan_between(x, _link(first, token), device=device, config=given)
+    products = {product.static.name: product for product in found.products}
+    entries: list[tuple[int | None, str]] = [(None, "k"), (None, "v")]
+    alike = []
+    for i, name in enumerate(NAMES):
+        late = ("x", "residual") if name in ("out", "down") else ("x",)
+        alike.append(dataclasses.replace(products[name], late=late))
+        weights: Weights = getattr(first, name)
+        entries += [(i, part) for part, array in arrays_of(weights).items() if array is not None]
+    entries += [(0, "x"), (1, "residual")]
+    heads = products["qkv"].static.heads
+    assert heads is not None, "the products of q, k and v are of heads"
+    width = 2 * heads.half
+    attend = Attend(
+        heads.q,
+        heads.kv,
+        width,
+        heads.slots,
+        width**-0.5 if token.scale is None else float(token.scale),
+        None if token.window is None else in_32_bits(token.window),
+        given.warps,
+        device.num_sms,
+        given.turns,
+    )
+    plan = Plan(given, tuple(alike), attend, len(layers), tuple(entries))
+    if config is not None:
+        return plan
+    return dataclasses.replace(plan, config=config_between(plan, WINDOW_BYTES))
+
+
+def arrays_of(weights: Weights) -> dict[str, Any]:
+    """Of a product, by the names of OWN."""
+    weight, bias, norm = weights
+    parts = {name: getattr(weight, name) for name in OWN if hasattr(weight, name)}
+    return {**parts, "bias": bias, "norm": None if norm is None else norm.weight}
+
+
+def _heads(x, token: Token) -> Any:
+    """What the heads see, as a shape."""
+    width = 2 * token.rotary.cos.shape[-1] * token.rotary.q_heads
+    return jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype)
+
+
+def _link(layer: Layer, token: Token) -> Link:
+    """The layer's products, as if its own q, k and v came last."""
+    following = Following(layer.qkv, token.rotary, Cache(layer.k, layer.v, token.slots))
+    return Link(layer.out, layer.gate_up, layer.down, following, token.gate)
+
+
+def _for_lanes(layers: Sequence[Layer], token: Token) -> tuple[list[Layer], Token]:
+    """With small arrays in dtypes that lanes read."""
+    found = []
+    for layer in layers:
+        out, gate_up, down, following, _ = for_lanes_of(_link(layer, token))
+        assert following is not None, "the link has the layer's own q, k and v behind it"
+        found.append(Layer(following.qkv, out, gate_up, down, layer.k, layer.v))
+        token = token._replace(rotary=following.rotary, slots=following.cache.slots)
+    return found, token._replace(kv_lengths=token.kv_lengths.astype(jnp.int32))
+
+
+def _kind(layer: Layer) -> Any:
+    """What layers that are alike have in common."""
+
+    def of_leaf(leaf: Any) -> Any:
+        return (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
+
+    leaves, tree = jax.tree.flatten(layer)
+    return [of_leaf(leaf) for leaf in leaves], tree
+
+
+def _check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
+    if not layers:
+        raise ValueError(f"{NAME}: there are no layers")
+    for i, layer in enumerate(layers):
+        check_link(_heads(x, token), x, _link(layer, token), who=f"{NAME}, layer {i}")
+    lengths, kv_heads = token.kv_lengths, token.rotary.kv_heads
+    if lengths.shape != (1,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"{NAME}: kv_lengths is {lengths.dtype}{list(lengths.shape)}, not int32[1]"
+        )
+    if token.window is not None and token.window < 1:
+        raise ValueError(f"{NAME}: window must be at least 1 or None, got {token.window}")
+    if (words := meeting_words(kv_heads),) != meeting.shape or meeting.dtype != jnp.int32:
+        raise ValueError(
+            f"{NAME}: meeting is {meeting.dtype}{list(meeting.shape)}, not int32[{words}]"
+        )
+
+
+def _own(plan: Plan, layer: Layer) -> list[Any]:
+    """A layer's arrays, in the order of the plan's entries."""
+    products = [arrays_of(getattr(layer, name)) for name in NAMES]
+    found = []
+    for product, name in plan.entries:
+        if name not in kernel.STREAM:
+            found.append(getattr(layer, name) if product is None else products[product][name])
+    return found
+
+
+def _layer(plan: Plan, own: Sequence[Any]) -> Layer:
+    """The other way."""
+    names = [(product, name) for product, name in plan.entries if name not in kernel.STREAM]
+    arrays = dict(zip(names, own, strict=True))
+    made: list[Any] = []
+    for i, product in enumerate(plan.products):
+        parts = {name: arrays.get((i, name)) for name in OWN}
+        bias, scale, norm, static = parts.pop("bias"), parts.pop("norm"), None, product.static
+        if scale is not None:
+            norm = Norm(scale, static.eps or 0.0, static.zero_centered)
+        made.append(Weights(dataclasses.replace(product.packed, **parts), bias, norm))
+    qkv, out, gate_up, down = made
+    return Layer(qkv, out, gate_up, down, arrays[None, "k"], arrays[None, "v"])
+
+
+def _plain(plan: Plan, x, own, angles, slots, lengths, meeting) -> Any:
+    """What `kernel.layers` returns, as far as it has gradients."""
+    a, gate = plan.attend, plan.products[2].static.gate
+    rotary = Rotary(angles[0], angles[1], a.q_heads, a.kv_heads)
+    token = Token(rotary, slots, lengths, a.scale, a.window, gate)
+    ops = (quantized_matmul_reference, straight_through, decode_attention_reference)
+    y, caches = _in_parts(*ops, x, [_layer(plan, each) for each in own], token)
+    return y, meeting, *(array for both in caches for array in both)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _decode(plan: Plan, *arrays: Any):
+    # Blocks of two slices would wait for each other: a slice is a launch of its own
+    return sequential_vmap(functools.partial(kernel.layers, plan))(*arrays)
+
+
+def _forward(plan: Plan, *arrays: Any):
+    return _decode(plan, *arrays), arrays
+
+
+def _backward(plan: Plan, arrays: Any, cotangents: Any):
+    x, own, angles, *rest = arrays
+    names = [entry for entry in plan.entries if entry[1] not in kernel.STREAM]
+    moved = [_has_gradient(plan, *entry) for entry in names]
+
+    def plain(x, some, angles, *rest):
+        given = [
+            [mine if of else array for mine, array, of in zip(one, every, moved, strict=True)]
+            for one, every in zip(some, own, strict=True)
+        ]
+        return _plain(plan, x, given, angles, *rest)
+
+    some = [[array if of else None for array, of in zip(one, moved, strict=True)] for one in own]
+    return jax.vjp(plain, x, some, angles, *rest)[1](cotangents)
+
+
+def _has_gradient(plan: Plan, product: int | None, name: str) -> bool:
+    """Whether an array of a layer has one: none of a weight that is packed."""
+    if product is None or name in ("bias", "norm"):
+        return True
+    return plan.products[product].packed.scheme == PLAIN
+
+
+_decode.defvjp(_forward, _backward)

@@ -1,0 +1,395 @@
+"""What the heads of one token see, by the warps of the blocks of `decode_layers` that multiply.
+
+A block has one key head, and of its keys every so many-th turn; a warp has eight of a turn, or
+some times eight. Their scores are products of q, whose heads are rows, and keys as they lie in the
+cache: four lanes have a key, 16 bytes each at a time, and q alike. As they come, scores are the
+right side of a product with the values, of which a lane pairs those of two keys.
+Sums that warps have meet on chip, those of several blocks in memory: whoever comes last adds them.
+As in lane_code.py, values are those of one thread. Imported only by decode_layers_lanes.py.
+Source of the split and of what is carried: FlashAttention 2, Dao 2023, arXiv:2307.08691.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+
+from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.decode_layers_config import KEYS, SPAN, Attend
+from pallas_kernels.device import ACCESS_BYTES, LANES
+from pallas_kernels.lane_arithmetic import number, shuffled, words_of_floats
+from pallas_kernels.lane_code import (
+    accesses_of_thread,
+    as_word,
+    asm,
+    equal,
+    further,
+    less,
+    load_late,
+    load_word,
+    mma,
+    only_where,
+    times,
+    times_long,
+    word,
+)
+from pallas_kernels.quantized_matmul_config import ACROSS, MMA_COLUMNS
+
+LOWEST = -1e30  # no score is lower; finite, so that what sees nothing gives no NaN
+AT_ONCE = 8  # blocks' parts that a thread asks for at a time
+LINE_BYTES = 128  # of the L2
+_OF_KEYS = "m16n8k16.row.col.f32.bf16.bf16.f32"
+_OF_VALUES = "m16n8k8.row.col.f32.bf16.bf16.f32"
+
+Part = tuple[Any, Any, list[Any]]  # the largest score, the sum of powers, and four sums of values
+
+
+class Seen:
+    """Which keys the token sees, and which of them are a block's."""
+
+    def __init__(self, attend: Attend, lengths: Any, block: Any):
+        """lengths: the address of how many keys there are, the token's own among them."""
+        self.attend = attend
+        length = arith.maxsi(load_word(lengths), word(1))
+        self.end = arith.minsi(length, word(attend.slots))
+        self.start = word(0)
+        if attend.window is not None:
+            most = arith.minui(self.end, word(min(attend.window, attend.slots)))
+            self.start = arith.subi(self.end, most)
+        count = arith.subi(self.end, self.start)
+        turns = arith.divui(arith.addi(count, word(attend.turn_keys - 1)), word(attend.turn_keys))
+        blocks = arith.divui(arith.addi(turns, word(attend.turns - 1)), word(attend.turns))
+        self.blocks = arith.minui(blocks, word(attend.splits))  # of a key head
+        self.head, self.split = (f(block, word(attend.splits)) for f in (arith.divui, arith.remui))
+        self.mine = arith.andi(less(self.head, attend.kv_heads), less(self.split, self.blocks))
+        left = arith.subi(arith.addi(turns, self.blocks), arith.addi(self.split, word(1)))
+        self.turns = arith.divui(left, self.blocks)
+
+    def first(self, turn: Any) -> Any:
+        """The first key of one of the block's turns."""
+        turn = arith.addi(self.split, arith.muli(turn, self.blocks))
+        return arith.addi(self.start, times(turn, self.attend.turn_keys))
+
+    def within(self, key: Any) -> Any:
+        """The key, or the last that is seen."""
+        return arith.minui(key, arith.subi(self.end, word(1)))
+
+
+class Attention:
+    """Of a layer, a block's part."""
+
+    def __init__(self, attend: Attend, seen: Seen, at: Mapping[str, Any]):
+        """at: addresses of q and heads [1, N H], of the layer's k and v, of the blocks' parts
+        [K, splits, N / K, H] and stats [K, splits, N / K, 2], float32, and of counts [K], zeros
+        before and after; on chip of kept.
+        """
+        self.attend, self.seen, self.at = attend, seen, at
+        thread = mgpu_utils.thread_idx()
+        self.thread, self.threads = thread, attend.warps * LANES
+        self.warp, self.lane = (f(thread, word(LANES)) for f in (arith.divui, arith.remui))
+        self.row, self.across = (f(self.lane, word(ACROSS)) for f in (arith.divui, arith.remui))
+        self.first_head = times(seen.head, attend.group)
+
+    def prefetch(self) -> None:
+        """Asks for the keys and values of the block's first turn, which then come to the L2."""
+        a = self.attend
+        lines = -(-2 * a.width // LINE_BYTES)
+        with mgpu_utils.when(self.seen.mine):
+            for place, inside in accesses_of_thread(a.turn_keys * lines, self.threads):
+                down, line = (f(place, word(lines)) for f in (arith.divui, arith.remui))
+                key = self.seen.within(arith.addi(self.seen.first(word(0)), down))
+                offset = arith.addi(times(self.seen.head, 2 * a.width), times(line, LINE_BYTES))
+                for name in "kv":
+                    at = further(arith.addi(self.at[name], times_long(key, a.row_bytes)), offset)
+                    only_where(inside, asm, "prefetch.global.L2 [$0];", "", at)
+
+    def run(self, barrier: Callable[[], None]) -> None:
+        """All of it. barrier: where the threads meet, all of which must come."""
+        with mgpu_utils.when(self.seen.mine):
+            q, loaded = self._queries(), self._loaded(word(0))
+            zero = number(0)
+            sums = [zero] * (self.attend.width * 2 // MMA_COLUMNS)
+            start = [number(LOWEST), zero, *sums, *loaded]
+            turns = mgpu_utils.fori(self.seen.turns, start)(functools.partial(self._turn, q))
+            self._show(list(turns.results)[: 2 + len(sums)])
+            barrier()
+            self._join(barrier)
+
+    # a warp
+
+    def _queries(self) -> list[list[Any]]:
+        """Of the lane's row, the numbers that it has of keys; rows past the last are like it."""
+        a = self.attend
+        head = arith.addi(self.first_head, arith.minui(self.row, word(a.group - 1)))
+        place = arith.addi(times(head, 2 * a.width), times(self.across, ACCESS_BYTES))
+        at = further(self.at["q"], place)
+        return [load_late(at, 2 * SPAN * i) for i in range(a.accesses)]
+
+    def _turn(self, q: list[list[Any]], turn: Any, carry: list[Any]) -> list[Any]:
+        """What a warp's keys of a turn add. Those of the next one are asked for before."""
+        firsts = self._firsts(turn)
+        top, total, *rest = carry
+        count = self.attend.width * 2 // MMA_COLUMNS
+        sums, loaded = rest[:count], iter(rest[count:])
+        ahead = self._loaded(arith.addi(turn, word(1)))
+        keys, values = zip(
+            *((self._keys(loaded), self._values(loaded)) for _ in firsts), strict=True
+        )
+        scores = [self._scores(q, *each) for each in zip(firsts, keys, strict=True)]
+        new_top = top
+        for s, _ in (score for pair in scores for score in pair):
+            new_top = _larger(new_top, s)
+        for mask in (1, 2):
+            new_top = _larger(new_top, shuffled(new_top, mask))
+        fewer = _power(arith.subf(top, new_top))
+        total, by = arith.mulf(total, fewer), self._of_columns(fewer)
+        sums = [arith.mulf(y, by[i % 2]) for i, y in enumerate(sums)]
+        weights = []
+        for pair in scores:
+            powers = []
+            for s, there in pair:
+                p = arith.select(there, _power(arith.subf(s, new_top)), number(0))
+                total = arith.addf(total, p)
+                powers.append(p)
+            weights += words_of_floats(powers, "bfloat16")
+        for weight, pair in zip(weights, values, strict=True):
+            sums = self._added(weight, pair, sums)
+        return [new_top, total, *sums, *ahead]
+
+    def _firsts(self, turn: Any) -> list[Any]:
+        """The first of each eight keys that the warp has in a turn."""
+        start = times(self.warp, self.attend.pieces * KEYS)
+        first = arith.addi(self.seen.first(turn), start)
+        return [arith.addi(first, word(KEYS * i)) for i in range(self.attend.pieces)]
+
+    def _loaded(self, turn: Any) -> list[Any]:
+        """The words of a turn's keys and values that a lane has, of each piece: of a key what
+        meets q's, and of two the columns of their values; behind the last key that one's.
+        """
+        a, found = self.attend, []
+        start = times(self.seen.head, 2 * a.width)
+        for first in self._firsts(turn):
+            key = self.seen.within(arith.addi(first, self.row))
+            at = arith.addi(self.at["k"], times_long(key, a.row_bytes))
+            at = further(at, arith.addi(start, times(self.across, ACCESS_BYTES)))
+            for i in range(a.accesses):
+                found += load_late(at, 2 * SPAN * i)
+            for e in range(2):
+                key = arith.addi(arith.addi(first, times(self.across, 2)), word(e))
+                at = arith.addi(self.at["v"], times_long(self.seen.within(key), a.row_bytes))
+                at = further(at, arith.addi(start, times(self.row, 2 * a.columns)))
+                for i in range(0, 2 * a.width, 2 * MMA_COLUMNS * a.columns):
+                    found += load_late(at, i, a.columns // 2)
+        return found
+
+    def _keys(self, loaded: Iterator[Any]) -> list[list[Any]]:
+        """Of the words that follow, a key's accesses."""
+        return [[next(loaded) for _ in range(4)] for _ in range(self.attend.accesses)]
+
+    def _values(self, loaded: Iterator[Any]) -> list[list[list[Any]]]:
+        """Of the words that follow, two values' accesses."""
+        words, width = self.attend.columns // 2, self.attend.width
+        accesses = width // (MMA_COLUMNS * self.attend.columns)
+        return [[[next(loaded) for _ in range(words)] for _ in range(accesses)] for _ in range(2)]
+
+    def _scores(self, q: list[list[Any]], first: Any, keys: list[list[Any]]) -> list[Any]:
+        """Of the lane's row and two of eight keys: the score, as an exponent of 2, and whether it
+        is seen; else LOWEST.
+        """
+        none = word(0)  # of rows that are not there
+        halves = {i: [number(0)] * 4 for i in (0, 2)}
+        for left, right in zip(q, keys, strict=True):
+            for i, sums in halves.items():
+                rows = [left[i], none, left[i + 1], none]
+                halves[i] = mma(_OF_KEYS, rows, right[i : i + 2], sums)
+        found = []
+        for e in range(2):
+            s = arith.addf(halves[0][e], halves[2][e])
+            key = arith.addi(arith.addi(first, times(self.across, 2)), word(e))
+            there = less(key, self.seen.end)
+            s = arith.mulf(s, number(self.attend.scale * LOG2E))
+            found.append((arith.select(there, s, number(LOWEST)), there))
+        return found
+
+    def _of_columns(self, value: Any) -> list[Any]:
+        """Of a number for the lane's row those of its two columns."""
+        text = """{ .reg .b32 x; mov.b32 x, $1; shfl.sync.idx.b32 x, x, $2, 31, 0xffffffff;
+            mov.b32 $0, x; }"""
+        first = times(self.across, 2 * ACROSS)
+        lanes = first, arith.addi(first, word(ACROSS))
+        return [asm(text, "f", value, lane, effects=True) for lane in lanes]
+
+    def _added(self, weights: Any, values: list[list[list[Any]]], sums: list[Any]) -> list[Any]:
+        """The sums of values of eight keys, times their weights, and what there was: of each word
+        of the lane's values, whose two numbers are rows here, those of two heads, columns.
+        """
+        done = []
+        for of_keys in zip(*values, strict=True):
+            for both in zip(*of_keys, strict=True):
+                left = [  # the lower numbers of two words, the upper ones
+                    asm(f"prmt.b32 $0, $1, $2, {order};", "r", *both)
+                    for order in ("0x5410", "0x7632")
+                ]
+                done += mma(_OF_VALUES, left, [weights], sums[len(done) :][:4])
+        return done
+
+    def _show(self, carry: list[Any]) -> None:
+        """Writes what the warp has of each head on chip."""
+        a = self.attend
+        top, total, *sums = carry
+        for mask in (1, 2):
+            total = arith.addf(total, shuffled(total, mask))
+        first = times(self.warp, a.group)
+        at = further(self.at["kept"], times(arith.addi(first, self.row), 8))
+        with mgpu_utils.when(arith.andi(less(self.row, a.group), less(self.across, 1))):
+            asm(f"st.shared.v2.f32 [$0 + {a.stats_at}], {{$1, $2}};", "", at, top, total)
+        for column in range(2):
+            head = arith.addi(times(self.across, 2), word(column))
+            at = further(self.at["kept"], times(arith.addi(first, head), 4 * a.width))
+            at = further(at, times(self.row, 4 * a.columns))
+            only_where(less(head, a.group), self._show_head, at, sums[column::2])
+
+    def _show_head(self, at: Any, sums: list[Any]) -> None:
+        """Writes a head's sums, of columns that lie side by side in each access to a value."""
+        columns = self.attend.columns
+        for i in range(0, len(sums), 4):
+            access, inner = divmod(i, columns)
+            offset = 4 * (access * MMA_COLUMNS * columns + inner)
+            text = f"st.shared.v4.f32 [$0 + {offset}], {{$1, $2, $3, $4}};"
+            asm(text, "", at, *sums[i : i + 4])
+
+    # the block, and others
+
+    def _join(self, barrier: Callable[[], None]) -> None:
+        """Adds up what the warps have, and what other blocks have of the head."""
+        alone = less(self.seen.blocks, 2)
+        for place, inside in self._places():
+            part = joined([self._of_warp(i, place) for i in range(self.attend.warps)])
+            only_where(_both(alone, inside), self._write, place, part)
+            several = arith.xori(alone, mgpu_utils.c(1, ir.IntegerType.get_signless(1)))
+            only_where(_both(several, inside), self._leave, place, part)
+        only_where(less(word(1), self.seen.blocks), self._join_blocks, barrier)
+
+    def _join_blocks(self, barrier: Callable[[], None]) -> None:
+        """Adds up what the blocks have, in the last of them."""
+        with mgpu_utils.when(self._is_last(barrier)):
+            for place, inside in self._places():
+                only_where(inside, self._write_all, place)
+
+    def _places(self) -> list[tuple[Any, Any]]:
+        """A thread's: of which four columns of which head."""
+        return accesses_of_thread(self.attend.group * self.attend.width // 4, self.threads)
+
+    def _of_head(self, place: Any) -> Any:
+        """Which of the heads that share the key head a place is of."""
+        return arith.divui(place, word(self.attend.width // 4))
+
+    def _of_warp(self, warp: int, place: Any) -> Part:
+        a = self.attend
+        stats_at = further(self.at["kept"], times(self._of_head(place), 8))
+        text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {a.stats_at + 8 * warp * a.group}];"
+        top, total = asm(text, "ff", stats_at, effects=True)
+        at = further(self.at["kept"], times(place, 16))
+        text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {4 * warp * a.group * a.width}];"
+        return top, total, asm(text, "ffff", at, effects=True)
+
+    def _write(self, place: Any, part: Part) -> None:
+        """The result of four columns."""
+        _, total, sums = part
+        share = asm("rcp.approx.ftz.f32 $0, $1;", "f", total)
+        words = words_of_floats([arith.mulf(y, share) for y in sums], "bfloat16")
+        at = further(self.at["heads"], times(self.first_head, 2 * self.attend.width))
+        asm("st.global.v2.u32 [$0], {$1, $2};", "", further(at, times(place, 8)), *words)
+
+    def _part_at(self, split: Any, place: Any) -> tuple[Any, Any]:
+        """Where a block's part of a place lies, and its largest score and sum."""
+        a = self.attend
+        block = arith.addi(times(self.seen.head, a.splits), split)
+        at = further(self.at["parts"], times(block, 4 * a.group * a.width))
+        head = arith.addi(times(block, a.group), self._of_head(place))
+        return further(at, times(place, 16)), further(self.at["stats"], times(head, 8))
+
+    def _leave(self, place: Any, part: Part) -> None:
+        """Writes the block's part of four columns."""
+        top, total, sums = part
+        at, stats_at = self._part_at(self.seen.split, place)
+        asm("st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", at, *sums)
+        first = less(arith.remui(place, word(self.attend.width // 4)), 1)
+        text = "st.global.v2.f32 [$0], {$1, $2};"
+        only_where(first, asm, text, "", stats_at, top, total)
+
+    def _is_last(self, barrier: Callable[[], None]) -> Any:
+        """Counts the block; whether it is the last of its head's, whose parts can be read then."""
+        barrier()
+        flag = self.at["kept"]
+        first = less(self.thread, 1)
+        fence = functools.partial(asm, "fence.acq_rel.gpu;", "", effects=True)
+        only_where(first, fence)
+        most = arith.subi(self.seen.blocks, word(1))
+        text = """{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0;
+            @p atom.inc.relaxed.gpu.global.u32 $0, [$1], $3; }"""
+        count = further(self.at["counts"], times(self.seen.head, 4))
+        before = asm(text, "r", count, as_word(first), most, effects=True)
+        only_where(first, fence)
+        text = f"st.shared.u32 [$0 + {self.attend.flag_at}], $1;"
+        only_where(first, asm, text, "", flag, before)
+        barrier()
+        text = f"ld.shared.u32 $0, [$1 + {self.attend.flag_at}];"
+        return equal(asm(text, "r", flag, effects=True), most)
+
+    def _write_all(self, place: Any) -> None:
+        """The result of four columns of all blocks' parts."""
+
+        def some(step: Any, carry: list[Any]) -> list[Any]:
+            parts: list[Part] = [(carry[0], carry[1], carry[2:])]
+            for i in range(AT_ONCE):
+                split = arith.addi(times(step, AT_ONCE), word(i))
+                there = less(split, self.seen.blocks)
+                split = arith.minui(split, arith.subi(self.seen.blocks, word(1)))
+                at, stats_at = self._part_at(split, place)
+                top, total = map(_as_float, load_late(stats_at, 0, 2))
+                top = arith.select(there, top, number(LOWEST))
+                total = arith.select(there, total, number(0))
+                parts.append((top, total, list(map(_as_float, load_late(at, 0)))))
+            top, total, sums = joined(parts)
+            return [top, total, *sums]
+
+        steps = arith.divui(arith.addi(self.seen.blocks, word(AT_ONCE - 1)), word(AT_ONCE))
+        start = [number(LOWEST), *[number(0)] * 5]
+        top, total, *sums = mgpu_utils.fori(steps, start)(some).results
+        self._write(place, (top, total, list(sums)))
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Several parts as one. Of those whose largest score is LOWEST nothing is left."""
+    top = functools.reduce(_larger, (part[0] for part in parts))
+    totals, columns = [], []
+    for each, total, sums in parts:
+        by = _power(arith.subf(each, top))
+        totals.append(arith.mulf(total, by))
+        columns.append([arith.mulf(y, by) for y in sums])
+    added = [functools.reduce(arith.addf, column) for column in zip(*columns, strict=True)]
+    return top, functools.reduce(arith.addf, totals), added
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return asm("max.f32 $0, $1, $2;", "f", a, b)
+
+
+def _power(x: Any) -> Any:
+    """Of 2."""
+    return asm("ex2.approx.ftz.f32 $0, $1;", "f", x)
+
+
+def _as_float(x: Any) -> Any:
+    """A word's bits."""
+    return asm("mov.b32 $0, $1;", "f", x)
+
+
+def _both(a: Any, b: Any) -> Any:
+    return a if b is None else arith.andi(a, b)

@@ -1,0 +1,126 @@
+"""How blocks of `decode_layers` go over layers that are alike, and what that takes: plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels import between_attentions_config as between
+from pallas_kernels.device import ACCESS_BYTES, LANES
+from pallas_kernels.quantized_matmul_config import ACROSS, MMA_COLUMNS
+
+NAMES = ("qkv", "out", "gate_up", "down")  # the products of a layer, in their order
+OWN = ("codes", "scale", "zero", "row_scale", "bias", "norm")  # arrays of a product, by layer
+MEETINGS = 5  # of a layer: before each product, and before what the heads see
+KEYS = MMA_COLUMNS  # of a product with q
+SPAN = ACROSS * ACCESS_BYTES // 2  # numbers of a key that four lanes have in one access
+MOST_GROUP = MMA_COLUMNS  # query heads that share a key head
+WIDEST = 128
+MOST_NUMBERS = 224  # of a key of each piece that a warp has: with more, threads lack registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(between.Config):
+    """As of `between_attentions`. turns: of a block's warps over keys, before more blocks share
+    those of a key head.
+    """
+
+    turns: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """What the heads of one token see: q_heads of `width`, over kv_heads in a cache with `slots`
+    for keys, the last `window` of them, if that is less.
+
+    A warp has `pieces` of KEYS keys at a time, and as many on their way. All blocks together have
+    at most `splits` for each key head.
+    """
+
+    q_heads: int
+    kv_heads: int
+    width: int
+    slots: int
+    scale: float
+    window: int | None
+    warps: int
+    num_blocks: int
+    turns: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def splits(self) -> int:
+        return self.num_blocks // self.kv_heads
+
+    @property
+    def pieces(self) -> int:
+        """Of KEYS keys, that a warp has at a time."""
+        return MOST_NUMBERS // self.width
+
+    @property
+    def turn_keys(self) -> int:
+        """Of a block at a time."""
+        return self.warps * self.pieces * KEYS
+
+    @property
+    def accesses(self) -> int:
+        """Of a lane, to a key; four have one together."""
+        return self.width // SPAN
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a value side by side that a lane has; eight have some of one each."""
+        return 8 if self.width % 64 == 0 else 4
+
+    @property
+    def row_bytes(self) -> int:
+        """From key to key in the cache."""
+        return 2 * self.kv_heads * self.width
+
+    @property
+    def stats_at(self) -> int:
+        """On chip, behind the warps' sums: of each warp and head the largest score and the sum."""
+        return 4 * self.warps * self.group * self.width
+
+    @property
+    def flag_at(self) -> int:
+        """On chip, behind those: how many blocks were there before."""
+        return self.stats_at + 8 * self.warps * self.group
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.flag_at + ACCESS_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(between.Plan):
+    """`layers` of them, each as `products` and `attend` have it. entries: the arrays that each has
+    of its own: which product's, or None, and its name.
+    """
+
+    attend: Attend
+    layers: int
+    entries: tuple[tuple[int | None, str], ...]
+
+    def scratch_bytes(self) -> dict[str, int]:
+        """As of `between_attentions`, and where each layer's arrays lie."""
+        found = super().scratch_bytes()
+        found["kept"] = max(found["kept"], self.attend.shared_bytes)
+        return {**found, "table": 8 * self.layers * len(self.entries)}
+
+    @property
+    def tiles(self) -> int:
+        """Of a layer."""
+        return sum(product.tiles for product in self.products)
+
+    def problem(self) -> str | None:
+        """What speaks against its config."""
+        if self.attend.turns < 1:
+            return "turns must be 1 at least"
+        return super().problem()
+
+
+assert LANES == ACROSS * MMA_COLUMNS

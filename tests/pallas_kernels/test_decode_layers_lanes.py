@@ -1,0 +1,87 @@
+"""The code of `decode_layers`, lane by lane and block by block, against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from layers_calls import assert_right, call, poisoned
+from layers_lanes import by_lanes
+
+from pallas_kernels import decode_layers_attention
+from pallas_kernels.between_attentions_lanes import Meeting
+from pallas_kernels.decode_layers_attention import Attention, Seen
+from pallas_kernels.decode_layers_config import Config
+from pallas_kernels.packed import PLAIN
+
+# Blocks, and what they have
+CALLS: Any = {
+    "16 bits, bias": (Config(4, 3, 2), 3, partial(call, 128, 192, (4, 2, 64), bias=True)),
+    "several blocks a head": (
+        Config(4, 3, 2, turns=1),
+        5,
+        partial(call, 128, 192, (2, 2, 128), slots=100, keys=99),
+    ),
+    "a window, int4": (
+        Config(4, 3, 2, turns=1),
+        3,
+        partial(call, 128, 256, (4, 1, 64), "int4", slots=120, keys=110, window=100),
+    ),
+    "narrow heads, int8": (
+        Config(4, 2, 1, turns=2),
+        4,
+        partial(call, 128, 128, (8, 1, 32), "int8", layers=3, slots=60, keys=60),
+    ),
+    "one key": (Config(4, 2, 2), 2, partial(call, 128, 128, (2, 1, 96), layers=1, slots=8, keys=1)),
+    "ternary, norms": (
+        Config(4, 2, 1),
+        5,
+        partial(call, 128, 512, (4, 4, 64), "ternary", sub_norms=True, gate="relu2_glu"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_lanes(name: str, monkeypatch: pytest.MonkeyPatch):
+    config, blocks, make = CALLS[name]
+    arguments = make()
+    with monkeypatch.context() as patched:
+        ours = by_lanes(patched, poisoned(arguments), config, blocks)
+    assert_right(arguments, ours)
+
+
+def test_a_block_alone(monkeypatch: pytest.MonkeyPatch):
+    """Nobody to wait for, and all heads and tiles are its own."""
+    arguments = call(128, 128, (2, 1, 64), PLAIN)
+    assert_right(arguments, by_lanes(monkeypatch, poisoned(arguments), Config(4, 2, 1), 1))
+
+
+SEVERAL = partial(call, 128, 128, (2, 1, 128), slots=100, keys=99)
+FAULTS: Any = {
+    "blocks do not wait": (Meeting, "meet", lambda *_: None, "not finite"),
+    "of several blocks the first adds up": (
+        decode_layers_attention,
+        "equal",
+        lambda a, b: decode_layers_attention.less(a, 1),
+        "not finite|error is|any",
+    ),
+    "keys behind the last are read": (
+        Seen,
+        "within",
+        lambda self, key: key,
+        "not finite|nothing lies",
+    ),
+    "nobody is a head": (Attention, "run", lambda *_: None, "not finite"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch):
+    """What the kernel must not do, done by one that is right otherwise."""
+    *what, said = FAULTS[fault]
+    arguments = SEVERAL()
+    monkeypatch.setattr(*what)
+    run = partial(by_lanes, monkeypatch, poisoned(arguments), Config(4, 3, 2, turns=1), 3)
+    with pytest.raises(AssertionError, match=said):
+        assert_right(arguments, run())
