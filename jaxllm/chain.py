@@ -1,4 +1,5 @@
-"""Layers one behind the other, of one token: what lies between two attentions is one op.
+"""Layers one behind the other, of one token: what lies between two attentions is one op, or all of
+them are.
 
 A `Block` begins with a norm and ends with a sum; what wants fewest launches begins behind a layer's
 attention and ends before the next one's. So a token goes through layers of the plain kind here.
@@ -15,6 +16,9 @@ from jaxtyping import Array, Float
 from jaxllm import ops
 from jaxllm.cache import Entry, LayerCache
 from jaxllm.layers import Block, RMSNorm, Tables, weight_of
+
+# Ops that are part of `decode_layers`
+_INSTEAD = {"attention", "fused_linear", "between_attentions"}
 
 
 def links(
@@ -36,16 +40,10 @@ def links(
         return None
     found = []
     for i, block in enumerate(blocks):
-        _, out, gate_up, down = _linears(block)
-        norms = (
-            block.self_attn.attn_sub_norm,
-            block.post_attention_layernorm,
-            block.mlp.ffn_sub_norm,
-        )
         following, gate = None, ops.EPILOGUES[block.mlp.activation]
         if i + 1 < len(blocks):
             following = _beginning(blocks[i + 1], rotary[i + 1], caches[i + 1], x.dtype)
-        out, gate_up, down = map(_weights, (out, gate_up, down), norms)
+        _, out, gate_up, down = map(_weights, _linears(block), _norms(block))
         link = ops.Link(out, gate_up, down, following, gate)
         if isinstance(how, str) and not _has(how, x, link):
             return None
@@ -71,6 +69,12 @@ def decode(
     links: Sequence[ops.Link],
 ) -> tuple[Float[Array, "B T D"], list[Entry]]:
     """What the blocks make of x one behind the other, and their cache entries with the token."""
+    if (found := _together(blocks, x, rotary, caches)) is not None:
+        layers, token, how = found
+        with jax.named_scope("layers"):
+            meeting = ops.no_meetings(token.rotary.kv_heads)
+            x, held, _ = ops.decode_layers(x, layers, token, meeting=meeting, implementation=how)
+        return x, [cache.written(*kv)[0] for cache, kv in zip(caches, held, strict=True)]
     meeting, entries, after = ops.no_meeting(), [], None
     for i, (block, link) in enumerate(zip(blocks, links, strict=True)):
         attention = block.self_attn
@@ -89,6 +93,65 @@ def decode(
                 )
         entries.append(entry)
     return x, entries
+
+
+def _together(
+    blocks: Sequence[Block],
+    x: Float[Array, "B T D"],
+    rotary: Sequence[Tables],
+    caches: Sequence[LayerCache],
+) -> tuple[list[ops.Layer], ops.Token, Any] | None:
+    """What `ops.decode_layers` takes in place of `links`, and the implementation; None where that
+    is not a launch, or an implementation is named of an op that it would do instead.
+    """
+    how = _linears(blocks[0])[0].implementation
+    if not isinstance(how, str) and "decode_layers" not in how and not _INSTEAD.isdisjoint(how):
+        return None
+    if (found := layers_of(blocks, x, rotary, caches)) is None:
+        return None
+    meeting = ops.no_meetings(found[1].rotary.kv_heads)
+    try:
+        name = ops.chosen("decode_layers", x, *found, meeting=meeting, implementation=how)
+    except NotImplementedError:
+        if not isinstance(how, str):
+            raise
+        return None
+    return (*found, how) if name.startswith("pallas") else None
+
+
+def layers_of(
+    blocks: Sequence[Block],
+    x: Float[Array, "B T D"],
+    rotary: Sequence[Tables],
+    caches: Sequence[LayerCache],
+) -> tuple[list[ops.Layer], ops.Token] | None:
+    """Blocks that have `links` as `ops.decode_layers` takes them; None if their attention differs,
+    caps its scores, or has a cache of other numbers than x.
+    """
+    places = [place for cache in caches if (place := cache.place(x.dtype)) is not None]
+    kinds = {
+        (block.self_attn.scale, block.self_attn.window, block.self_attn.softcap, *map(id, angles))
+        for block, angles in zip(blocks, rotary, strict=True)
+    }
+    first = blocks[0].self_attn
+    if len(places) < len(blocks) or len(kinds) > 1 or first.softcap is not None:
+        return None
+    layers = []
+    for block, (k, v, _) in zip(blocks, places, strict=True):
+        qkv, out, gate_up, down = map(_weights, _linears(block), _norms(block))
+        layers.append(ops.Layer(qkv, out, gate_up, down, k, v))
+    k, v, slots = places[0]
+    rotary_of = ops.Rotary(*rotary[0], first.heads, first.kv_heads)
+    lengths = caches[0].written(k, v)[1]["kv_lengths"]
+    gate = ops.EPILOGUES[blocks[0].mlp.activation]
+    return layers, ops.Token(rotary_of, slots, lengths, first.scale, first.window, gate)
+
+
+def _norms(block: Block) -> tuple[Any, Any, Any, Any]:
+    """Before each of `_linears`."""
+    attention, mlp = block.self_attn, block.mlp
+    before = (block.input_layernorm, attention.attn_sub_norm, block.post_attention_layernorm)
+    return *before, mlp.ffn_sub_norm
 
 
 def _linears(block: Block) -> tuple[Any, Any, Any, Any]:

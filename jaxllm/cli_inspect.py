@@ -134,8 +134,8 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
             "epilogue": ops.EPILOGUES[mlp.activation],
         }
         yield "fused_linear", "decode", ops.explain("fused_linear", row, weight, **around)
-        if (reasons := _between_attentions(model, row)) is not None:
-            yield "between_attentions", "decode", reasons
+        for op, reasons in _of_several_layers(model, row).items():
+            yield op, "decode", reasons
         yield "linear", "decode, head", ops.explain("linear", row, head)
     else:
         yield "linear", "decode", ops.explain("linear", row, weight)
@@ -156,28 +156,33 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
         yield op, call, ops.explain(op, *operands, **named)
 
 
-def _between_attentions(model: Transformer, row: Any) -> dict[str, str | None] | None:
-    """The reasons of what decoding has between two layers' attentions, None if its layers have
-    something there that `chain` has not.
+def _of_several_layers(model: Transformer, row: Any) -> dict[str, dict[str, str | None]]:
+    """The reasons of what decoding has between two layers' attentions, and of all layers in one op;
+    none of what `chain` has not.
 
     row: a token, of shapes alone.
     """
-    config, found = model.config, []
+    config, found = model.config, {}
     graph, state = nnx.split(model)
     blank = functools.partial(KVCache.create, config, 1, config.max_position_embeddings, row.dtype)
 
     def look(state: Any, x: Any) -> None:
         blocks, cache = nnx.merge(graph, state).layers, blank()
-        halves = [config.rotary_dim(kind) // 2 for kind in config.layer_types]
-        rotary = [(angle, angle) for angle in (jnp.zeros((1, 1, half)) for half in halves)]
+        halves = {kind: config.rotary_dim(kind) // 2 for kind in config.layer_types}
+        tables = {kind: (jnp.zeros((1, 1, half)),) * 2 for kind, half in halves.items()}
+        rotary = [tables[kind] for kind in config.layer_types]
         caches = [cache.layer(i, cache.lengths) for i in range(len(blocks))]
         if (links := chain.links(blocks, x, rotary, caches)) is not None:
             heads = jnp.zeros((1, 1, links[0].out.weight.shape[1]), x.dtype)
             meeting = ops.no_meeting()
-            found.append(ops.explain("between_attentions", heads, x, links[0], meeting=meeting))
+            reasons = ops.explain("between_attentions", heads, x, links[0], meeting=meeting)
+            found["between_attentions"] = reasons
+            if (layers := chain.layers_of(blocks, x, rotary, caches)) is not None:
+                meeting = ops.no_meetings(config.num_key_value_heads)
+                found["decode_layers"] = ops.explain("decode_layers", x, *layers, meeting=meeting)
 
     jax.eval_shape(look, state, row)
-    return found[0] if found else None
+    return found
 
 
 def _in_memory(

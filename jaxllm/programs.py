@@ -93,11 +93,11 @@ def _forward(weights: Weights, tokens, counts, cache: KVCache):
     model = weights.model()
     t = tokens.shape[1]
     real = jnp.arange(t, dtype=jnp.int32)[None, :] < counts[:, None]
-    hidden, after = model.hidden(tokens, segment_ids=real.astype(jnp.int32), cache=cache)
+    x, after = model.stream(tokens, segment_ids=real.astype(jnp.int32), cache=cache)
     assert after is not None
     last = jnp.maximum(counts - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(hidden, last, axis=1, mode="clip")[:, 0] if t > 1 else hidden[:, 0]
-    return model.head(hidden), after
+    x = jnp.take_along_axis(x, last, axis=1, mode="clip")[:, 0] if t > 1 else x[:, 0]
+    return model.last(x), after
 
 
 def _check(who: str, weights: Weights, cache: KVCache, **arrays: tuple[Any, str]) -> None:
@@ -227,13 +227,9 @@ def decode(
     not sampled. The state is donated.
     """
     batch = state.logits.shape[0]
-    out = Decoded(
-        tokens=jnp.full((batch, size), -1, jnp.int32),
-        logprobs=jnp.zeros((batch, size), jnp.float32),
-        top_ids=jnp.zeros((batch, size, top), jnp.int32),
-        top_logprobs=jnp.zeros((batch, size, top), jnp.float32),
-        ended=state.ended,
-    )
+    # A token and the bits of its log-probability, which are written in one launch
+    both = jnp.broadcast_to(jnp.asarray([-1, 0], jnp.int32), (batch, size, 2))
+    tops = jnp.zeros((batch, size, top), jnp.int32), jnp.zeros((batch, size, top), jnp.float32)
     steps = jnp.minimum(steps, size)
     ended = jnp.where(halted & (state.ended == RUNNING), jnp.int32(STOP), state.ended)
     state = dataclasses.replace(state, ended=ended)
@@ -241,11 +237,11 @@ def decode(
     implementation = weights.model().runtime.implementation
 
     def more(carry):
-        i, state, _ = carry
+        i, state, *_ = carry
         return (i < steps) & jnp.any(state.ended == RUNNING)
 
     def step(carry):
-        i, state, out = carry
+        i, state, both, tops = carry
         live = state.ended == RUNNING
         with jax.named_scope("sample"):
             if greedy:
@@ -263,18 +259,11 @@ def decode(
                     implementation=implementation,
                 )
                 logprobs = sampling.log_probs(state.logits, tokens)
-            out = dataclasses.replace(
-                out,
-                tokens=_put(out.tokens, i, jnp.where(live, tokens, -1)),
-                logprobs=_put(out.logprobs, i, logprobs),
-            )
+            bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
+            both = _put(both, i, jnp.stack([jnp.where(live, tokens, -1), bits], axis=-1))
             if top:
-                ids, values = sampling.top_log_probs(state.logits, top)
-                out = dataclasses.replace(
-                    out,
-                    top_ids=_put(out.top_ids, i, ids),
-                    top_logprobs=_put(out.top_logprobs, i, values),
-                )
+                found = sampling.top_log_probs(state.logits, top)
+                tops = tuple(_put(column, i, new) for column, new in zip(tops, found, strict=True))
             left = state.left - live.astype(jnp.int32)
             stopped = _is_one_of(tokens, stop_ids)
             reason = jnp.where(stopped, STOP, jnp.where(left <= 0, LENGTH, RUNNING))
@@ -287,10 +276,11 @@ def decode(
         running = (ended == RUNNING).astype(jnp.int32)
         logits, cache = _forward(weights, tokens[:, None], running, state.cache)
         state = DecodeState(cache, logits, left, ended, state.prompt_mask, counts)
-        return i + 1, state, out
+        return i + 1, state, both, tops
 
-    _, state, out = jax.lax.while_loop(more, step, (jnp.int32(0), state, out))
-    return state, dataclasses.replace(out, ended=state.ended)
+    _, state, both, tops = jax.lax.while_loop(more, step, (jnp.int32(0), state, both, tops))
+    logprobs = jax.lax.bitcast_convert_type(both[..., 1], jnp.float32)
+    return state, Decoded(both[..., 0], logprobs, *tops, state.ended)
 
 
 def _put(column: jax.Array, i: jax.Array, values: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from jaxllm.ops.between_attentions import (
     no_meeting,
 )
 from jaxllm.ops.cast_transpose import CAST_TRANSPOSE, cast_transpose
+from jaxllm.ops.decode_layers import DECODE_LAYERS, Layer, Token, decode_layers, no_meetings
 from jaxllm.ops.fused_linear import (
     EPILOGUES,
     FUSED_LINEAR,
@@ -50,6 +51,7 @@ OPS = {
     "glu": (glu, GLU),
     "fused_linear": (fused_linear, FUSED_LINEAR),
     "between_attentions": (between_attentions, BETWEEN_ATTENTIONS),
+    "decode_layers": (decode_layers, DECODE_LAYERS),
     "linear_cross_entropy": (linear_cross_entropy, LINEAR_CROSS_ENTROPY),
     "sampling_threshold": (sampling_threshold, SAMPLING_THRESHOLD),
     "cast_transpose": (cast_transpose, CAST_TRANSPOSE),
@@ -103,9 +105,11 @@ __all__ = [
     "OPS",
     "Cache",
     "Following",
+    "Layer",
     "Link",
     "Norm",
     "Rotary",
+    "Token",
     "Weights",
     "attention",
     "between_attentions",
@@ -114,6 +118,7 @@ __all__ = [
     "check_names",
     "chosen",
     "cross_entropy",
+    "decode_layers",
     "embedding",
     "explain",
     "fused_linear",
@@ -124,6 +129,7 @@ __all__ = [
     "linear_log_probs",
     "name_for",
     "no_meeting",
+    "no_meetings",
     "rms_norm",
     "rope",
     "sampling_threshold",

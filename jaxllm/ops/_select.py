@@ -22,6 +22,7 @@ OP_NAMES = (
     *("attention", "scale_softmax", "linear", "embedding", "rms_norm", "layer_norm", "rope", "glu"),
     "fused_linear",
     "between_attentions",
+    "decode_layers",
     "linear_cross_entropy",
     "sampling_threshold",
     "cast_transpose",

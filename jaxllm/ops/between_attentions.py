@@ -61,7 +61,7 @@ def between_attentions(
     return y, (q.reshape(*x.shape[:-1], -1, width), *kv), meeting
 
 
-def _with(change: Callable[[Any], Packed], link: Link) -> Link:
+def with_weights(change: Callable[[Any], Packed], link: Link) -> Link:
     """The link with other weights, made of its own."""
 
     def changed(product: Weights) -> Weights:
@@ -79,10 +79,10 @@ def _pallas(heads, x, link, *, meeting, implementation=None, interpret=False):
     def packed(weight: Any) -> Packed:
         return weight if isinstance(weight, Packed) else Packed.of(weight.astype(x.dtype))
 
-    return in_one_launch(heads, x, _with(packed, link), meeting=meeting, interpret=interpret)
+    return in_one_launch(heads, x, with_weights(packed, link), meeting=meeting, interpret=interpret)
 
 
-def _in_parts(heads, x, link: Link, *, meeting, implementation):
+def in_parts(heads, x, link: Link, *, meeting, implementation):
     def made(x, product: Weights, **around: Any) -> Any:
         around |= {"norm": product.norm, "implementation": implementation}
         return fused_linear(x, product.weight, product.bias, **around)
@@ -95,7 +95,7 @@ def _in_parts(heads, x, link: Link, *, meeting, implementation):
     return y, made(y, qkv, epilogue="rope", rotary=rotary, cache=cache), meeting
 
 
-def _shapes(link: Link, dtype: Any) -> Link:
+def weights_as_shapes(link: Link, dtype: Any) -> Link:
     """As the kernel is handed it: weights that are not packed in x's dtype."""
 
     def packed(weight: Any) -> Packed:
@@ -104,17 +104,22 @@ def _shapes(link: Link, dtype: Any) -> Link:
         shape: Any = jax.ShapeDtypeStruct(weight.shape, dtype)
         return Packed.of(shape)
 
-    return _with(packed, link)
+    return with_weights(packed, link)
 
 
 def _why_not_pallas(heads, x, link, *, device, meeting) -> str | None:
     del meeting
-    return why_not(heads, x, _shapes(link, x.dtype), device=device)
+    return why_not(heads, x, weights_as_shapes(link, x.dtype), device=device)
 
 
 def _not_auto(heads, x, link, *, device, meeting) -> str | None:
     del heads, device, meeting
-    for name, (weight, *_) in _shapes(link, x.dtype).products.items():
+    return why_not_faster(x, link)
+
+
+def why_not_faster(x, link: Link) -> str | None:
+    """What speaks against "auto" having products of such weights in one launch."""
+    for name, (weight, *_) in weights_as_shapes(link, x.dtype).products.items():
         how = (weight.scheme, weight.group_size, weight.zero is not None)
         if how not in FASTER:
             scheme, group, zeros = how
@@ -125,7 +130,7 @@ def _not_auto(heads, x, link, *, device, meeting) -> str | None:
 
 BETWEEN_ATTENTIONS: Table = {
     **pallas(_pallas, _why_not_pallas, _not_auto),
-    "xla": Implementation(_in_parts),
+    "xla": Implementation(in_parts),
 }
 
 __all__ = [

@@ -126,6 +126,32 @@ def test_with_the_kernel(scheme: Any, monkeypatch: pytest.MonkeyPatch):
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("scheme", [None, "int4"])
+def test_all_layers_in_one_launch(scheme: Any, monkeypatch: pytest.MonkeyPatch):
+    """Interpreted, op by op."""
+    if not _compat.WRITES_REFERENCES:
+        pytest.skip("jax 0.10 writes into no array that is there")
+    config = dataclasses.replace(WIDE, num_hidden_layers=2, layer_types=())
+    launches, run = [], jaxllm.ops.decode_layers
+    monkeypatch.setattr(
+        jaxllm.ops, "decode_layers", lambda *a, **k: (launches.append(len(a[1])), run(*a, **k))[1]
+    )
+    jax.clear_caches()
+    ours = decoded(made(config, scheme, {"decode_layers": "pallas-interpret"}), interpreted)
+    assert launches == [2]
+    plain = decoded(made(config, scheme, {"decode_layers": "xla"}))
+    assert launches == [2]  # layer by layer, as without a name for it
+    model = build(config, Runtime("float32", "bfloat16"))
+    if scheme is not None:
+        jaxllm.quantize(model, scheme)
+    fusion.fuse(model)
+    truth = np.asarray(decoded(model, kv=jnp.float32), np.float64)
+    assert_as_accurate(ours, plain, truth)
+    with pytest.raises(AssertionError):  # the twin
+        assert_as_accurate(np.float64(ours) * 1.05, plain, truth)
+    jax.clear_caches()
+
+
 def links(model: Any, rows: int = 1, tokens: int = 1, dtype: Any = jnp.bfloat16) -> Any:
     config = model.config
     cache = jaxllm.KVCache.create(config, rows, 64, jnp.bfloat16)
@@ -233,18 +259,25 @@ def test_with_caches_and_scores_of_other_kinds(name: str, monkeypatch: pytest.Mo
     jax.clear_caches()
 
 
-def test_on_a_gpu_two_kernels_a_layer_are_left():
-    """And the first layer's q, k and v, which have no layer before; layers alike share a kernel."""
+# What is named, and the kernels that are left. Two a layer, layers alike share a kernel, and the
+# last layer's makes no q; and the first layer's q, k and v, which have no layer before
+TWO = ["between_attentions", "between_attentions", "decode_attention", "gemv_norm_rope"]
+KERNELS: Any = [
+    ("auto", ["decode_layers"]),
+    ({"rope": "xla"}, ["decode_layers"]),
+    ({"decode_layers": "xla"}, TWO),
+    ({"attention": "pallas"}, TWO),
+]
+
+
+@pytest.mark.parametrize(("how", "kernels"), KERNELS)
+def test_on_a_gpu_few_kernels_are_left(how: Any, kernels: list[str]):
     if not _compat.WRITES_REFERENCES:
         pytest.skip("jax 0.10 writes into no array that is there")
     with absent():
-        model = made(WIDE)
+        model = made(WIDE, how=how)
         cache = jaxllm.KVCache.create(WIDE, 1, 64, jnp.bfloat16)
         weights, token = jaxllm.flatten(model), jnp.zeros(1, jnp.int32)
         text = str(jax.make_jaxpr(jaxllm.decode_step)(weights, token, cache))
-    kernels = re.findall(r"\bname=(gemv\w*|decode_attention|between_attentions|\w*matmul\w*)", text)
-    assert sorted(kernels) == [
-        *("between_attentions", "between_attentions"),  # that of the last layer makes no q
-        "decode_attention",
-        "gemv_norm_rope",
-    ]
+    names = "decode_layers|gemv\\w*|decode_attention|between_attentions|\\w*matmul\\w*"
+    assert sorted(re.findall(rf"\bname=({names})", text)) == kernels

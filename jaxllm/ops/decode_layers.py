@@ -1,0 +1,129 @@
+"""All layers of a model, of one token: for decoding small models, whose time goes to launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxllm.ops._select import Implementation, Table, pallas, select
+from jaxllm.ops.attention import attention
+from jaxllm.ops.between_attentions import (
+    in_parts,
+    weights_as_shapes,
+    why_not_faster,
+    with_weights,
+)
+from jaxllm.ops.fused_linear import Cache, fused_linear
+from pallas_kernels.between_attentions import Following, Link
+from pallas_kernels.decode_layers import Layer, Token, meeting_words, why_not
+from pallas_kernels.decode_layers import decode_layers as in_one_launch
+from pallas_kernels.packed import Packed
+
+# Of a layer's weights, up to which "auto" has all layers in one launch
+MOST_BYTES = 64 * 2**20
+
+
+def no_meetings(kv_heads: int) -> Int[Array, " words"]:
+    """What a chain of calls of `decode_layers` begins with."""
+    return jnp.zeros(meeting_words(kv_heads), jnp.int32)
+
+
+def decode_layers(
+    x: Float[Array, "*B D"],
+    layers: Sequence[Layer],
+    token: Token,
+    *,
+    meeting: Int[Array, " words"],
+    implementation: str | Mapping[str, str] = "auto",
+) -> tuple[Float[Array, "*B D"], list[tuple[Array, Array]], Int[Array, " words"]]:
+    """(y, of each layer (k, v) with the token in them, meeting): what layers make of x.
+
+    layers: each with its weights, arrays or packed, and its cache. token: what they have in common.
+    meeting: `no_meetings(K)`, or what the call before has returned.
+    "xla" computes it op by op, each by the same `implementation`.
+    Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
+    cannot run the call.
+    """
+    call = (x, layers, token)
+    run = select("decode_layers", DECODE_LAYERS, implementation, *call, meeting=meeting)
+    return run(*call, meeting=meeting, implementation=implementation)
+
+
+def _with(change: Callable[[Link], Link], layer: Layer, token: Token) -> Layer:
+    """The layer with other weights, made of those of its products."""
+    following = Following(layer.qkv, token.rotary, Cache(layer.k, layer.v, token.slots))
+    link = change(Link(layer.out, layer.gate_up, layer.down, following))
+    assert link.following is not None, "no weight went"
+    return Layer(link.following.qkv, link.out, link.gate_up, link.down, layer.k, layer.v)
+
+
+def _pallas(x, layers, token, *, meeting, implementation=None, interpret=False):
+    del implementation
+
+    def packed(weight: Any) -> Packed:
+        return weight if isinstance(weight, Packed) else Packed.of(weight.astype(x.dtype))
+
+    layers = [_with(lambda link: with_weights(packed, link), layer, token) for layer in layers]
+    return in_one_launch(x, layers, token, meeting=meeting, interpret=interpret)
+
+
+def _op_by_op(x, layers, token: Token, *, meeting, implementation):
+    caches = []
+    for layer in layers:
+        qkv = layer.qkv
+        around: Any = {"norm": qkv.norm, "epilogue": "rope", "rotary": token.rotary}
+        around |= {"cache": Cache(layer.k, layer.v, token.slots), "implementation": implementation}
+        q, k, v = fused_linear(x, qkv.weight, qkv.bias, **around)
+        heads = attention(
+            q.reshape(1, 1, -1, k.shape[-1]),
+            k,
+            v,
+            kv_lengths=jnp.clip(token.kv_lengths, 1, k.shape[1]),
+            causal=True,
+            scale=token.scale,
+            window=token.window,
+            implementation=implementation,
+        )
+        link = Link(layer.out, layer.gate_up, layer.down, None, token.gate)
+        heads = heads.reshape(*x.shape[:-1], -1)
+        x, *_ = in_parts(heads, x, link, meeting=None, implementation=implementation)
+        caches.append((k, v))
+    return x, caches, meeting
+
+
+def _shapes(x, layers: Sequence[Layer], token: Token) -> list[Layer]:
+    """As the kernel is handed them."""
+    return [_with(lambda link: weights_as_shapes(link, x.dtype), each, token) for each in layers]
+
+
+def _why_not_pallas(x, layers, token, *, device, meeting) -> str | None:
+    del meeting
+    return why_not(x, _shapes(x, layers, token), token, device=device)
+
+
+def _not_auto(x, layers, token, *, device, meeting) -> str | None:
+    del device, meeting
+    first = _shapes(x, layers[:1], token)[0]
+    following = Following(first.qkv, token.rotary, Cache(first.k, first.v, token.slots))
+    link = Link(first.out, first.gate_up, first.down, following)
+    if reason := why_not_faster(x, link):
+        return reason
+    arrays = jax.tree.leaves([product.weight for product in link.products.values()])
+    size_bytes = sum(a.size * a.dtype.itemsize for a in arrays)
+    if size_bytes > MOST_BYTES:
+        return (
+            f"a layer of {size_bytes >> 20} MiB is as fast in two launches (to {MOST_BYTES >> 20})"
+        )
+    return None
+
+
+DECODE_LAYERS: Table = {
+    **pallas(_pallas, _why_not_pallas, _not_auto),
+    "xla": Implementation(_op_by_op),
+}
+
+__all__ = ["DECODE_LAYERS", "Layer", "Token", "decode_layers", "no_meetings"]
