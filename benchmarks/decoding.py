@@ -30,8 +30,13 @@ from pallas_kernels.quantize import quantize
 SECTIONS = ("decode", "packed-decode", "cuda-graphs")
 PROMPT, NEW_TOKENS = 64, 256
 FUSED = "auto, fused"  # what `jaxllm generate` runs
-# With a launch for each product, where `between_attentions` has four of them in one
-BY_PRODUCT, BY_PRODUCTS = ", a launch a product", {"between_attentions": "xla"}
+# With a launch for each product, where `between_attentions` has four of them in one, and so, where
+# `decode_layers` has all layers in one
+BY_PRODUCT, BY_LAYER = ", a launch a product", ", two launches a layer"
+HOWS: dict[str, Any] = {
+    BY_PRODUCT: {"between_attentions": "xla"},
+    BY_LAYER: {"decode_layers": "xla"},
+}
 ROWS = (4, 16)  # that FUSED decodes too, and XLA
 # (format and how, rows): bfloat16 with as many rows is what the others are compared with
 PACKED = (
@@ -39,6 +44,7 @@ PACKED = (
         [f"{a}{how}" for a in ("bfloat16", "int8", "int4", "ternary") for how in ("", BY_PRODUCT)],
         [1],
     ),
+    (f"ternary{BY_LAYER}", 1),
     *(("bfloat16", 16), ("int4", 16)),
 )
 HEAD = "int8"  # of packed models
@@ -80,11 +86,12 @@ def implementations() -> dict[str, Any]:
     plain = dict.fromkeys(ours, "xla")
     # A decoder of Llama's kind has no layer norm, and its softmax is inside attention
     # and one that is not fused has nothing from attention to attention
-    alone = [op for op in ours if op not in ("layer_norm", "scale_softmax", "between_attentions")]
+    others = ("layer_norm", "scale_softmax", "between_attentions", "decode_layers")
+    alone = [op for op in ours if op not in others]
     return {
         **{name: name for name in ("xla", "auto", "pallas")},
         FUSED: "auto",
-        FUSED + BY_PRODUCT: BY_PRODUCTS,
+        **{FUSED + name: how for name, how in HOWS.items()},
         "xla, cudnn's attention": {**plain, "attention": "cudnn"},
         **{f"xla, our {op}": {**plain, op: "pallas"} for op in alone},
     }
@@ -118,11 +125,11 @@ def packed(
 ) -> dict[str, Any]:
     """`generate` for some rows of a model whose projections are packed, its head in HEAD.
 
-    name: the scheme, or "bfloat16", and BY_PRODUCT or nothing behind it.
+    name: the scheme, or "bfloat16", and one of HOWS or nothing behind it.
     """
     del watch
-    scheme = name.removesuffix(BY_PRODUCT)
-    how = "auto" if scheme == name else BY_PRODUCTS
+    scheme, comma, rest = name.partition(",")
+    how = HOWS[comma + rest] if comma else "auto"
     if scheme == "bfloat16":
         model = random_model(config, how)
     else:

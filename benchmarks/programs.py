@@ -79,7 +79,7 @@ KEYS = (
         for model in ("Qwen2.5-0.5B bfloat16", _8B)
         for name in ("one launch", "gemv")
     ),
-    ("Qwen2.5-0.5B bfloat16", "fused decode", "xla"),
+    *(("Qwen2.5-0.5B bfloat16", "fused decode", name) for name in ("all layers", "xla")),
     *((_8B, "int4 decode", name) for name in ("one launch", "packed")),
     *((_8B, "long prefill", name) for name in ("cudnn", "pallas attention")),
 )
@@ -258,15 +258,18 @@ CHOICES: dict[str, Any] = {
     "cudnn": {"attention": "cudnn"},
     "pallas attention": {"attention": "pallas"},
     "one launch": {"between_attentions": "pallas"},
+    "all layers": {"decode_layers": "pallas"},
     "gemv": {"fused_linear": "pallas", "between_attentions": "xla"},
     "packed": {"fused_linear": "pallas", "between_attentions": "xla"},
 }
+FUSED_OPS = ("fused_linear", "between_attentions", "decode_layers")
 # The ops whose kernels such an implementation names
 CHOSEN = {
     # but what takes a fused model
-    "pallas": [op for op in kernels() if op not in ("fused_linear", "between_attentions")],
+    "pallas": [op for op in kernels() if op not in FUSED_OPS],
     "pallas attention": ["attention"],
     "one launch": ["attention", "between_attentions"],
+    "all layers": ["decode_layers"],
     "gemv": ["attention", "fused_linear"],
     "packed": ["attention", "packed weights"],
 }
@@ -280,6 +283,7 @@ KERNEL_OF = {
     "glu": ("swiglu", LAYERS),
     "fused_linear": ("gemv", 4 * LAYERS),
     "between_attentions": ("between_attentions", LAYERS),
+    "decode_layers": ("decode_layers", 1),
     "packed weights": ("quantized_matmul", 4 * LAYERS),
 }
 

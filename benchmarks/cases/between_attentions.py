@@ -71,7 +71,7 @@ def _case(
     config = MODELS[name]
     make = functools.partial(_make, config, (form, group, zeros), last)
     arguments = jax.eval_shape(make, jax.random.key(0))
-    link = _link(config, (form, group, zeros), last)
+    link = link_of(config, (form, group, zeros), last)
     words = [name, form] + [f"groups of {group}"] * bool(group) + ["zero points"] * zeros
     weights = [weights.weight for weights in link.products.values()]
     d, f = config.hidden_size, config.intermediate_size
@@ -95,7 +95,7 @@ def _case(
     )
 
 
-def _link(config: ModelConfig, how: tuple[str, int | None, bool], last: bool) -> Link:
+def link_of(config: ModelConfig, how: tuple[str, int | None, bool], last: bool) -> Link:
     """The structure, of shapes."""
     d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
     n, k = config.num_attention_heads, config.num_key_value_heads
@@ -122,7 +122,12 @@ def _link(config: ModelConfig, how: tuple[str, int | None, bool], last: bool) ->
 
 
 def _make(config: ModelConfig, how: Any, last: bool, key: jax.Array) -> tuple[jax.Array, ...]:
-    link = _link(config, how, last)
+    widths = (config.num_attention_heads * config.head_dim, config.hidden_size)
+    return made_of(widths, link_of(config, how, last), how, key)
+
+
+def made_of(widths: Any, structure: Any, how: Any, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Rows of such widths, and the arrays of a structure of shapes; integers are 7."""
     form, group, zeros = how
 
     def made(key: jax.Array) -> tuple[Any, ...]:
@@ -139,15 +144,12 @@ def _make(config: ModelConfig, how: Any, last: bool, key: jax.Array) -> tuple[ja
                 return Packed.of(numbers)
             return quantize(numbers, form, group, zero_points=zeros)
 
-        rows = [
-            normal(jax.ShapeDtypeStruct((1, width), jnp.bfloat16))
-            for width in (config.num_attention_heads * config.head_dim, config.hidden_size)
-        ]
+        rows = [normal(jax.ShapeDtypeStruct((1, width), jnp.bfloat16)) for width in widths]
         arrays = []
-        for spec in jax.tree.leaves(link, is_leaf=lambda x: isinstance(x, Packed)):
+        for spec in jax.tree.leaves(structure, is_leaf=lambda x: isinstance(x, Packed)):
             if isinstance(spec, Packed):
                 arrays += jax.tree.leaves(packed(spec))
-            elif _is_array(spec):
+            elif is_array(spec):
                 integers = jnp.issubdtype(spec.dtype, jnp.integer)
                 arrays.append(jnp.full(spec.shape, 7, spec.dtype) if integers else normal(spec))
         return (*rows, *arrays)
@@ -155,19 +157,20 @@ def _make(config: ModelConfig, how: Any, last: bool, key: jax.Array) -> tuple[ja
     return jax.jit(made)(key)
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Whether it is one, or the shape of one."""
     return hasattr(leaf, "shape")
 
 
-def _filled(link: Link, arrays: Any) -> Link:
+def filled(structure: Any, arrays: Any) -> Any:
     """The structure with arrays in the places of shapes."""
-    leaves, tree = jax.tree.flatten(link)
+    leaves, tree = jax.tree.flatten(structure)
     rest = iter(arrays)
-    return jax.tree.unflatten(tree, [next(rest) if _is_array(x) else x for x in leaves])
+    return jax.tree.unflatten(tree, [next(rest) if is_array(x) else x for x in leaves])
 
 
 def _call(link: Link, run: Any, heads: Any, x: Any, *arrays: Any) -> Any:
-    y, after, *_ = run(heads, x, _filled(link, arrays), meeting=jnp.zeros(2, jnp.int32))
+    y, after, *_ = run(heads, x, filled(link, arrays), meeting=jnp.zeros(2, jnp.int32))
     return y, after
 
 
@@ -187,4 +190,4 @@ def _four_launches(heads: Any, x: Any, link: Link, **rest: Any) -> Any:
 def _truth(link: Link, heads: np.ndarray, x: np.ndarray, *arrays: np.ndarray) -> Any:
     import between_calls  # type: ignore
 
-    return between_calls.truth({"heads": heads, "x": x, "link": _filled(link, arrays)})
+    return between_calls.truth({"heads": heads, "x": x, "link": filled(link, arrays)})

@@ -221,6 +221,12 @@ def test_a_fused_model_decodes_in_two_launches_a_layer():
         assert limit.weight_copies == 0
 
 
+def test_a_small_model_decodes_in_one_launch_for_all_layers():
+    limit = programs.limits()["Qwen2.5-0.5B bfloat16", "fused decode", "all layers"]
+    assert limit.kernels_a_layer == 0
+    assert limit.weight_copies == 0
+
+
 def test_a_launch_a_product_is_five_launches_a_layer():
     """Heads, turned and written to the cache; attention; product and sum; gate; product and sum.
 

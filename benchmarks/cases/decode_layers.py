@@ -1,0 +1,116 @@
+"""Layers of one token in one launch, and with a launch for each product and each attention.
+
+A label is the model and the format of its weights, "plain" if they are in 16 bits, how many layers
+there are and how many keys the token sees. Layers and what they have in common are a structure,
+whose arrays are the arguments behind x.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.case import Case
+from benchmarks.cases.between_attentions import MODELS, filled, link_of, made_of
+from jaxllm import ops
+from pallas_kernels.decode_layers import (
+    Layer,
+    Token,
+    decode_layers,
+    decode_layers_reference,
+    meeting_words,
+)
+from pallas_kernels.measure import size_bytes
+from pallas_kernels.packed import PLAIN
+
+LAYERS = 4
+SLOTS, KEYS = 512, 300  # of a cache, and those that are seen
+LONG = 8192  # of both, in one case
+# (model, format): those whose layers are small, and for the compiler's sake one that is not
+CALLS = (
+    *(("Qwen2.5-0.5B", form) for form in (PLAIN, "int8", "int4", "ternary")),
+    *(("Phi-3-mini", form) for form in ("int4", "ternary")),
+    *(("Llama-3.1-8B", form) for form in (PLAIN, "int8", "int4", "ternary")),
+)
+TRUE = "Qwen2.5-0.5B"  # whose layers a host multiplies in float64 within seconds
+
+
+def cases() -> list[Case]:
+    """Ternary weights are compiled only: int8 made of x makes a step of any rounding."""
+    found = [_case(*call, compile_only=call[1] == "ternary") for call in CALLS]
+    return [*found, _case("Qwen2.5-0.5B", PLAIN, keys=LONG)]
+
+
+def _case(name: str, form: str, *, keys: int = KEYS, compile_only: bool = False) -> Case:
+    how = (form, 128 if form == "int4" and name != "Qwen2.5-0.5B" else None, False)
+    layers, token = structure = _structure(name, how, max(SLOTS, keys))
+    config = MODELS[name]
+    make = functools.partial(_make, structure, how, config.hidden_size, keys)
+    arguments = jax.eval_shape(make, jax.random.key(0))
+    weights = [weights.weight for layer in layers for weights in layer[:4]]
+    width = token.rotary.kv_heads * config.head_dim
+    call = functools.partial(_call, structure)
+    return Case(
+        op="decode_layers",
+        label=f"{name}, {form}, {LAYERS} layers, {keys} keys",
+        arguments=arguments,
+        run=functools.partial(call, decode_layers),
+        plain=functools.partial(call, _plain),
+        kind="memory-read",
+        # of the cache what is seen; what passes between the products stays in the L2
+        bytes=size_bytes(arguments[0], *weights) + 2 * 2 * LAYERS * keys * width,
+        operations=2 * sum(o * i for o, i in (w.shape for w in weights)),
+        ceiling="read",
+        keywords={"structure": structure},
+        make=make,
+        truth=functools.partial(_truth, structure) if name == TRUE and keys == KEYS else None,
+        rivals={"a launch a product": functools.partial(call, _launches)},
+        compile_only=compile_only,
+    )
+
+
+def _structure(name: str, how: Any, slots: int) -> tuple[list[Layer], Token]:
+    """The layers and what they have in common, of shapes."""
+
+    def layer() -> tuple[Layer, Any]:
+        out, gate_up, down, following, _ = link_of(MODELS[name], how, False)
+        assert following is not None
+        k, _, at = following.cache
+        held: Any = jax.ShapeDtypeStruct((1, slots, *k.shape[2:]), k.dtype)
+        return Layer(following.qkv, out, gate_up, down, held, held), (following.rotary, at)
+
+    layers, [(rotary, at), *_] = zip(*(layer() for _ in range(LAYERS)), strict=True)
+    return list(layers), Token(rotary, at, at)
+
+
+def _make(structure: Any, how: Any, width: int, keys: int, key: jax.Array) -> tuple[Any, ...]:
+    arrays = made_of([width], structure, how, key)
+    *rest, slots, lengths = arrays
+    return *rest, jnp.full_like(slots, keys - 1), jnp.full_like(lengths, keys)
+
+
+def _call(structure: Any, run: Any, x: Any, *arrays: Any) -> Any:
+    layers, token = filled(structure, arrays)
+    words = meeting_words(token.rotary.kv_heads)
+    y, caches, *_ = run(x, layers, token, meeting=jnp.zeros(words, jnp.int32))
+    return y, caches
+
+
+def _plain(x: Any, layers: Any, token: Any, **_: Any) -> Any:
+    return decode_layers_reference(x, layers, token)
+
+
+def _launches(x: Any, layers: Any, token: Any, **rest: Any) -> Any:
+    how = {"decode_layers": "xla"}  # by `fused_linear` and `attention`, whose kernels "auto" takes
+    return ops.decode_layers(x, layers, token, **rest, implementation=how)
+
+
+def _truth(structure: Any, x: np.ndarray, *arrays: np.ndarray) -> Any:
+    import layers_calls  # type: ignore
+
+    layers, token = filled(structure, arrays)
+    return layers_calls.truth({"x": x, "layers": layers, "token": token})
