@@ -169,7 +169,8 @@ def _of_several_layers(model: Transformer, row: Any) -> dict[str, dict[str, str 
     def look(state: Any, x: Any) -> None:
         blocks, cache = nnx.merge(graph, state).layers, blank()
         halves = {kind: config.rotary_dim(kind) // 2 for kind in config.layer_types}
-        tables = {kind: (jnp.zeros((1, 1, half)),) * 2 for kind, half in halves.items()}
+        angles = {kind: jnp.zeros((1, 1, half)) for kind, half in halves.items()}
+        tables = {kind: (angle, angle) for kind, angle in angles.items()}
         rotary = [tables[kind] for kind in config.layer_types]
         caches = [cache.layer(i, cache.lengths) for i in range(len(blocks))]
         if (links := chain.links(blocks, x, rotary, caches)) is not None:

@@ -407,12 +407,12 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             q, entry, keys = self.begin(x, rotary, cache)
             norm = _as_argument(attention.attn_sub_norm)
-            x = fused_product(attention.o_proj, attention.attend(q, keys), norm=norm, residual=x)
+            x = _fused(attention.o_proj, attention.attend(q, keys), norm=norm, residual=x)
         with jax.named_scope("mlp"):
             norm = self.post_attention_layernorm.as_argument()
             gate = ops.EPILOGUES[mlp.activation]
-            gated = fused_product(mlp.gate_up_proj, x, norm=norm, epilogue=gate)
-            x = fused_product(mlp.down_proj, gated, norm=_as_argument(mlp.ffn_sub_norm), residual=x)
+            gated = _fused(mlp.gate_up_proj, x, norm=norm, epilogue=gate)
+            x = _fused(mlp.down_proj, gated, norm=_as_argument(mlp.ffn_sub_norm), residual=x)
         return x, entry
 
     def begin(
@@ -423,7 +423,7 @@ class Block(nnx.Module):
         """
         attention = self.self_attn
         place = cache.place(x.dtype) if x.shape[1] == 1 else None
-        q, k, v = fused_product(
+        q, k, v = _fused(
             attention.qkv_proj,
             x,
             norm=self.input_layernorm.as_argument(),
@@ -435,8 +435,8 @@ class Block(nnx.Module):
 
 
 def weight_of(linear: Any) -> Any:
-    """The weight of a `Linear` or an `Embedding`, as an array or packed; None of whatever else."""
-    if type(linear) in (Linear, Embedding):
+    """The weight of a `Linear`, as an array or packed; None of whatever else."""
+    if type(linear) is Linear:
         return linear.weight.get_value()  # [...] would refuse shapes
     return getattr(linear, "packed", None)
 
@@ -445,12 +445,9 @@ def _as_argument(norm: RMSNorm | None) -> ops.Norm | None:
     return None if norm is None else norm.as_argument()
 
 
-def fused_product(linear: Any, x: Float[Array, "*B I"], **around: Any) -> Any:
-    """The product with what stands around it, as `ops.fused_linear` names it; linear: whatever has
-    a weight (`weight_of`).
-    """
-    bias = getattr(linear, "bias", None)
-    bias = None if bias is None else bias[...]
+def _fused(linear: Any, x: Float[Array, "*B I"], **around: Any) -> Any:
+    """The product with what stands around it, as `ops.fused_linear` names it."""
+    bias = None if linear.bias is None else linear.bias[...]
     x = x.astype(linear.dtype)
     if getattr(linear, "order", None) is not None:
         x = linear.arranged(x)  # the norm's mean of squares is of any order, its weight is not

@@ -13,16 +13,7 @@ from jaxtyping import Array, Float, Int, Integer
 from jaxllm import chain, ops
 from jaxllm.cache import KVCache
 from jaxllm.config import GenerationDefaults, ModelConfig, Runtime
-from jaxllm.layers import (
-    Block,
-    Embedding,
-    Linear,
-    RMSNorm,
-    Tables,
-    fused_product,
-    rotary_tables,
-    weight_of,
-)
+from jaxllm.layers import Block, Embedding, Linear, RMSNorm, Tables, rotary_tables
 
 _named_by_attention = jax.checkpoint_policies.save_only_these_names(
     "attention_output", "attention_lse"
@@ -95,22 +86,7 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         """What the head reads, in the compute dtype; and the cache with these tokens.
 
-        That is what the last norm makes of the `stream`. Arguments and errors as there.
-        """
-        x, cache = self.stream(tokens, positions, segment_ids, cache)
-        with jax.named_scope("norm"):
-            return self.norm(x), cache
-
-    def stream(
-        self,
-        tokens: Integer[Array, "B T"],
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cache: KVCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        """What the last layer returns, in the compute dtype; and the cache with these tokens.
-
-        Without a cache, a token sees the tokens before
+        The head reads what the last norm returns. Without a cache, a token sees the tokens before
         it in its row that have its segment id. With one, the T tokens follow what the cache holds;
         segment id 0 marks padding, which stands to the right and is not kept. Positions count from
         0, or from what the cache holds, if None; they turn q and k and mask nothing.
@@ -167,6 +143,8 @@ class Transformer(nnx.Module):
                     else:
                         x, entry = block(x, tables[i], cache=caches[i])
                         entries.append(entry)
+        with jax.named_scope("norm"):
+            x = self.norm(x)
         if cache is not None:
             cache = KVCache(tuple(entries), cache.lengths + counts, cache.rope_lengths)
         return x, cache
@@ -175,23 +153,9 @@ class Transformer(nnx.Module):
         """Logits in float32, soft-capped where the model is."""
         with jax.named_scope("head"):
             project = self.embed_tokens.attend if self.lm_head is None else self.lm_head
-            return self._capped(project(hidden, out_dtype=jnp.dtype(jnp.float32)))
-
-    def last(self, stream: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        """`head` of the norm of what `stream` returns; of one token of a fused model in one op."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        fused = self.layers[0].self_attn.qkv_proj is not None
-        if not fused or stream.size != stream.shape[-1] or weight_of(head) is None:
-            with jax.named_scope("norm"):
-                stream = self.norm(stream)
-            return self.head(stream)
-        with jax.named_scope("head"):
-            norm = self.norm.as_argument()
-            return self._capped(fused_product(head, stream, norm=norm, out_dtype=jnp.float32))
-
-    def _capped(self, logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else jnp.tanh(logits / cap) * cap
+            logits = project(hidden, out_dtype=jnp.dtype(jnp.float32))
+            cap = self.config.final_logit_softcapping
+            return logits if cap is None else jnp.tanh(logits / cap) * cap
 
     def _rotary(self, positions, segment_ids, cache, counts) -> dict[str, Tables]:
         """cos and sin for each kind of layer: made once a forward pass."""

@@ -93,11 +93,11 @@ def _forward(weights: Weights, tokens, counts, cache: KVCache):
     model = weights.model()
     t = tokens.shape[1]
     real = jnp.arange(t, dtype=jnp.int32)[None, :] < counts[:, None]
-    x, after = model.stream(tokens, segment_ids=real.astype(jnp.int32), cache=cache)
+    hidden, after = model.hidden(tokens, segment_ids=real.astype(jnp.int32), cache=cache)
     assert after is not None
     last = jnp.maximum(counts - 1, 0)[:, None, None]
-    x = jnp.take_along_axis(x, last, axis=1, mode="clip")[:, 0] if t > 1 else x[:, 0]
-    return model.last(x), after
+    hidden = jnp.take_along_axis(hidden, last, axis=1, mode="clip")[:, 0] if t > 1 else hidden[:, 0]
+    return model.head(hidden), after
 
 
 def _check(who: str, weights: Weights, cache: KVCache, **arrays: tuple[Any, str]) -> None:
@@ -280,7 +280,7 @@ def decode(
 
     _, state, both, tops = jax.lax.while_loop(more, step, (jnp.int32(0), state, both, tops))
     logprobs = jax.lax.bitcast_convert_type(both[..., 1], jnp.float32)
-    return state, Decoded(both[..., 0], logprobs, *tops, state.ended)
+    return state, Decoded(both[..., 0], logprobs, tops[0], tops[1], state.ended)
 
 
 def _put(column: jax.Array, i: jax.Array, values: jax.Array) -> jax.Array:

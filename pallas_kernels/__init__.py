@@ -10,6 +10,7 @@ from pallas_kernels.between_attentions import between_attentions
 from pallas_kernels.cast_transpose import cast_transpose
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_layers import decode_layers
 from pallas_kernels.embedding import embedding
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.gemv import gemv
@@ -28,6 +29,7 @@ __all__ = [
     "between_attentions",
     "cast_transpose",
     "decode_attention",
+    "decode_layers",
     "dequantize",
     "embedding",
     "flash_attention",

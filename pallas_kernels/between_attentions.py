@@ -33,7 +33,13 @@ from pallas_kernels import between_attentions_kernel as kernel
 from pallas_kernels import device as device_lib
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels.around_product import Cache, Norm, Rotary, turn_and_write
-from pallas_kernels.between_attentions_config import BRINGING, Config, Plan, Product
+from pallas_kernels.between_attentions_config import (
+    BRINGING,
+    MEETING_WORDS,
+    Config,
+    Plan,
+    Product,
+)
 from pallas_kernels.device import ACCESS_BYTES, LANES, REGISTERS, SHARED_BYTES, Device
 from pallas_kernels.packed import CODES_PER_BYTE, PLAIN, Packed
 from pallas_kernels.quantized_matmul import (
@@ -51,7 +57,6 @@ from pallas_kernels.ternary_matmul import (
 )
 from pallas_kernels.ternary_matmul import why_not as why_not_ternary
 
-MEETING_WORDS = 2  # of a `meeting`
 GATES = ("swiglu", "relu2_glu")  # silu(a) b and max(a, 0)^2 b
 MOST_TERNARY = 2**16  # inputs whose sums of bytes times codes stay whole numbers of float32
 # On their way to a multiprocessor. H200, us from attention to attention with 32, 48 and 64 KiB:
@@ -59,6 +64,7 @@ MOST_TERNARY = 2**16  # inputs whose sums of bytes times codes stay whole number
 WINDOW_BYTES = 3 * 2**14
 
 
+HELD_PART = 7 / 16  # of a thread's registers, that x and sums may take: with 80 of 168 some spill
 HELD_ROUNDS = 4  # most turns of a tile whose x a thread keeps in registers, and that are unrolled
 
 
@@ -246,9 +252,19 @@ def _why_not_product(name: str, link: Link, dtype: Any, device: Device) -> str |
     return why_not_ternary(row, weight, epilogue=gate, device=device)
 
 
-def plan_of(x, link: Link, *, device: Device, config: Config | None = None) -> Plan:
-    """What the kernel is compiled for; config: None for the default."""
+def plan_of(
+    x,
+    link: Link,
+    *,
+    device: Device,
+    config: Config | None = None,
+    registers: int | None = None,
+) -> Plan:
+    """What the kernel is compiled for; config: None for the default. registers: of a thread that
+    multiplies; None: all of a block's have as many.
+    """
     warps, following = (config or Config()).warps, link.following
+    registers = registers or REGISTERS // (warps * LANES + BRINGING)
     products = []
     for name, (weight, _, norm) in link.products.items():
         tile = _tile(name, weight, warps)
@@ -266,7 +282,7 @@ def plan_of(x, link: Link, *, device: Device, config: Config | None = None) -> P
         whole_rows = norm is not None and weight.scheme != "ternary"  # its squares are of one row
         if _epilogue(name) is None and not whole_rows and _is_better_folded(product):
             product = dataclasses.replace(product, folded=True)
-        if _may_hold(product):
+        if _may_hold(product, registers):
             held = dataclasses.replace(static, config=dataclasses.replace(tile, held=True))
             product = dataclasses.replace(product, static=held)
         products.append(product)
@@ -280,14 +296,13 @@ def _tile(name: str, weight: Packed, warps: int = Config().warps) -> sizes.Confi
     return sizes.Config(sizes.grain(weight, halves=halves), warps, 1, 1)
 
 
-def _may_hold(product: Product) -> bool:
+def _may_hold(product: Product, registers: int) -> bool:
     """Whether a thread has registers for its part of x beside the sums, and use for it."""
     if product.most_tiles == 1 or product.rounds > HELD_ROUNDS:
         return False
-    registers = REGISTERS // (product.config.warps * LANES + BRINGING)
     places = CODES_PER_BYTE["ternary"] if product.packed.scheme == "ternary" else 1
     sums = places * product.config.tile_n * sizes.MMA_COLUMNS // LANES
-    return product.held_words + sums <= registers * sizes.HELD_PART
+    return product.held_words + sums <= registers * HELD_PART
 
 
 def _epilogue(name: str) -> str | None:

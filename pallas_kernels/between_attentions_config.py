@@ -16,6 +16,7 @@ from pallas_kernels.quantized_matmul_config import PART_BYTES, PLACE_BYTES, TURN
 NAMES = ("out", "gate_up", "down", "qkv")
 MULTIPLYING = (4, 8, 16)  # warps: those that bring codes have whole rows of what these multiply
 MARKS = 3  # words of a warp, by which x becomes int8
+MEETING_WORDS = 2  # of a `meeting`
 BRINGING = THREADS  # threads of a block that bring codes, beside those that multiply
 
 

@@ -36,8 +36,6 @@ from pallas_kernels.lane_code import (
 )
 from pallas_kernels.quantized_matmul_config import PARTS
 
-# Of a thread that multiplies and one that brings, by how many warps multiply; else all have as many
-REGISTERS = {8: (216, 72)}
 MOST_POLLS = 2**24  # of a block that waits for the others, some ten seconds; then it gives up
 
 
@@ -51,17 +49,23 @@ def begin(config: Config, barriers: Any) -> None:
     gpu.barrier()
 
 
-def divided(warps: int, multiply: Callable[[], Any], bring: Callable[[], Any]) -> None:
-    """What a block's warps do: its first multiply, the others bring."""
+def divided(
+    warps: int,
+    multiply: Callable[[], Any],
+    bring: Callable[[], Any],
+    registers: tuple[int, int] | None = None,
+) -> None:
+    """What a block's warps do: its first multiply, the others bring. registers: that a thread of
+    the former has and one of the latter; None: all as many.
+    """
     thread, multiplying = mgpu_utils.thread_idx(), warps * LANES
-    more, fewer = REGISTERS.get(warps, (None, None))
     with mgpu_utils.when(less(thread, multiplying)):
-        if more is not None:
-            asm(f"setmaxnreg.inc.sync.aligned.u32 {more};", "")
+        if registers is not None:
+            asm(f"setmaxnreg.inc.sync.aligned.u32 {registers[0]};", "")
         multiply()
     with mgpu_utils.when(less(word(multiplying - 1), thread)):
-        if fewer is not None:
-            asm(f"setmaxnreg.dec.sync.aligned.u32 {fewer};", "")
+        if registers is not None:
+            asm(f"setmaxnreg.dec.sync.aligned.u32 {registers[1]};", "")
         bring()
 
 

@@ -32,7 +32,6 @@ from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Norm, Rotary
 from pallas_kernels.attention_reference import in_32_bits
 from pallas_kernels.between_attentions import (
-    MEETING_WORDS,
     Following,
     Link,
     Weights,
@@ -44,11 +43,13 @@ from pallas_kernels.between_attentions import check as check_link
 from pallas_kernels.between_attentions import default_config as config_between
 from pallas_kernels.between_attentions import plan_of as plan_between
 from pallas_kernels.between_attentions import why_not as why_not_between
+from pallas_kernels.between_attentions_config import MEETING_WORDS
 from pallas_kernels.decode_attention import decode_attention, decode_attention_reference
 from pallas_kernels.decode_layers_config import (
     MOST_GROUP,
     NAMES,
     OWN,
+    REGISTERS,
     SPAN,
     WIDEST,
     Attend,
@@ -199,7 +200,9 @@ def plan_of(
 ) -> Plan:
     """What the kernel is compiled for; config: None for the default."""
     first, given = layers[0], config or Config()
-    found = plan_between(x, _link(first, token), device=device, config=given)
+    registers, _ = REGISTERS.get(given.warps, (None, None))
+    how: Any = {"device": device, "config": given, "registers": registers}
+    found = plan_between(x, _link(first, token), **how)
     products = {product.static.name: product for product in found.products}
     entries: list[tuple[int | None, str]] = [(None, "k"), (None, "v")]
     alike = []

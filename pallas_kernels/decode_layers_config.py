@@ -16,6 +16,8 @@ SPAN = ACROSS * ACCESS_BYTES // 2  # numbers of a key that four lanes have in on
 MOST_GROUP = MMA_COLUMNS  # query heads that share a key head
 WIDEST = 128
 MOST_NUMBERS = 224  # of a key of each piece that a warp has: with more, threads lack registers
+# Of a thread that multiplies and one that brings, by how many warps multiply: the heads take more
+REGISTERS = {8: (216, 72)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
-from pallas_kernels.between_attentions import MEETING_WORDS
-from pallas_kernels.between_attentions_config import BRINGING
+from pallas_kernels.between_attentions_config import BRINGING, MEETING_WORDS
 from pallas_kernels.decode_layers_config import Plan
 from pallas_kernels.decode_layers_lanes import Layers
 from pallas_kernels.device import THREADS, WARPS

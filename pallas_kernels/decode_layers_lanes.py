@@ -19,7 +19,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from pallas_kernels.between_attentions_config import BRINGING
 from pallas_kernels.between_attentions_lanes import Chain, Meeting, begin, divided
 from pallas_kernels.decode_layers_attention import Attention, Seen
-from pallas_kernels.decode_layers_config import MEETINGS, NAMES, Plan
+from pallas_kernels.decode_layers_config import MEETINGS, NAMES, REGISTERS, Plan
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import asm, equal, further, times, word
 
@@ -47,7 +47,7 @@ class Layers:
     def run(self, layers: Sequence[Sequence[Any]]) -> None:
         """All of it. layers: of each the addresses of its entries."""
         self.begin(layers)
-        divided(self.warps, self.multiply, self.bring)
+        divided(self.warps, self.multiply, self.bring, REGISTERS.get(self.warps))
 
     def begin(self, layers: Sequence[Sequence[Any]]) -> None:
         """Writes the table, a warp a share of it, and sets up the stages' barriers."""

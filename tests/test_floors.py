@@ -114,7 +114,12 @@ MAY_IMPORT = {
         "pallas_kernels.quantized_matmul_lanes pallas_kernels.quantized_unpack "
         "pallas_kernels.ternary_rows"
     ),
+    "pallas_kernels.between_attentions_bring": (
+        "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_tiles "
+        "pallas_kernels.device pallas_kernels.lane_code"
+    ),
     "pallas_kernels.between_attentions_lanes": (
+        "pallas_kernels.between_attentions_bring "
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_tiles "
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.quantized_matmul_config"
     ),
@@ -129,6 +134,32 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_matmul "
         "pallas_kernels.quantized_matmul_check pallas_kernels.quantized_matmul_config "
         "pallas_kernels.ternary_matmul"
+    ),
+    "pallas_kernels.decode_layers_config": (
+        "pallas_kernels.between_attentions_config pallas_kernels.device "
+        "pallas_kernels.quantized_matmul_config"
+    ),
+    "pallas_kernels.decode_layers_attention": (
+        "pallas_kernels.attention_reference pallas_kernels.decode_layers_config "
+        "pallas_kernels.device pallas_kernels.lane_arithmetic pallas_kernels.lane_code "
+        "pallas_kernels.quantized_matmul_config"
+    ),
+    "pallas_kernels.decode_layers_lanes": (
+        "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_lanes "
+        "pallas_kernels.decode_layers_attention pallas_kernels.decode_layers_config "
+        "pallas_kernels.device pallas_kernels.lane_code"
+    ),
+    "pallas_kernels.decode_layers_kernel": (
+        "pallas_kernels._compat pallas_kernels.between_attentions_config "
+        "pallas_kernels.decode_layers_config pallas_kernels.decode_layers_lanes "
+        "pallas_kernels.device pallas_kernels.lane_code"
+    ),
+    "pallas_kernels.decode_layers": (
+        "pallas_kernels.around_product pallas_kernels.attention_reference "
+        "pallas_kernels.between_attentions pallas_kernels.between_attentions_config "
+        "pallas_kernels.decode_attention pallas_kernels.decode_layers_config "
+        "pallas_kernels.decode_layers_kernel pallas_kernels.device pallas_kernels.packed "
+        "pallas_kernels.quantized_matmul pallas_kernels.ternary_matmul"
     ),
     "pallas_kernels.quantized_matmul_kernel": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
@@ -337,7 +368,12 @@ MAY_IMPORT = {
     "jaxllm.ops.softmax": OP,
     "jaxllm.ops.ternary": OP,
     "jaxllm.ops.between_attentions": (
-        f"{OP} jaxllm.ops.fused_linear pallas_kernels.between_attentions pallas_kernels.packed"
+        f"{OP} jaxllm.ops.fused_linear pallas_kernels.between_attentions "
+        "pallas_kernels.between_attentions_config pallas_kernels.packed"
+    ),
+    "jaxllm.ops.decode_layers": (
+        f"{OP} jaxllm.ops.attention jaxllm.ops.between_attentions jaxllm.ops.fused_linear "
+        "pallas_kernels.between_attentions pallas_kernels.decode_layers pallas_kernels.packed"
     ),
     "jaxllm.ops": f"{OP} jaxllm.ops.*",
     "jaxllm.cache": "jaxllm.config",

@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from jaxllm.ops.fused_linear import fused_linear
-from pallas_kernels.between_attentions import MEETING_WORDS, Following, Link, Weights, why_not
+from pallas_kernels.between_attentions import Following, Link, Weights, why_not
 from pallas_kernels.between_attentions import between_attentions as in_one_launch
+from pallas_kernels.between_attentions_config import MEETING_WORDS
 from pallas_kernels.packed import PLAIN, Packed
 
 # (scheme, numbers of a group, zero points) whose layer is faster in one launch. H200, us of

@@ -52,10 +52,9 @@ def fused_linear(
     residual: Float[Array, "*B F"] | None = None,
     rotary: Rotary | None = None,
     cache: Cache | None = None,
-    out_dtype: Any = None,
     implementation: str | Mapping[str, str] = "auto",
 ) -> Any:
-    """epilogue(norm(x) @ weight.T + bias) + residual: [*B, F] in `out_dtype`, x's if None.
+    """epilogue(norm(x) @ weight.T + bias) + residual: [*B, F] in x's dtype.
 
     epilogue "swiglu" or "relu2_glu": the outputs are gate, then up, and F is half of them. "rope":
     they are the heads of q, k and v; those of q and k are turned, and the result is (q, k, v), each
@@ -71,12 +70,11 @@ def fused_linear(
         "residual": residual,
         "rotary": rotary,
         "cache": cache,
-        "out_dtype": out_dtype,
     }
     plain = not isinstance(weight, Packed)
     shape: Any = jax.ShapeDtypeStruct(weight.shape, weight.dtype if plain else x.dtype)
     who = {"who": "fused_linear", "gates": tuple(GATES)}
-    check(x, shape, bias=bias, **around, **who)
+    check(x, shape, bias=bias, out_dtype=None, **around, **who)
     weight = weight.astype(x.dtype) if plain else weight
     name = choose("fused_linear", FUSED_LINEAR, implementation, x, weight, bias, **around)
     y = FUSED_LINEAR[name].run(x, weight, bias, **around, implementation=implementation)
@@ -89,19 +87,15 @@ def fused_linear(
     return q.reshape(shape), *kv
 
 
-def _in_parts(
-    x, weight, bias, *, norm, epilogue, residual, rotary, cache, out_dtype, implementation
-):
+def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, cache, implementation):
     same = {"implementation": implementation}
     if norm is not None:
         x = rms_norm(x, norm.weight, eps=norm.eps, zero_centered=norm.zero_centered, **same)
-    last = epilogue is None and residual is None
-    y = linear(x, weight, bias, out_dtype=out_dtype if last else None, **same)
+    y = linear(x, weight, bias, **same)
     if epilogue in GATES:
         y = glu(y, activation=GATES[epilogue], **same)
     if rotary is None:
-        y = y if residual is None else y + residual.astype(y.dtype)
-        return y if out_dtype is None else y.astype(out_dtype)
+        return y if residual is None else y + residual.astype(y.dtype)
     return _turn(y, rotary, cache, implementation)
 
 
@@ -135,7 +129,7 @@ def _packed_for_several(x, weight):
     return Packed.of(weight) if several and not isinstance(weight, Packed) else weight
 
 
-def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, out_dtype, interpret):
+def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpret):
     """One kernel: the norm, the product and what follows it. What that one does not take (`_takes`)
     has a kernel of its own: the norm before it, the turning of heads behind it.
     """
@@ -144,7 +138,7 @@ def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, out_dty
     after: dict[str, Any] = {"bias": bias, "epilogue": epilogue, "residual": residual}
     if weight.scheme == "ternary":
         before = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
-        y = ternary_linear(x, weight, **before, **after, interpret=interpret)  # in x's dtype
+        y = ternary_linear(x, weight, **before, **after, interpret=interpret)
         return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
     if norm is not None and not _takes(x, weight, norm=norm, bias=bias, epilogue=epilogue):
         norms = {"eps": norm.eps, "zero_centered": norm.zero_centered}
@@ -152,7 +146,7 @@ def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, out_dty
     if cache is not None and _takes(x, weight, norm=norm, rotary=rotary):
         after = {"bias": bias, "epilogue": "rope", "rotary": rotary, "cache": cache}
         return quantized_matmul(x, weight, norm=norm, **after, interpret=interpret)
-    y = quantized_matmul(x, weight, norm=norm, **after, out_dtype=out_dtype, interpret=interpret)
+    y = quantized_matmul(x, weight, norm=norm, **after, interpret=interpret)
     return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
 
 
@@ -172,14 +166,13 @@ def _turn_packed(y, rotary: Rotary, cache: Cache | None, interpret):
 
 
 def _why_not_pallas(
-    x, weight, bias, *, device, norm, epilogue, rotary, cache, out_dtype, **rest
+    x, weight, bias, *, device, norm, epilogue, rotary, cache, **rest
 ) -> str | None:
     weight = _packed_for_several(x, weight)
     if epilogue == "relu2_glu" and not (isinstance(weight, Packed) and weight.scheme == "ternary"):
         return "only ternary weights have 'relu2_glu'"
     if not isinstance(weight, Packed):
-        around = {"norm": norm, "epilogue": epilogue, "rotary": rotary, "cache": cache}
-        around |= {"out_dtype": out_dtype, **rest}
+        around = {"norm": norm, "epilogue": epilogue, "rotary": rotary, "cache": cache, **rest}
         return why_not_gemv(x, weight, bias=bias, **around, device=device)
     if cache is not None and not _takes(x, weight, rotary=rotary):
         heads = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), weight.shape[0]), x.dtype)
@@ -189,8 +182,6 @@ def _why_not_pallas(
     if weight.scheme == "ternary":
         if norm is not None and norm.zero_centered:
             return "the norm before a ternary weight adds no 1 to its own"
-        if out_dtype not in (None, x.dtype):
-            return f"of a ternary weight the result is {x.dtype}, not {jnp.dtype(out_dtype)}"
         return why_not_ternary(x, weight, epilogue=epilogue, device=device)
     after = {"bias": bias, "epilogue": epilogue}
     if norm is not None and not _takes(x, weight, norm=norm, **after):

@@ -43,7 +43,7 @@ CACHED = 2 * 2 * 2 * 32 * (4 + 4)  # two bytes, k and v, two layers, heads of 32
     [
         ("xla", 1),
         (decoding.FUSED, 1),
-        (decoding.FUSED + decoding.BY_PRODUCT, 1),
+        *((decoding.FUSED + how, 1) for how in decoding.HOWS),
         (decoding.FUSED, 2),
     ],
 )
@@ -66,13 +66,14 @@ def test_what_a_step_reads_is_without_an_embedding_that_is_no_head():
 
 
 def test_a_launch_a_product_is_told_to_whatever_multiplies():
+    by_products = decoding.HOWS[decoding.BY_PRODUCT]
     for model in (
-        decoding.random_model(UNTIED, decoding.BY_PRODUCTS),
-        decoding.packed_model(UNTIED, decoding.BY_PRODUCTS, scheme="int4"),
+        decoding.random_model(UNTIED, by_products),
+        decoding.packed_model(UNTIED, by_products, scheme="int4"),
     ):
         found = [m.implementation for _, m in nnx.iter_modules(model) if isinstance(m, LINEARS)]
         assert len(found) == 4 * UNTIED.num_hidden_layers + 1
-        assert all(each == decoding.BY_PRODUCTS for each in found)
+        assert all(each == by_products for each in found)
 
 
 @pytest.mark.slow
@@ -144,6 +145,7 @@ def test_the_sections_are_those_that_are_asked_for():
             for name in ("bfloat16", "int8", "int4", "ternary")
             for how in ("", ", a launch a product")
         ),
+        "packed-decode/ternary, two launches a layer",
         *(f"packed-decode/{name}, 16 rows" for name in ("bfloat16", "int4")),
     ]
     assert len(keys["cuda-graphs"]) == 6
