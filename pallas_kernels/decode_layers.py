@@ -126,8 +126,8 @@ def decode_layers(
     Dtypes, rounding, and that all blocks must run at once: as of `between_attentions`; what the
     heads see is bfloat16, its scores and sums float32, and weights of values are rounded.
     Gradients: of all floats but packed weights; of x where it became int8 straight through.
-    Raises: ValueError if shapes or dtypes disagree. NotImplementedError
-    without a Hopper GPU (unless `interpret`, which runs op by op), or for what `why_not` says.
+    Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
+    (unless `interpret`, which runs op by op), or for what `why_not` says.
     """
     _check(x, layers, token, meeting)
     device = device_lib.INTERPRETED if interpret else device_lib.current()

@@ -17,6 +17,7 @@ from lane_machine import LANES, stand_in
 
 from pallas_kernels import lane_code
 from pallas_kernels.between_attentions import Config, plan_of
+from pallas_kernels.between_attentions_bring import Bring
 from pallas_kernels.between_attentions_lanes import Chain
 from pallas_kernels.between_attentions_tiles import DigitTiles
 from pallas_kernels.device import Device
@@ -57,9 +58,11 @@ def by_digits(monkeypatch: Any, packed: Any, x: np.ndarray) -> np.ndarray:
     tiles.keep(tiles.early(), lambda: None)
     barrier, stage, sums = machine.at["barriers"], machine.at["ring"], tiles.zeros()
     machine.asm("mbarrier.init.shared::cta.b64 [$0], 128;", "", barrier)
+    bring = Bring(tiles, lane_code.mgpu_utils.thread_idx())
+    begun = bring.begin(block)
     for each in range(product.rounds):
         round_ = word(each)
-        tiles.bring(lane_code.mgpu_utils.thread_idx(), block, round_, stage, barrier)
+        bring.ask(begun, round_, stage, barrier)
         Chain._wait(barrier, word(each % 2))
         for which in range(2):
             sums = tiles.multiply(stage, round_, which, tiles.x_of(round_, which), sums)
