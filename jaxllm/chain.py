@@ -17,7 +17,7 @@ from jaxllm import ops
 from jaxllm.cache import Entry, LayerCache
 from jaxllm.layers import Block, RMSNorm, Tables, weight_of
 
-# Ops that are part of `decode_layers`
+# Ops that have launches of their own where `decode_layers` has all layers in one
 _INSTEAD = {"attention", "fused_linear", "between_attentions"}
 
 
@@ -105,7 +105,8 @@ def _together(
     is not a launch, or an implementation is named of an op that it would do instead.
     """
     how = _linears(blocks[0])[0].implementation
-    if not isinstance(how, str) and "decode_layers" not in how and not _INSTEAD.isdisjoint(how):
+    named = {} if isinstance(how, str) else how
+    if "decode_layers" not in named and any(named.get(op, "auto") != "auto" for op in _INSTEAD):
         return None
     if (found := layers_of(blocks, x, rotary, caches)) is None:
         return None
@@ -130,8 +131,10 @@ def layers_of(
     """
     places = [place for cache in caches if (place := cache.place(x.dtype)) is not None]
     kinds = {
-        (block.self_attn.scale, block.self_attn.window, block.self_attn.softcap, *map(id, angles))
-        for block, angles in zip(blocks, rotary, strict=True)
+        (own.scale, own.window, own.softcap, type(cache.entry), *map(id, angles))
+        for own, cache, angles in zip(
+            (block.self_attn for block in blocks), caches, rotary, strict=True
+        )
     }
     first = blocks[0].self_attn
     if len(places) < len(blocks) or len(kinds) > 1 or first.softcap is not None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
@@ -177,6 +178,8 @@ def why_not(
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
     device = device or device_lib.current()
+    if isinstance(token.scale, Tracer):
+        return "the scale is part of the kernel, and here it is traced"
     for i, layer in enumerate(layers):
         if _kind(layer) != _kind(layers[0]):
             return f"layer {i} is not like layer 0, in shapes, dtypes or numbers"
@@ -278,6 +281,10 @@ def _check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
     for i, layer in enumerate(layers):
         check_link(_heads(x, token), x, _link(layer, token), who=f"{NAME}, layer {i}")
     lengths, kv_heads = token.kv_lengths, token.rotary.kv_heads
+    if (n := token.rotary.q_heads) % kv_heads:
+        raise ValueError(
+            f"{NAME}: {n} query heads cannot share {kv_heads} key heads; N must be a multiple of K"
+        )
     if lengths.shape != (1,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"{NAME}: kv_lengths is {lengths.dtype}{list(lengths.shape)}, not int32[1]"

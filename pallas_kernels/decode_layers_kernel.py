@@ -40,13 +40,13 @@ def layers(
     for (product, name), array in zip(entries, own[0], strict=True):
         if product is not None and name == "bias":
             dtypes[product][name] = array.dtype
-    dtypes[0] |= dict.fromkeys(("cos", "sin"), jnp.result_type(*angles))
+    dtypes[0] |= dict.fromkeys(("cos", "sin"), jnp.dtype(jnp.float32))
     held = [product is None for product, _ in entries]  # k and v
     own = [
         [jax.new_ref(array) if mine else array for array, mine in zip(layer, held, strict=True)]
         for layer in own
     ]
-    angles = jnp.concatenate(angles, axis=1)
+    angles = jnp.concatenate([a.astype(jnp.float32) for a in angles], axis=1)
     half_bytes = a.width // 2 * angles.dtype.itemsize
     words = jax.new_ref(jnp.concatenate([slots, lengths, meeting]))
 

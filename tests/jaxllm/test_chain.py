@@ -259,6 +259,24 @@ def test_with_caches_and_scores_of_other_kinds(name: str, monkeypatch: pytest.Mo
     jax.clear_caches()
 
 
+def all_layers(config: ModelConfig, kv: Any) -> Any:
+    """What `chain.layers_of` has of such a model."""
+    model, count = made(config), config.num_hidden_layers
+    cache = jaxllm.KVCache.create(config, 1, 64, kv)
+    tables = model._rotary(jnp.zeros((1, 1), jnp.int32), None, cache, jnp.ones(1))
+    caches = [cache.layer(i, jnp.ones(1, jnp.int32)) for i in range(count)]
+    rotary = [tables[kind] for kind in config.layer_types]
+    x = jnp.zeros((1, 1, config.hidden_size), jnp.bfloat16)
+    return chain.layers_of(model.layers, x, rotary, caches)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_all_layers_in_one_launch_leave_out(name: str):
+    """Caches that differ, keys in 8 bits, scores with a cap: the kernel has none of them."""
+    assert all_layers(WIDE, jnp.bfloat16) is not None
+    assert all_layers(*OTHERS[name]) is None
+
+
 # What is named, and the kernels that are left. Two a layer, layers alike share a kernel, and the
 # last layer's makes no q; and the first layer's q, k and v, which have no layer before
 TWO = ["between_attentions", "between_attentions", "decode_attention", "gemv_norm_rope"]
@@ -267,6 +285,7 @@ KERNELS: Any = [
     ({"rope": "xla"}, ["decode_layers"]),
     ({"decode_layers": "xla"}, TWO),
     ({"attention": "pallas"}, TWO),
+    ({"attention": "auto"}, ["decode_layers"]),
 ]
 
 

@@ -152,6 +152,13 @@ def test_why_not(arguments: dict[str, Any], phrase: str | None, monkeypatch: pyt
     assert reason is None if phrase is None else phrase in str(reason), reason
 
 
+def test_a_traced_scale_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
+    found = []
+    jax.make_jaxpr(lambda s: found.append(why_not(**changed(scale=s), device=H200)))(1.0)
+    assert found == ["the scale is part of the kernel, and here it is traced"]
+
+
 def test_more_key_heads_than_blocks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
     small = Device("gpu", "NVIDIA H200", 9.0, 2)
@@ -173,6 +180,7 @@ def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):
         (changed(gate="geglu"), "no gate is named 'geglu'; there are swiglu, relu2_glu"),
         (changed(kv_lengths=jnp.ones(2, jnp.int32)), r"kv_lengths is int32\[2\], not int32\[1\]"),
         (changed(kv_lengths=jnp.ones(1)), r"kv_lengths is float32\[1\], not int32\[1\]"),
+        (call(128, 256, (3, 2, 64), PLAIN), "3 query heads cannot share 2 key heads; N must be"),
         (changed(window=0), "window must be at least 1 or None, got 0"),
         (unlike(k=jnp.ones((1, 40, 2, 64), jnp.bfloat16)), "layer 1, qkv: "),
     ],

@@ -1,0 +1,72 @@
+"""The op of all layers: every implementation, and which one runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absent_device import H200
+from kernels import interpreted
+from layers_calls import assert_right, call
+
+from jaxllm import ops
+from jaxllm.ops.decode_layers import DECODE_LAYERS
+from pallas_kernels import _compat
+from pallas_kernels.packed import PLAIN
+
+SMALL = (128, 256, (2, 1, 64))
+
+
+def run(arguments: dict[str, Any], implementation: str) -> Any:
+    layers, token = arguments["layers"], arguments["token"]
+
+    def of_x(x: jax.Array) -> Any:
+        how = {"meeting": ops.no_meetings(1), "implementation": implementation}
+        return ops.decode_layers(x, layers, token, **how)[:2]
+
+    compiled = interpreted if "interpret" in implementation else lambda f, *a: jax.jit(f)(*a)
+    return compiled(of_x, arguments["x"])
+
+
+@pytest.mark.parametrize("form", [PLAIN, "int4"])
+@pytest.mark.parametrize("implementation", ["xla", "pallas-interpret"])
+def test_every_implementation(form: str, implementation: str):
+    if implementation != "xla" and not _compat.WRITES_REFERENCES:
+        pytest.skip("jax 0.10 writes into no array that is there")
+    arguments = call(*SMALL, form, bias=form == PLAIN, window=9)
+    assert_right(arguments, run(arguments, implementation))
+
+
+def shapes(d: int, f: int, heads: Any, form: str, slots: int) -> dict[str, Any]:
+    """Such a call of one layer, of shapes alone."""
+    arguments: dict[str, Any] = {}
+
+    def build() -> list[Any]:
+        arguments.update(call(d, f, heads, form, layers=1, slots=slots))
+        return [a for a in jax.tree.leaves(arguments) if hasattr(a, "shape")]
+
+    rest = iter(jax.eval_shape(build))
+    leaves, tree = jax.tree.flatten(arguments)
+    return jax.tree.unflatten(tree, [next(rest) if hasattr(x, "shape") else x for x in leaves])
+
+
+@pytest.mark.parametrize(
+    ("of", "phrase"),
+    [
+        ((896, 4864, (14, 2, 64), PLAIN, 32768), None),
+        ((896, 4864, (14, 2, 64), PLAIN, 32769), "16.0 MiB of keys and values a layer are as fast"),
+        ((2048, 8192, (32, 8, 64), PLAIN, 64), "116.0 MiB of weights a layer are as fast in two"),
+        ((896, 4864, (14, 2, 64), "mxfp8", 64), "mxfp8 in groups of 32 was not found to be faster"),
+    ],
+)
+def test_what_auto_leaves_out(of: Any, phrase: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
+    rest = {"device": H200, "meeting": jnp.zeros(2 + of[2][1], jnp.int32)}
+    arguments = shapes(*of)
+    call_of = (arguments["x"], arguments["layers"], arguments["token"])
+    entry = DECODE_LAYERS["pallas"]
+    assert entry.why_not(*call_of, **rest) is None
+    reason = entry.why_not_auto(*call_of, **rest)
+    assert reason is None if phrase is None else phrase in str(reason), reason
