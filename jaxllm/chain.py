@@ -117,7 +117,7 @@ def _together(
         if not isinstance(how, str):
             raise
         return None
-    return (*found, how) if name.startswith("pallas") else None
+    return (*found, how) if name != "xla" else None
 
 
 def layers_of(

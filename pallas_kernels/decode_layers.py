@@ -180,8 +180,9 @@ def why_not(
     device = device or device_lib.current()
     if isinstance(token.scale, Tracer):
         return "the scale is part of the kernel, and here it is traced"
+    first = _kind(layers[0])
     for i, layer in enumerate(layers):
-        if _kind(layer) != _kind(layers[0]):
+        if _kind(layer) != first:
             return f"layer {i} is not like layer 0, in shapes, dtypes or numbers"
     if reason := why_not_between(_heads(x, token), x, _link(layers[0], token), device=device):
         return reason
@@ -213,7 +214,7 @@ def plan_of(
         late = ("x", "residual") if name in ("out", "down") else ("x",)
         alike.append(dataclasses.replace(products[name], late=late))
         weights: Weights = getattr(first, name)
-        entries += [(i, part) for part, array in arrays_of(weights).items() if array is not None]
+        entries += [(i, part) for part, array in _arrays_of(weights).items() if array is not None]
     entries += [(0, "x"), (1, "residual")]
     heads = products["qkv"].static.heads
     assert heads is not None, "the products of q, k and v are of heads"
@@ -235,7 +236,7 @@ def plan_of(
     return dataclasses.replace(plan, config=config_between(plan, WINDOW_BYTES))
 
 
-def arrays_of(weights: Weights) -> dict[str, Any]:
+def _arrays_of(weights: Weights) -> dict[str, Any]:
     """Of a product, by the names of OWN."""
     weight, bias, norm = weights
     parts = {name: getattr(weight, name) for name in OWN if hasattr(weight, name)}
@@ -299,7 +300,7 @@ def _check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
 
 def _own(plan: Plan, layer: Layer) -> list[Any]:
     """A layer's arrays, in the order of the plan's entries."""
-    products = [arrays_of(getattr(layer, name)) for name in NAMES]
+    products = [_arrays_of(getattr(layer, name)) for name in NAMES]
     found = []
     for product, name in plan.entries:
         if name not in kernel.STREAM:
@@ -324,7 +325,7 @@ def _layer(plan: Plan, own: Sequence[Any]) -> Layer:
 
 def _plain(plan: Plan, x, own, angles, slots, lengths, meeting) -> Any:
     """What `kernel.layers` returns, as far as it has gradients."""
-    a, gate = plan.attend, plan.products[2].static.gate
+    a, gate = plan.attend, plan.gate_up.static.gate
     rotary = Rotary(angles[0], angles[1], a.q_heads, a.kv_heads)
     token = Token(rotary, slots, lengths, a.scale, a.window, gate)
     ops = (quantized_matmul_reference, straight_through, decode_attention_reference)

@@ -15,14 +15,13 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels.attention_reference import LOG2E
 from pallas_kernels.decode_layers_config import KEYS, SPAN, Attend
 from pallas_kernels.device import ACCESS_BYTES, LANES
-from pallas_kernels.lane_arithmetic import number, shuffled, words_of_floats
+from pallas_kernels.lane_arithmetic import all_floats, larger, number, shuffled, words_of_floats
 from pallas_kernels.lane_code import (
     accesses_of_thread,
     as_word,
@@ -91,8 +90,8 @@ class Attention:
         self.attend, self.seen, self.at = attend, seen, at
         thread = mgpu_utils.thread_idx()
         self.thread, self.threads = thread, attend.warps * LANES
-        self.warp, self.lane = (f(thread, word(LANES)) for f in (arith.divui, arith.remui))
-        self.row, self.across = (f(self.lane, word(ACROSS)) for f in (arith.divui, arith.remui))
+        self.warp, lane = (f(thread, word(LANES)) for f in (arith.divui, arith.remui))
+        self.row, self.across = (f(lane, word(ACROSS)) for f in (arith.divui, arith.remui))
         self.first_head = times(seen.head, attend.group)
 
     def prefetch(self) -> None:
@@ -143,9 +142,9 @@ class Attention:
         scores = [self._scores(q, *each) for each in zip(firsts, keys, strict=True)]
         new_top = top
         for s, _ in (score for pair in scores for score in pair):
-            new_top = _larger(new_top, s)
+            new_top = larger(new_top, s)
         for mask in (1, 2):
-            new_top = _larger(new_top, shuffled(new_top, mask))
+            new_top = larger(new_top, shuffled(new_top, mask))
         fewer = _power(arith.subf(top, new_top))
         total, by = arith.mulf(total, fewer), self._of_columns(fewer)
         sums = [arith.mulf(y, by[i % 2]) for i, y in enumerate(sums)]
@@ -267,13 +266,12 @@ class Attention:
 
     def _join(self, barrier: Callable[[], None]) -> None:
         """Adds up what the warps have, and what other blocks have of the head."""
-        alone = less(self.seen.blocks, 2)
+        alone, several = less(self.seen.blocks, 2), less(word(1), self.seen.blocks)
         for place, inside in self._places():
             part = joined([self._of_warp(i, place) for i in range(self.attend.warps)])
             only_where(_both(alone, inside), self._write, place, part)
-            several = arith.xori(alone, mgpu_utils.c(1, ir.IntegerType.get_signless(1)))
             only_where(_both(several, inside), self._leave, place, part)
-        only_where(less(word(1), self.seen.blocks), self._join_blocks, barrier)
+        only_where(several, self._join_blocks, barrier)
 
     def _join_blocks(self, barrier: Callable[[], None]) -> None:
         """Adds up what the blocks have, in the last of them."""
@@ -352,10 +350,10 @@ class Attention:
                 there = less(split, self.seen.blocks)
                 split = arith.minui(split, arith.subi(self.seen.blocks, word(1)))
                 at, stats_at = self._part_at(split, place)
-                top, total = map(_as_float, load_late(stats_at, 0, 2))
+                top, total = all_floats(load_late(stats_at, 0, 2), "float32")
                 top = arith.select(there, top, number(LOWEST))
                 total = arith.select(there, total, number(0))
-                parts.append((top, total, list(map(_as_float, load_late(at, 0)))))
+                parts.append((top, total, all_floats(load_late(at, 0), "float32")))
             top, total, sums = joined(parts)
             return [top, total, *sums]
 
@@ -367,7 +365,7 @@ class Attention:
 
 def joined(parts: Sequence[Part]) -> Part:
     """Several parts as one. Of those whose largest score is LOWEST nothing is left."""
-    top = functools.reduce(_larger, (part[0] for part in parts))
+    top = functools.reduce(larger, (part[0] for part in parts))
     totals, columns = [], []
     for each, total, sums in parts:
         by = _power(arith.subf(each, top))
@@ -377,18 +375,9 @@ def joined(parts: Sequence[Part]) -> Part:
     return top, functools.reduce(arith.addf, totals), added
 
 
-def _larger(a: Any, b: Any) -> Any:
-    return asm("max.f32 $0, $1, $2;", "f", a, b)
-
-
 def _power(x: Any) -> Any:
     """Of 2."""
     return asm("ex2.approx.ftz.f32 $0, $1;", "f", x)
-
-
-def _as_float(x: Any) -> Any:
-    """A word's bits."""
-    return asm("mov.b32 $0, $1;", "f", x)
 
 
 def _both(a: Any, b: Any) -> Any:

@@ -114,6 +114,10 @@ class Plan(between.Plan):
         return {**found, "table": 8 * self.layers * len(self.entries)}
 
     @property
+    def gate_up(self) -> between.Product:
+        return self.products[NAMES.index("gate_up")]
+
+    @property
     def tiles(self) -> int:
         """Of a layer."""
         return sum(product.tiles for product in self.products)

@@ -34,7 +34,7 @@ def layers(
     a word for each key head; zeros, which come back so.
     Small arrays come as one, which a launch of XLA makes with what they are made of.
     """
-    a, d, inner = plan.attend, x.shape[1], plan.products[2].packed.shape[0] // 2
+    a, d, inner = plan.attend, x.shape[1], plan.gate_up.packed.shape[0] // 2
     entries = [entry for entry in plan.entries if entry[1] not in STREAM]
     dtypes: list[dict[str, Any]] = [{} for _ in plan.products]
     for (product, name), array in zip(entries, own[0], strict=True):
@@ -46,7 +46,7 @@ def layers(
         [jax.new_ref(array) if mine else array for array, mine in zip(layer, held, strict=True)]
         for layer in own
     ]
-    angles = jnp.concatenate([a.astype(jnp.float32) for a in angles], axis=1)
+    angles = jnp.concatenate([angle.astype(jnp.float32) for angle in angles], axis=1)
     half_bytes = a.width // 2 * angles.dtype.itemsize
     words = jax.new_ref(jnp.concatenate([slots, lengths, meeting]))
 
@@ -70,8 +70,7 @@ def layers(
             *refs, block = given
             products, around, own, x = jax.tree.map(address_of, refs)
             products[0]["sin"] = further(products[0]["cos"], word(half_bytes))
-            for i, name in enumerate(("lengths", "meeting", "counts")):
-                start = 1 + i if i < 2 else 2 + MEETING_WORDS
+            for name, start in (("lengths", 1), ("meeting", 2), ("counts", 2 + MEETING_WORDS)):
                 around[name] = further(products[0]["slots"], word(4 * start))
             tables = []
             for layer in own:

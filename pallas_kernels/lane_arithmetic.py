@@ -59,6 +59,11 @@ def number(value: float) -> Any:
     return asm(f"mov.f32 $0, {hex_of(value)};", "f")
 
 
+def larger(a: Any, b: Any) -> Any:
+    """Of two float32."""
+    return asm("max.f32 $0, $1, $2;", "f", a, b)
+
+
 def fused(a: Any, b: Any, c: Any) -> Any:
     """a b + c, rounded once."""
     return asm("fma.rn.f32 $0, $1, $2, $3;", "f", a, b, c)

@@ -32,6 +32,7 @@ from pallas_kernels.lane_arithmetic import (
     floats,
     halves_as_float32,
     hex_of,
+    larger,
     number,
     over_warp,
 )
@@ -211,7 +212,7 @@ class Block:
         largest = functools.reduce(
             lambda a, b: asm(f"max.{kind} $0, $1, $2;", "r", a, b), [x for y in words for x in y]
         )
-        return functools.reduce(_larger, floats(largest, self.dtype), number(LOWEST))
+        return functools.reduce(larger, floats(largest, self.dtype), number(LOWEST))
 
     def _exponentials(self, words: list[list[Any]], top: Any) -> tuple[list[list[Any]], Any]:
         """Those of float32 numbers, and their sum: they take no more registers than the numbers."""
@@ -330,13 +331,9 @@ class Block:
         for start in range(0, count, LANES):
             text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {PAIRS_AT + PAIR_BYTES * start}];"
             pairs.append(asm(text, "ff", address, effects=True))
-        largest = over_warp(functools.reduce(_larger, [top for top, _ in pairs]), "max.f32")
+        largest = over_warp(functools.reduce(larger, [top for top, _ in pairs]), "max.f32")
         sums = [self._around(largest, *pair) for pair in pairs]
         total = over_warp(functools.reduce(arith.addf, sums), "add.f32")
         if count < LANES:  # lanes have read each pair so often
             total = asm(f"mul.f32 $0, $1, {hex_of(count / LANES)};", "f", total)
         return largest, total
-
-
-def _larger(a: Any, b: Any) -> Any:
-    return asm("max.f32 $0, $1, $2;", "f", a, b)

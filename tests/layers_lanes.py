@@ -25,7 +25,7 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
     device = Device("gpu", "NVIDIA H200", 9.0, blocks)
     plan = plan_of(x, layers, token, config=config, device=device)
     assert plan.problem() is None
-    a, d, inner = plan.attend, x.shape[1], plan.products[2].packed.shape[0] // 2
+    a, d, inner = plan.attend, x.shape[1], plan.gate_up.packed.shape[0] // 2
     names = [name for name in plan.entries if name[1] not in STREAM]
     held: dict[str, Any] = {"x": x, "slots": token.slots, "lengths": token.kv_lengths}
     held |= {"cos": token.rotary.cos, "sin": token.rotary.sin}
