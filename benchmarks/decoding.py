@@ -30,12 +30,13 @@ from pallas_kernels.quantize import quantize
 SECTIONS = ("decode", "packed-decode", "cuda-graphs")
 PROMPT, NEW_TOKENS = 64, 256
 FUSED = "auto, fused"  # what `jaxllm generate` runs
-# With a launch for each product, where `between_attentions` has four of them in one, and so, where
-# `decode_layers` has all layers in one
+# What is behind a name, and what `Runtime` takes for it
 BY_PRODUCT, BY_LAYER = ", a launch a product", ", two launches a layer"
+AT_ONCE = ", one launch for all layers"
 HOWS: dict[str, Any] = {
     BY_PRODUCT: {"between_attentions": "xla"},
     BY_LAYER: {"decode_layers": "xla"},
+    AT_ONCE: {"decode_layers": "pallas"},
 }
 ROWS = (4, 16)  # that FUSED decodes too, and XLA
 # (format and how, rows): bfloat16 with as many rows is what the others are compared with
@@ -44,7 +45,7 @@ PACKED = (
         [f"{a}{how}" for a in ("bfloat16", "int8", "int4", "ternary") for how in ("", BY_PRODUCT)],
         [1],
     ),
-    (f"ternary{BY_LAYER}", 1),
+    (f"ternary{AT_ONCE}", 1),  # of which "auto" makes two a layer
     *(("bfloat16", 16), ("int4", 16)),
 )
 HEAD = "int8"  # of packed models
@@ -91,7 +92,7 @@ def implementations() -> dict[str, Any]:
     return {
         **{name: name for name in ("xla", "auto", "pallas")},
         FUSED: "auto",
-        **{FUSED + name: how for name, how in HOWS.items()},
+        **{FUSED + name: HOWS[name] for name in (BY_PRODUCT, BY_LAYER)},
         "xla, cudnn's attention": {**plain, "attention": "cudnn"},
         **{f"xla, our {op}": {**plain, op: "pallas"} for op in alone},
     }
