@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from pallas_kernels.between_attentions import (
     between_attentions,
     between_attentions_reference,
 )
+from pallas_kernels.between_attentions_config import MEETING_WORDS
 from pallas_kernels.packed import PLAIN, Packed
 from pallas_kernels.quantize import quantize
 
@@ -73,8 +75,13 @@ def call(
     return {**rows, "link": Link(*products, following, gate)}
 
 
-def jitted(arguments: dict[str, Any], **how: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The call as a function of its arrays and the meeting, and these."""
+def jitted(
+    arguments: dict[str, Any],
+    kernel: Callable[..., Any] = between_attentions,
+    words: int = MEETING_WORDS,
+    **how: Any,
+) -> tuple[Any, tuple[Any, ...]]:
+    """The call as a function of its arrays and the meeting, of so many words, and these."""
     leaves, tree = jax.tree.flatten(arguments)
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
 
@@ -82,24 +89,40 @@ def jitted(arguments: dict[str, Any], **how: Any) -> tuple[Any, tuple[Any, ...]]
         every = list(leaves)
         for place, array in zip(places, arrays, strict=True):
             every[place] = array
-        return between_attentions(**jax.tree.unflatten(tree, every), meeting=meeting, **how)
+        return kernel(**jax.tree.unflatten(tree, every), meeting=meeting, **how)
 
-    return run, ([leaves[i] for i in places], jnp.zeros(2, jnp.int32))
+    return run, ([leaves[i] for i in places], jnp.zeros(words, jnp.int32))
+
+
+def shapes_of(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The arguments that it makes, of shapes alone."""
+    arguments: dict[str, Any] = {}
+
+    def build() -> list[Any]:
+        arguments.update(make())
+        return [a for a in jax.tree.leaves(arguments) if hasattr(a, "shape")]
+
+    rest = iter(jax.eval_shape(build))
+    leaves, tree = jax.tree.flatten(arguments)
+    return jax.tree.unflatten(tree, [next(rest) if hasattr(x, "shape") else x for x in leaves])
+
+
+def exact(a: Any) -> np.ndarray:
+    """In float64."""
+    return np.asarray(a).astype(np.float64)
+
+
+def product(x: np.ndarray, weights: Weights, **rest: Any) -> Any:
+    """Likewise, with its norm and bias."""
+    if (norm := weights.norm) is not None:
+        x = oracles.rms_norm(x, exact(norm.weight) + norm.zero_centered, eps=norm.eps)
+    if weights.bias is not None:
+        rest["bias"] = exact(weights.bias)
+    return oracles.matmul(x, oracles.packed_numbers(weights.weight), transpose_b=True, **rest)
 
 
 def truth(arguments: dict[str, Any]) -> Any:
     """In float64, rounded nowhere but where angles are."""
-
-    def exact(a: Any) -> np.ndarray:
-        return np.asarray(a).astype(np.float64)
-
-    def product(x: np.ndarray, weights: Weights, **rest: Any) -> Any:
-        if (norm := weights.norm) is not None:
-            x = oracles.rms_norm(x, exact(norm.weight) + norm.zero_centered, eps=norm.eps)
-        if weights.bias is not None:
-            rest["bias"] = exact(weights.bias)
-        return oracles.matmul(x, oracles.packed_numbers(weights.weight), transpose_b=True, **rest)
-
     link = arguments["link"]
     x = product(exact(arguments["heads"]), link.out, residual=exact(arguments["x"]))
     gated = product(x, link.gate_up, epilogue="swiglu")

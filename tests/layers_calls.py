@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import between_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-from between_calls import assert_near, weight
+from between_calls import assert_near, exact, product, weight
 from numerics import assert_as_accurate
 from quantized_calls import BF16, F32, numbers
 
@@ -33,17 +34,23 @@ def call(
     layers: int = 2,
     slots: int = 40,
     keys: int = 21,
+    slot: int | None = None,
+    length: int | None = None,
+    scale: float | None = None,
     window: int | None = None,
+    centred: bool = False,
     bias: bool = False,
     sub_norms: bool = False,
     gate: str = "swiglu",
 ) -> dict[str, Any]:
-    """Arguments; heads: how many q and k have, and their width."""
+    """Arguments; heads: how many q and k have, and their width. slot, length: None for those of a
+    token that is the last of `keys`.
+    """
     n, k, width = heads
     seeds = iter(range(1000))
 
     def norm(size: int = d) -> Norm:
-        return Norm(numbers(next(seeds), (size,), BF16), 1e-5)
+        return Norm(numbers(next(seeds), (size,), BF16, 0.1 if centred else 1.0), 1e-5, centred)
 
     def weights(o: int, i: int, norm: Norm | None = None) -> Weights:
         more = numbers(next(seeds), (o,), BF16) if bias else None
@@ -60,8 +67,9 @@ def call(
 
     angles = np.random.default_rng(6).uniform(-np.pi, np.pi, (1, width // 2))
     rotary = Rotary(*(jnp.asarray(g(angles), F32) for g in (np.cos, np.sin)), n, k)
-    slot, lengths = (jnp.asarray([each], jnp.int32) for each in (keys - 1, keys))
-    token = Token(rotary, slot, lengths, None, window, gate)
+    slot, length = keys - 1 if slot is None else slot, keys if length is None else length
+    slots_of, lengths = (jnp.asarray([each], jnp.int32) for each in (slot, length))
+    token = Token(rotary, slots_of, lengths, scale, window, gate)
     return {
         "x": numbers(77, (1, d), BF16),
         "layers": [layer() for _ in range(layers)],
@@ -71,47 +79,33 @@ def call(
 
 def jitted(arguments: dict[str, Any], **how: Any) -> tuple[Any, tuple[Any, ...]]:
     """The call as a function of its arrays and the meeting, and these."""
-    leaves, tree = jax.tree.flatten(arguments)
-    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
     words = meeting_words(arguments["token"].rotary.kv_heads)
+    return between_calls.jitted(arguments, decode_layers, words, **how)
 
-    def run(arrays: list[Any], meeting: Any) -> Any:
-        every = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            every[place] = array
-        return decode_layers(**jax.tree.unflatten(tree, every), meeting=meeting, **how)
 
-    return run, ([leaves[i] for i in places], jnp.zeros(words, jnp.int32))
+def seen(arguments: dict[str, Any]) -> int:
+    """How many keys the token sees but for a window."""
+    slots = arguments["layers"][0].k.shape[1]
+    return min(max(int(arguments["token"].kv_lengths[0]), 1), slots)
 
 
 def poisoned(arguments: dict[str, Any]) -> dict[str, Any]:
     """Where keys and values that are not seen, and the token's own, are no numbers."""
-    keys = int(arguments["token"].kv_lengths[0])
-    layers = [
-        layer._replace(
-            **{name: getattr(layer, name).at[:, keys - 1 :].set(jnp.nan) for name in "kv"}
-        )
-        for layer in arguments["layers"]
-    ]
+    slot, count = int(arguments["token"].slots[0]), seen(arguments)
+
+    def held(array: jax.Array) -> jax.Array:
+        array = array.at[:, count:].set(jnp.nan)
+        return array.at[:, slot : slot + 1].set(jnp.nan)  # past the end it is nowhere
+
+    layers = [layer._replace(k=held(layer.k), v=held(layer.v)) for layer in arguments["layers"]]
     return {**arguments, "layers": layers}
 
 
 def truth(arguments: dict[str, Any]) -> Any:
     """In float64, rounded nowhere but where angles are."""
-
-    def exact(a: Any) -> np.ndarray:
-        return np.asarray(a).astype(np.float64)
-
-    def product(x: np.ndarray, weights: Weights, **rest: Any) -> Any:
-        if (norm := weights.norm) is not None:
-            x = oracles.rms_norm(x, exact(norm.weight) + norm.zero_centered, eps=norm.eps)
-        if weights.bias is not None:
-            rest["bias"] = exact(weights.bias)
-        return oracles.matmul(x, oracles.packed_numbers(weights.weight), transpose_b=True, **rest)
-
     token: Token = arguments["token"]
     x, caches = exact(arguments["x"]), []
-    rotary, slots, lengths = token.rotary, token.slots, np.asarray(token.kv_lengths)
+    rotary, slots, count = token.rotary, token.slots, seen(arguments)
     for layer in arguments["layers"]:
         angles = (exact(angle.astype(BF16)) for angle in rotary[:2])
         cache = Cache(exact(layer.k), exact(layer.v), slots)
@@ -119,9 +113,10 @@ def truth(arguments: dict[str, Any]) -> Any:
         width = k.shape[-1]
         heads = oracles.attention(
             q.reshape(1, 1, -1, width),
-            k[:, : lengths[0]],
-            v[:, : lengths[0]],
-            kv_lengths=lengths,
+            k[:, :count],
+            v[:, :count],
+            kv_lengths=np.asarray([count]),
+            scale=token.scale,
             window=token.window,
         )
         x = product(heads.reshape(1, -1), layer.out, residual=x)
@@ -134,17 +129,17 @@ def truth(arguments: dict[str, Any]) -> Any:
 def assert_right(arguments: dict[str, Any], ours: Any) -> None:
     """Of ternary layers, near the plain path: what becomes int8 makes a tie of any difference."""
     plain = decode_layers_reference(**arguments)
-    keys = int(arguments["token"].kv_lengths[0])
+    count = seen(arguments)
 
-    def seen(found: Any) -> list[Any]:
+    def numbers_of(found: Any) -> list[Any]:
         x, caches = found
-        return [x, *(array[:, :keys] for both in caches for array in both)]
+        return [x, *(array[:, :count] for both in caches for array in both)]
 
     if arguments["layers"][0].out.weight.scheme == "ternary":
-        for y, near in zip(*map(seen, (ours, plain)), strict=True):
+        for y, near in zip(*map(numbers_of, (ours, plain)), strict=True):
             assert (y.dtype, y.shape) == (near.dtype, near.shape)
             assert_near(y, near)
         return
-    for y, near, exact in zip(*map(seen, (ours, plain, truth(arguments))), strict=True):
+    for y, near, far in zip(*map(numbers_of, (ours, plain, truth(arguments))), strict=True):
         assert (y.dtype, y.shape) == (near.dtype, near.shape)
-        assert_as_accurate(y, near, exact)
+        assert_as_accurate(y, near, far)

@@ -104,6 +104,18 @@ def test_of_bitnet(monkeypatch: pytest.MonkeyPatch):
     jax.clear_caches()
 
 
+def assert_right(ours: Any, plain: Any, config: ModelConfig, scheme: str | None) -> None:
+    """As near as the plain path to such a model in float32."""
+    model = build(config, Runtime("float32", "bfloat16"))
+    if scheme is not None:
+        jaxllm.quantize(model, scheme)
+    fusion.fuse(model)
+    truth = np.asarray(decoded(model, kv=jnp.float32), np.float64)
+    assert_as_accurate(ours, plain, truth)
+    with pytest.raises(AssertionError):  # the twin
+        assert_as_accurate(np.float64(ours) * 1.05, plain, truth)
+
+
 @pytest.mark.parametrize("scheme", [None, "int4"])
 def test_with_the_kernel(scheme: Any, monkeypatch: pytest.MonkeyPatch):
     """Interpreted, product by product."""
@@ -115,14 +127,7 @@ def test_with_the_kernel(scheme: Any, monkeypatch: pytest.MonkeyPatch):
     ours = decoded(made(config, scheme, how), interpreted)
     assert found == [2]
     plain = decoded(made(config, scheme, {"between_attentions": "xla"}))
-    model = build(config, Runtime("float32", "bfloat16"))
-    if scheme is not None:
-        jaxllm.quantize(model, scheme)
-    fusion.fuse(model)
-    truth = np.asarray(decoded(model, kv=jnp.float32), np.float64)
-    assert_as_accurate(ours, plain, truth)
-    with pytest.raises(AssertionError):  # the twin
-        assert_as_accurate(np.float64(ours) * 1.05, plain, truth)
+    assert_right(ours, plain, config, scheme)
     jax.clear_caches()
 
 
@@ -141,25 +146,22 @@ def test_all_layers_in_one_launch(scheme: Any, monkeypatch: pytest.MonkeyPatch):
     assert launches == [2]
     plain = decoded(made(config, scheme, {"decode_layers": "xla"}))
     assert launches == [2]  # layer by layer, as without a name for it
-    model = build(config, Runtime("float32", "bfloat16"))
-    if scheme is not None:
-        jaxllm.quantize(model, scheme)
-    fusion.fuse(model)
-    truth = np.asarray(decoded(model, kv=jnp.float32), np.float64)
-    assert_as_accurate(ours, plain, truth)
-    with pytest.raises(AssertionError):  # the twin
-        assert_as_accurate(np.float64(ours) * 1.05, plain, truth)
+    assert_right(ours, plain, config, scheme)
     jax.clear_caches()
 
 
-def links(model: Any, rows: int = 1, tokens: int = 1, dtype: Any = jnp.bfloat16) -> Any:
+def handed(model: Any, rows: int, tokens: int, dtype: Any, kv: Any) -> tuple[Any, ...]:
+    """What `chain` is handed of a call."""
     config = model.config
-    cache = jaxllm.KVCache.create(config, rows, 64, jnp.bfloat16)
+    cache = jaxllm.KVCache.create(config, rows, 64, kv)
     x = jnp.zeros((rows, tokens, config.hidden_size), dtype)
     tables = model._rotary(jnp.zeros((rows, tokens), jnp.int32), None, cache, jnp.ones(rows))
     caches = [cache.layer(i, jnp.ones(rows, jnp.int32)) for i in range(len(model.layers))]
-    rotary = [tables[kind] for kind in config.layer_types]
-    return chain.links(model.layers, x, rotary, caches)
+    return model.layers, x, [tables[kind] for kind in config.layer_types], caches
+
+
+def links(model: Any, rows: int = 1, tokens: int = 1, dtype: Any = jnp.bfloat16) -> Any:
+    return chain.links(*handed(model, rows, tokens, dtype, jnp.bfloat16))
 
 
 def test_what_is_a_chain():
@@ -260,14 +262,7 @@ def test_with_caches_and_scores_of_other_kinds(name: str, monkeypatch: pytest.Mo
 
 
 def all_layers(config: ModelConfig, kv: Any) -> Any:
-    """What `chain.layers_of` has of such a model."""
-    model, count = made(config), config.num_hidden_layers
-    cache = jaxllm.KVCache.create(config, 1, 64, kv)
-    tables = model._rotary(jnp.zeros((1, 1), jnp.int32), None, cache, jnp.ones(1))
-    caches = [cache.layer(i, jnp.ones(1, jnp.int32)) for i in range(count)]
-    rotary = [tables[kind] for kind in config.layer_types]
-    x = jnp.zeros((1, 1, config.hidden_size), jnp.bfloat16)
-    return chain.layers_of(model.layers, x, rotary, caches)
+    return chain.layers_of(*handed(made(config), 1, 1, jnp.bfloat16, kv))
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent_device import H200, absent
-from between_calls import assert_right, call, jitted
+from between_calls import assert_right, call, jitted, shapes_of
 from kernels import interpreted
 from quantized_calls import FORMATS
 
@@ -233,8 +233,8 @@ def test_why_not(arguments: dict[str, Any], phrase: str | None, monkeypatch: pyt
 
 def test_the_widest_ternary(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
-    assert why_not(**shapes_of(128, 2**16, None, "ternary"), device=H200) is None
-    reason = why_not(**shapes_of(128, 2**16 + 64, None, "ternary"), device=H200)
+    assert why_not(**shapes_of(partial(call, 128, 2**16, None, "ternary")), device=H200) is None
+    reason = why_not(**shapes_of(partial(call, 128, 2**16 + 64, None, "ternary")), device=H200)
     assert reason == "down: takes 65536 inputs at most, got 65600"
 
 
@@ -265,7 +265,7 @@ def test_small_arrays_of_any_dtype(form: str):
 
 def test_what_does_not_fit_on_chip(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
-    shapes = shapes_of(128, 2**17, None, PLAIN)
+    shapes = shapes_of(partial(call, 128, 2**17, None, PLAIN))
     assert "bytes on chip" in str(why_not(**shapes, device=H200))
 
 
@@ -276,19 +276,6 @@ def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):
     assert "needs a Hopper GPU" in str(why_not(**arguments, device=blackwell))
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", False)
     assert "needs jax 0.11" in str(why_not(**arguments, device=H200))
-
-
-def shapes_of(*call_of: Any) -> dict[str, Any]:
-    """Such a call, of shapes alone."""
-    arguments: dict[str, Any] = {}
-
-    def build() -> list[Any]:
-        arguments.update(call(*call_of))
-        return [a for a in jax.tree.leaves(arguments) if hasattr(a, "shape")]
-
-    rest = iter(jax.eval_shape(build))
-    leaves, tree = jax.tree.flatten(arguments)
-    return jax.tree.unflatten(tree, [next(rest) if hasattr(x, "shape") else x for x in leaves])
 
 
 @pytest.mark.parametrize(
@@ -347,7 +334,7 @@ def test_refuses_without_a_gpu():
 @pytest.mark.parametrize("model", [QWEN, LLAMA_1B, PHI, BITNET])
 def test_every_output_is_some_blocks(model: Any, form: str):
     """Tiles are dealt without a gap, the default fits on chip, and folding evens blocks out."""
-    arguments = shapes_of(*model, form)
+    arguments = shapes_of(partial(call, *model, form))
     plan = plan_of(arguments["x"], arguments["link"], device=H200)
     assert plan.problem() is None
     assert plan.config.window * plan.stage_bytes < 2**16 < SHARED_BYTES
@@ -367,7 +354,7 @@ def test_every_output_is_some_blocks(model: Any, form: str):
 @pytest.mark.parametrize("form", [PLAIN, "int4", "ternary"])
 def test_compiled(form: str):
     """One launch; codes are read by 16 bytes, and multiplied by tensor cores."""
-    run, arrays = jitted(shapes_of(256, 512, (4, 2, 64), form))
+    run, arrays = jitted(shapes_of(partial(call, 256, 512, (4, 2, 64), form)))
     program = aot.compile_for(run, *arrays)
     assert program.mosaic_launches() == ["between_attentions"]
     kernel = program.kernel("between_attentions")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent_device import H200, absent
+from between_calls import shapes_of
 from kernels import interpreted
 from layers_calls import assert_right, call, jitted, poisoned
 
@@ -219,17 +220,9 @@ def test_refuses_without_a_gpu():
         decode_layers(**changed(), meeting=MEETING)
 
 
-def shapes_of(*call_of: Any, layers: int = 24) -> dict[str, Any]:
-    """Such a call, of shapes alone."""
-    arguments: dict[str, Any] = {}
-
-    def build() -> list[Any]:
-        arguments.update(call(*call_of, layers=1))
-        return [a for a in jax.tree.leaves(arguments) if hasattr(a, "shape")]
-
-    rest = iter(jax.eval_shape(build))
-    leaves, tree = jax.tree.flatten(arguments)
-    found = jax.tree.unflatten(tree, [next(rest) if hasattr(x, "shape") else x for x in leaves])
+def alike(*call_of: Any, layers: int = 24) -> dict[str, Any]:
+    """A call of such layers, of shapes alone."""
+    found = shapes_of(partial(call, *call_of, layers=1))
     return {**found, "layers": found["layers"] * layers}
 
 
@@ -237,7 +230,7 @@ def shapes_of(*call_of: Any, layers: int = 24) -> dict[str, Any]:
 @pytest.mark.parametrize("model", [QWEN, PHI, WIDE, BITNET])
 def test_the_default_fits(model: Any, form: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
-    arguments = shapes_of(*model, form)
+    arguments = alike(*model, form)
     plan = plan_of(**arguments, device=H200)
     assert plan.problem() is None
     assert why_not(**arguments, device=H200) is None
@@ -254,7 +247,7 @@ def test_compiled(form: str, heads: Any):
     """One launch for all layers; codes are read by 16 bytes, and multiplied by tensor cores, as are
     keys and values.
     """
-    run, arrays = jitted(shapes_of(256, 512, heads, form, layers=3))
+    run, arrays = jitted(alike(256, 512, heads, form, layers=3))
     program = aot.compile_for(run, *arrays)
     assert program.mosaic_launches() == ["decode_layers"]
     kernel = program.kernel("decode_layers")

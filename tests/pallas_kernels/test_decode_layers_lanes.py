@@ -34,6 +34,21 @@ CALLS: Any = {
         partial(call, 128, 128, (8, 1, 32), "int8", layers=3, slots=60, keys=60),
     ),
     "one key": (Config(4, 2, 2), 2, partial(call, 128, 128, (2, 1, 96), layers=1, slots=8, keys=1)),
+    "a row that has ended, and is full": (
+        Config(4, 2, 2),
+        3,
+        partial(call, 128, 128, (2, 1, 64), slots=20, keys=20, slot=20, length=21),
+    ),
+    "a full ring": (
+        Config(4, 2, 2),
+        3,
+        partial(call, 128, 128, (2, 1, 64), slots=24, keys=24, slot=7, window=24, scale=0.3),
+    ),
+    "no keys before it, a length that is none": (
+        Config(4, 2, 2),
+        3,
+        partial(call, 128, 128, (2, 1, 64), slots=8, slot=0, length=-3, centred=True),
+    ),
     "ternary, norms": (
         Config(4, 2, 1),
         5,

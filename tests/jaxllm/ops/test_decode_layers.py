@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from absent_device import H200
+from between_calls import shapes_of
 from kernels import interpreted
 from layers_calls import assert_right, call
 
@@ -39,19 +41,6 @@ def test_every_implementation(form: str, implementation: str):
     assert_right(arguments, run(arguments, implementation))
 
 
-def shapes(d: int, f: int, heads: Any, form: str, slots: int) -> dict[str, Any]:
-    """Such a call of one layer, of shapes alone."""
-    arguments: dict[str, Any] = {}
-
-    def build() -> list[Any]:
-        arguments.update(call(d, f, heads, form, layers=1, slots=slots))
-        return [a for a in jax.tree.leaves(arguments) if hasattr(a, "shape")]
-
-    rest = iter(jax.eval_shape(build))
-    leaves, tree = jax.tree.flatten(arguments)
-    return jax.tree.unflatten(tree, [next(rest) if hasattr(x, "shape") else x for x in leaves])
-
-
 @pytest.mark.parametrize(
     ("of", "phrase"),
     [
@@ -64,7 +53,8 @@ def shapes(d: int, f: int, heads: Any, form: str, slots: int) -> dict[str, Any]:
 def test_what_auto_leaves_out(of: Any, phrase: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
     rest = {"device": H200, "meeting": jnp.zeros(2 + of[2][1], jnp.int32)}
-    arguments = shapes(*of)
+    *sizes, slots = of
+    arguments = shapes_of(partial(call, *sizes, layers=1, slots=slots))
     call_of = (arguments["x"], arguments["layers"], arguments["token"])
     entry = DECODE_LAYERS["pallas"]
     assert entry.why_not(*call_of, **rest) is None
