@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -267,6 +268,12 @@ def _label(name: str, rows: int) -> str:
     return name if rows == 1 else f"{name}, {rows} rows"
 
 
+def _parts(label: str) -> tuple[str, int]:
+    """The name and the rows that `_label` made it of."""
+    many = re.fullmatch(r"(.+), (\d+) rows", label)
+    return (many[1], int(many[2])) if many else (label, 1)
+
+
 def lines(
     found: Callable[[str], dict[str, dict[str, Any]]],
     ceilings: Mapping[str, Any],
@@ -317,11 +324,10 @@ def _packed(
     yield ""
     yield "| weights | rows | GB | tokens a second | of the read rate | times as fast |"
     yield "|---|--:|--:|--:|--:|--:|"
-    for name, rows in PACKED:
-        row = found.get(_label(name, rows))
-        if row is None or "tokens_per_s" not in row:
-            if row is not None:
-                yield f"| {name} | {rows} | | {why(row)} | | |"
+    for label, row in found.items():  # of which some are not made any more, or by another name
+        name, rows = _parts(label)
+        if "tokens_per_s" not in row:
+            yield f"| {name} | {rows} | | {why(row)} | | |"
             continue
         plain = found.get(_label("bfloat16", rows), {}).get("tokens_per_s")
         times = f"{row['tokens_per_s'] / plain:.2f}" if plain and name != "bfloat16" else ""

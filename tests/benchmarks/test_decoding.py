@@ -163,6 +163,7 @@ def test_the_tables():
             "int4": row(930.0, bytes_a_token=3 * 10**9),
             "ternary": {"not_run": "late"},
             "int4, 16 rows": row(5000.0, bytes_a_token=3 * 10**8),
+            "int4, as it once was": row(600.0, bytes_a_token=3 * 10**9),
         },
         "cuda-graphs": {
             "Qwen2.5-0.5B, the loop one graph": {"us_a_token": 500.0, "logprobs": [-1.0, -2.0]},
@@ -182,6 +183,7 @@ def test_the_tables():
     assert "| bfloat16 | 1 | 10.00 | 300 | 60 % |  |" in text
     assert "| int4 | 1 | 10.00 | 930 | 56 % | 3.10 |" in text
     assert "| ternary | 1 | | {'not_run': 'late'} | | |" in text
+    assert "| int4, as it once was | 1 | 10.00 | 600 | 36 % | 2.00 |" in text
     assert "| int4 | 16 | 10.00 | 5000 | 30 % |  |" in text  # nothing to compare with in this run
     assert "| Qwen2.5-0.5B, the loop one graph | 500 | 0 |" in text
     assert "| Qwen2.5-0.5B, no graphs | 900 | 0.5 |" in text
