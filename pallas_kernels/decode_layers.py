@@ -52,6 +52,7 @@ from pallas_kernels.decode_layers_config import (
     OWN,
     REGISTERS,
     SPAN,
+    STREAM,
     WIDEST,
     Attend,
     Config,
@@ -194,7 +195,7 @@ def why_not(
     if k.shape[2] > device.num_sms:
         return f"{k.shape[2]} key heads are more than the {device.num_sms} blocks"
     plan = plan_of(x, layers, token, device=device)
-    if (count := len(layers) * len(plan.entries)) > MOST_ARRAYS:
+    if (count := len(layers) * len(plan.own)) > MOST_ARRAYS:
         return f"{len(layers)} layers have {count} arrays; it takes {MOST_ARRAYS} at most"
     return plan.problem()
 
@@ -215,7 +216,7 @@ def plan_of(
         alike.append(dataclasses.replace(products[name], late=late))
         weights: Weights = getattr(first, name)
         entries += [(i, part) for part, array in _arrays_of(weights).items() if array is not None]
-    entries += [(0, "x"), (1, "residual")]
+    entries += STREAM
     heads = products["qkv"].static.heads
     assert heads is not None, "the products of q, k and v are of heads"
     width = 2 * heads.half
@@ -301,17 +302,15 @@ def _check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
 def _own(plan: Plan, layer: Layer) -> list[Any]:
     """A layer's arrays, in the order of the plan's entries."""
     products = [_arrays_of(getattr(layer, name)) for name in NAMES]
-    found = []
-    for product, name in plan.entries:
-        if name not in kernel.STREAM:
-            found.append(getattr(layer, name) if product is None else products[product][name])
-    return found
+    return [
+        getattr(layer, name) if product is None else products[product][name]
+        for product, name in plan.own
+    ]
 
 
 def _layer(plan: Plan, own: Sequence[Any]) -> Layer:
     """The other way."""
-    names = [(product, name) for product, name in plan.entries if name not in kernel.STREAM]
-    arrays = dict(zip(names, own, strict=True))
+    arrays = dict(zip(plan.own, own, strict=True))
     made: list[Any] = []
     for i, product in enumerate(plan.products):
         parts = {name: arrays.get((i, name)) for name in OWN}
@@ -345,8 +344,7 @@ def _forward(plan: Plan, *arrays: Any):
 
 def _backward(plan: Plan, arrays: Any, cotangents: Any):
     x, own, angles, *rest = arrays
-    names = [entry for entry in plan.entries if entry[1] not in kernel.STREAM]
-    moved = [_has_gradient(plan, *entry) for entry in names]
+    moved = [_has_gradient(plan, *entry) for entry in plan.own]
 
     def plain(x, some, angles, *rest):
         given = [

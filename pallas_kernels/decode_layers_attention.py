@@ -302,7 +302,8 @@ class Attention:
         share = asm("rcp.approx.ftz.f32 $0, $1;", "f", total)
         words = words_of_floats([arith.mulf(y, share) for y in sums], "bfloat16")
         at = further(self.at["heads"], times(self.first_head, 2 * self.attend.width))
-        asm("st.global.v2.u32 [$0], {$1, $2};", "", further(at, times(place, 8)), *words)
+        text = "st.relaxed.gpu.global.v2.u32 [$0], {$1, $2};"  # others may wait for it
+        asm(text, "", further(at, times(place, 8)), *words)
 
     def _part_at(self, split: Any, place: Any) -> tuple[Any, Any]:
         """Where a block's part of a place lies, and its largest score and sum."""

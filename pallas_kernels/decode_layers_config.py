@@ -10,7 +10,9 @@ from pallas_kernels.quantized_matmul_config import ACROSS, MMA_COLUMNS
 
 NAMES = ("qkv", "out", "gate_up", "down")  # the products of a layer, in their order
 OWN = ("codes", "scale", "zero", "row_scale", "bias", "norm")  # arrays of a product, by layer
-MEETINGS = 5  # of a layer: before each product, and before what the heads see
+# Of a layer, its input and its result, which are no arrays of its own
+STREAM = [(0, "x"), (1, "residual"), (3, "out")]
+MEETINGS = 5  # of a layer: before each product, and before what the heads see, if none is awaited
 KEYS = MMA_COLUMNS  # of a product with q
 SPAN = ACROSS * ACCESS_BYTES // 2  # numbers of a key that four lanes have in one access
 MOST_GROUP = MMA_COLUMNS  # query heads that share a key head
@@ -22,8 +24,8 @@ REGISTERS = {8: (216, 72)}
 
 @dataclasses.dataclass(frozen=True)
 class Config(between.Config):
-    """As of `between_attentions`. turns: of a block's warps over keys, before more blocks share
-    those of a key head.
+    """As of `between_attentions`; where numbers are awaited, blocks meet once a layer, behind q, k
+    and v. turns: of a block's warps over keys, before more blocks share those of a key head.
     """
 
     turns: int = 4
@@ -103,6 +105,7 @@ class Plan(between.Plan):
     of its own: which product's, or None, and its name.
     """
 
+    config: Config
     attend: Attend
     layers: int
     entries: tuple[tuple[int | None, str], ...]
@@ -112,6 +115,38 @@ class Plan(between.Plan):
         found = super().scratch_bytes()
         found["kept"] = max(found["kept"], self.attend.shared_bytes)
         return {**found, "table": 8 * self.layers * len(self.entries)}
+
+    @property
+    def own(self) -> list[tuple[int | None, str]]:
+        """Entries of what is an array of the layer's."""
+        return [entry for entry in self.entries if entry not in STREAM]
+
+    @property
+    def rows(self) -> int:
+        """Of what blocks hand each other: if it is awaited each layer has its own, for who takes it
+        must not find another's.
+        """
+        return self.layers if self.config.awaited else 1
+
+    def handed_on(self) -> dict[str, tuple[int, int]]:
+        """What blocks hand each other behind the heads, one array behind the other: by name, where
+        it begins in memory, and the bytes of a row. With "stream", what a layer leaves, but where
+        the kernel's result is that of all.
+        """
+        out, gate_up, down = (product.packed.shape for product in self.products[1:])
+        widths = {"heads": out[1], "middle": out[0], "gated": gate_up[0] // 2}
+        if self.config.awaited:
+            widths["stream"] = down[0]
+        found, start = {}, 0
+        for name, width in widths.items():
+            found[name] = (start, 2 * width)
+            start += self.rows * 2 * width
+        return found
+
+    @property
+    def handed_bytes(self) -> int:
+        """Of all of it."""
+        return self.rows * sum(size_bytes for _, size_bytes in self.handed_on().values())
 
     @property
     def gate_up(self) -> between.Product:

@@ -2,8 +2,9 @@
 
 Four warps of a block bring the weights of all layers on chip, as fast as there is room, and wait
 for nothing else; the others multiply as in `between_attentions`, and between q, k and v and the
-next product they are the heads. All blocks meet before each of the five. Layers are alike, and so
-one loop; where the arrays of each lie stands in a table on chip.
+next product they are the heads. All blocks meet before each of the five; or before the heads only,
+and products wait for the numbers that they take, which tell that they are there (awaited.py).
+Layers are alike, and so one loop; where the arrays of each lie stands in a table on chip.
 As in lane_code.py, values are those of one thread. Imported only by decode_layers_kernel.py.
 """
 
@@ -16,10 +17,11 @@ from typing import Any
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
+from pallas_kernels.awaited import clear
 from pallas_kernels.between_attentions_config import BRINGING
 from pallas_kernels.between_attentions_lanes import Chain, Meeting, begin, divided
 from pallas_kernels.decode_layers_attention import Attention, Seen
-from pallas_kernels.decode_layers_config import MEETINGS, NAMES, REGISTERS, Plan
+from pallas_kernels.decode_layers_config import MEETINGS, NAMES, REGISTERS, STREAM, Plan
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import asm, equal, further, times, word
 
@@ -31,35 +33,44 @@ class Layers:
         self,
         plan: Plan,
         dtypes: Sequence[Mapping[str, Any]],
-        pointers: Sequence[Mapping[str, Any]],
-        around: Mapping[str, Any],
+        at: Mapping[str, Any],
+        chip: Mapping[str, Any],
         block: Any,
     ):
-        """dtypes, pointers: of each product, as `Chain` has them, but for what layers have of their
-        own (`Plan.entries`). around: addresses of lengths, meeting, and of what `Attention` takes
-        but the cache; on chip of the table. block: which one it is.
+        """dtypes: of each product, as `Chain` has them. at: addresses of what layers have in
+        common: cos, sin, slots, lengths, meeting, q, handed (`Plan.handed_on`), and what blocks
+        have of the heads, as in `Attention`. chip: of `Plan.scratch_bytes`. block: which one it is.
         """
-        self.plan, self.dtypes, self.pointers = plan, dtypes, pointers
-        self.around, self.block = around, block
-        self.warps = plan.config.warps
-        self.meeting = Meeting(around["meeting"], plan.num_blocks, self.warps)
+        self.plan, self.dtypes, self.at, self.chip = plan, dtypes, at, chip
+        self.block, self.warps = block, plan.config.warps
+        self.meeting = Meeting(at["meeting"], plan.num_blocks, self.warps)
 
-    def run(self, layers: Sequence[Sequence[Any]]) -> None:
-        """All of it. layers: of each the addresses of its entries."""
-        self.begin(layers)
+    def run(self, own: Sequence[Sequence[Any]], x: Any, y: Any) -> None:
+        """All of it. own: of each layer the addresses of `Plan.own`; x, y: of what comes, and of
+        what is made of it.
+        """
+        self.begin(own, x, y)
         divided(self.warps, self.multiply, self.bring, REGISTERS.get(self.warps))
 
-    def begin(self, layers: Sequence[Sequence[Any]]) -> None:
+    def begin(self, own: Sequence[Sequence[Any]], x: Any, y: Any) -> None:
         """Writes the table, a warp a share of it, and sets up the stages' barriers."""
-        every = [address for layer in layers for address in layer]
+        every = []
+        for i, addresses in enumerate(own):
+            last = not self.plan.config.awaited or i + 1 == len(own)
+            made = y if last else self._handed("stream", word(i))
+            rest = iter(addresses)
+            for entry in self.plan.entries:
+                of_stream = made if entry[1] == "out" else x
+                every.append(of_stream if entry in STREAM else next(rest))
+            x = made
         warps = self.warps + BRINGING // LANES
         share = -(-len(every) // warps)
         for warp in range(warps):
             with mgpu_utils.when(equal(mgpu_utils.thread_idx(), word(warp * LANES))):
                 for i in range(warp * share, min(len(every), (warp + 1) * share)):
                     text = f"st.shared.u64 [$0 + {8 * i}], $1;"
-                    asm(text, "", self.around["table"], every[i])
-        begin(self.plan.config, self.pointers[0]["barriers"])
+                    asm(text, "", self.chip["table"], every[i])
+        begin(self.plan.config, self.chip["barriers"])
 
     def bring(self) -> None:
         """Of the warps that bring codes: all of them."""
@@ -74,32 +85,49 @@ class Layers:
 
     def multiply(self) -> None:
         """Of the warps that multiply: all products, and between them the heads."""
-        seen = Seen(self.plan.attend, self.around["lengths"], self.block)
+        seen = Seen(self.plan.attend, self.at["lengths"], self.block)
+        if self.plan.config.awaited:
+            threads = self.warps * LANES
+            thread = arith.addi(times(self.block, threads), mgpu_utils.thread_idx())
+            size_bytes = self.plan.handed_bytes
+            clear(self.at["handed"], size_bytes, thread, threads * self.plan.num_blocks)
 
         @mgpu_utils.fori(word(self.plan.layers), Chain.nothing_multiplied())
         def each_layer(layer: Any, at: Any) -> Any:
             at, (chain, cache) = list(at), self._layer(layer)
             Attention(self.plan.attend, seen, cache()).prefetch()
-            met = times(layer, MEETINGS)
-
-            def meet(count: int) -> None:
-                self.meeting.meet(arith.addi(met, word(count)))
-
             for i, name in enumerate(NAMES):
                 if name == "out":
-                    meet(2)
-                    attention = Attention(self.plan.attend, seen, {**self.around, **cache()})
+                    self._meet(layer, 1)
+                    around = {**self.at, "kept": self.chip["kept"], **cache()}
+                    around["heads"] = self._handed("heads", layer)
+                    attention = Attention(self.plan.attend, seen, around)
                     attention.run(self.meeting.barrier)
-                count = i + 1 + (i > 0)
-                at = chain.product(i, at, lambda count=count: meet(count))
+                meet = functools.partial(self._meet, layer, i + (i > 0))
+                if self.plan.config.awaited:  # what is on chip must not change while it is used
+                    meet = self.meeting.barrier
+                at = chain.product(i, at, meet)
             return at
 
         del each_layer
         self.meeting.clear(self.meeting.leave())
 
+    def _meet(self, layer: Any, which: int) -> None:
+        """One of a layer's MEETINGS of all blocks; the only one, where numbers are awaited."""
+        before = times(layer, MEETINGS)
+        if self.plan.config.awaited:
+            before, which = layer, 0
+        self.meeting.meet(arith.addi(before, word(which + 1)))
+
+    def _handed(self, name: str, layer: Any) -> Any:
+        """Where something of `Plan.handed_on` is, of a layer."""
+        start, size_bytes = self.plan.handed_on()[name]
+        at = further(self.at["handed"], word(start))
+        return further(at, times(layer, size_bytes)) if self.plan.config.awaited else at
+
     def _layer(self, layer: Any) -> tuple[Chain, Callable[[], dict[str, Any]]]:
         """A layer's products, and where its cache lies when that is asked for."""
-        row = further(self.around["table"], times(layer, 8 * len(self.plan.entries)))
+        row = further(self.chip["table"], times(layer, 8 * len(self.plan.entries)))
 
         def own(product: int | None) -> dict[str, Any]:
             found = {}
@@ -110,12 +138,25 @@ class Layers:
             return found
 
         def pointers(product: int) -> dict[str, Any]:
-            found = {**self.pointers[product], **own(product)}
-            return {**found, **own(None)} if product == 0 else found
+            found = {**self.chip, **own(product)}
+            if product == 0:
+                shared = {name: self.at[name] for name in ("cos", "sin", "slots")}
+                return {**found, **own(None), **shared, "out": self.at["q"]}
+            handed = ({"x": "heads", "out": "middle"}, {"x": "middle", "out": "gated"})
+            handed = (*handed, {"x": "gated", "residual": "middle"})[product - 1]
+            return {**found, **{key: self._handed(name, layer) for key, name in handed.items()}}
 
         asked = [functools.partial(pointers, i) for i in range(len(NAMES))]
-        dealt = times(layer, self.plan.tiles)
-        chip = {name: self.pointers[0][name] for name in ("ring", "barriers")}
-        meeting = self.around["meeting"]
-        chain = Chain(self.plan, self.dtypes, asked, meeting, self.block, **chip, dealt=dealt)
+        rest = {"ring": self.chip["ring"], "barriers": self.chip["barriers"]}
+        rest |= {"dealt": times(layer, self.plan.tiles), "waits": self._waits(layer)}
+        chain = Chain(self.plan, self.dtypes, asked, self.at["meeting"], self.block, **rest)
         return chain, functools.partial(own, None)
+
+    def _waits(self, layer: Any) -> list[dict[str, Any]]:
+        """Of each product, for what it waits; the input of the first layer is there."""
+        if not self.plan.config.awaited:
+            return [{}] * len(NAMES)
+        always, later = word(1), arith.minui(layer, word(1))
+        found = [{"x": each, "out": always} for each in (later, always, always, always)]
+        found[1]["residual"], found[3]["residual"] = later, always
+        return found

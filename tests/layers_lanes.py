@@ -12,7 +12,6 @@ from lane_machine import LANES, stand_in
 from pallas_kernels import decode_layers_attention, decode_layers_lanes
 from pallas_kernels.decode_layers import _own, meeting_words, plan_of
 from pallas_kernels.decode_layers_config import Config
-from pallas_kernels.decode_layers_kernel import STREAM
 from pallas_kernels.decode_layers_lanes import Layers
 from pallas_kernels.device import Device
 
@@ -25,52 +24,41 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
     device = Device("gpu", "NVIDIA H200", 9.0, blocks)
     plan = plan_of(x, layers, token, config=config, device=device)
     assert plan.problem() is None
-    a, d, inner = plan.attend, x.shape[1], plan.gate_up.packed.shape[0] // 2
-    names = [name for name in plan.entries if name[1] not in STREAM]
+    a, d = plan.attend, x.shape[1]
+    names = plan.own
     held: dict[str, Any] = {"x": x, "slots": token.slots, "lengths": token.kv_lengths}
     held |= {"cos": token.rotary.cos, "sin": token.rotary.sin}
     held["meeting"] = np.zeros(meeting_words(a.kv_heads), np.uint32)
     for i, layer in enumerate(layers):
         held |= {f"{i} {name}": a for name, a in zip(names, _own(plan, layer), strict=True)}
-    wide = a.q_heads * a.width
-    for name, n in (("y", d), ("q", wide), ("heads", wide), ("middle", d), ("gated", inner)):
+    for name, n in (("y", d), ("q", a.q_heads * a.width)):
         held[name] = np.full((1, n), np.nan, x.dtype)
     lead = (a.kv_heads, a.splits, a.group)
     for name, n in (("parts", a.width), ("stats", 2)):
         held[f"blocks' {name}"] = np.full((*lead, n), np.nan, np.float32)
+    # what lies there is of another call, if it is cleared
+    fill = 1.0 if config.awaited else np.nan
+    held["handed"] = np.full(plan.handed_bytes // 2, fill, x.dtype)
     held = {name: np.asarray(array) for name, array in held.items()}
     threads = config.warps * LANES
     machine = Blocks(held, plan.scratch_bytes(), threads + 4 * LANES, blocks)
     stand_in(monkeypatch, machine, MODULES)
     at = machine.at
-    scratch = {name: at[name] for name in plan.scratch_bytes()}
-    products = [
-        {"cos": at["cos"], "sin": at["sin"], "slots": at["slots"], "out": at["q"]},
-        {"x": at["heads"], "out": at["middle"]},
-        {"x": at["middle"], "out": at["gated"]},
-        {"x": at["gated"], "residual": at["middle"], "out": at["y"]},
-    ]
-    products = [{**own, **scratch} for own in products]
-    dtypes: list[dict[str, Any]] = [{} for _ in products]
+    chip = {name: at[name] for name in plan.scratch_bytes()}
+    dtypes: list[dict[str, Any]] = [{} for _ in plan.products]
     for (product, name), array in zip(names, _own(plan, layers[0]), strict=True):
         if name == "bias":
             dtypes[product][name] = array.dtype
     dtypes[0] |= {"cos": token.rotary.cos.dtype, "sin": token.rotary.sin.dtype}
-    around = {name: at[name] for name in ("q", "heads", "lengths", "meeting")}
+    shared = ("cos", "sin", "slots", "lengths", "meeting", "q", "handed")
+    around = {name: at[name] for name in shared}
     around |= {name: at[f"blocks' {name}"] for name in ("parts", "stats")}
-    around |= {name: scratch[name] for name in ("kept", "table")}
     around["counts"] = machine.constant(int(at["meeting"].bits[0]) + 8, "i64")
-    table = [
-        [
-            (at["y"] if i else at["x"]) if entry[1] in STREAM else at[f"{i} {entry}"]
-            for entry in plan.entries
-        ]
-        for i in range(len(layers))
-    ]
+    own = [[at[f"{i} {entry}"] for entry in names] for i in range(len(layers))]
     parts = []
     for block in range(blocks):
-        run = Layers(plan, dtypes, products, around, machine.at_block(block))
-        run.begin(table)
+        run = Layers(plan, dtypes, around, chip, machine.at_block(block))
+        run.begin(own, at["x"], at["y"])
         parts.append(Part(block, 0, threads, run.multiply))
         parts.append(Part(block, threads, threads + 4 * LANES, run.bring))
     machine.together(parts)
