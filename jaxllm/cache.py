@@ -49,6 +49,10 @@ class Entry(Protocol):
         """Where one token a row goes; S where there is none."""
         ...
 
+    def seen(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
+        """How many keys one token a row sees, its own among them."""
+        ...
+
     def holding(
         self, held: dict[str, Array], lengths: Int[Array, " B"]
     ) -> tuple[Entry, dict[str, Any]]:
@@ -89,7 +93,11 @@ class FullKV:
     def holding(self, held, lengths, chunk=1):
         """What `append` returns once T = `chunk` tokens a row are in the arrays."""
         # Aligned to the end: query t sits at key lengths + t, padded on the right or not.
-        return FullKV(**held), {**held, "kv_lengths": lengths + chunk}
+        return FullKV(**held), {**held, "kv_lengths": self.seen(lengths, chunk)}
+
+    def seen(self, lengths, chunk=1):
+        """How many keys the last of T = `chunk` tokens sees, its own among them."""
+        return lengths + chunk
 
 
 @jax.tree_util.register_dataclass
@@ -134,8 +142,11 @@ class RingKV:
 
     def holding(self, held, lengths):
         """What `append` returns once one token a row is in the arrays."""
-        seen = jnp.minimum(lengths + 1, self.window or self.k.shape[1])
-        return RingKV(**held, window=self.window), {**held, "kv_lengths": seen}
+        return RingKV(**held, window=self.window), {**held, "kv_lengths": self.seen(lengths)}
+
+    def seen(self, lengths):
+        """How many keys one token a row sees, its own among them."""
+        return jnp.minimum(lengths + 1, self.window or self.k.shape[1])
 
 
 def _stored_dtype(dtype: Any) -> Any:

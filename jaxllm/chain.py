@@ -7,7 +7,9 @@ attention and ends before the next one's. So a token goes through layers of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,48 +19,14 @@ from jaxllm import ops
 from jaxllm.cache import Entry, LayerCache
 from jaxllm.layers import Block, RMSNorm, Tables, weight_of
 
-# Ops that have launches of their own where `decode_layers` has all layers in one
-_INSTEAD = {"attention", "fused_linear", "between_attentions"}
+logger = logging.getLogger("jaxllm")
 
-
-def links(
-    blocks: Sequence[Block],
-    x: Float[Array, "B T D"],
-    rotary: Sequence[Tables],
-    caches: Sequence[LayerCache],
-) -> list[ops.Link] | None:
-    """What `decode` goes through, of each block; None where it cannot: with more than one token,
-    and layers that were not fused (`jaxllm.fuse`), that have something between a product and its
-    neighbours, or whose products are of several dtypes or implementations. One name for all ops
-    ("pallas") is that of the products, where it has not all of them together.
-    """
-    if x.shape[:2] != (1, 1) or not all(map(_is_plain, blocks, rotary)):
-        return None
-    linears = [linear for block in blocks for linear in _linears(block)]
-    how = linears[0].implementation
-    if any((each.dtype, each.implementation) != (x.dtype, how) for each in linears):
-        return None
-    found = []
-    for i, block in enumerate(blocks):
-        following, gate = None, ops.EPILOGUES[block.mlp.activation]
-        if i + 1 < len(blocks):
-            following = _beginning(blocks[i + 1], rotary[i + 1], caches[i + 1], x.dtype)
-        _, out, gate_up, down = map(_weights, _linears(block), _norms(block))
-        link = ops.Link(out, gate_up, down, following, gate)
-        if isinstance(how, str) and not _has(how, x, link):
-            return None
-        found.append(link)
-    return found
-
-
-def _has(implementation: str, x: Float[Array, "B T D"], link: ops.Link) -> bool:
-    heads = jax.ShapeDtypeStruct((1, 1, link.out.weight.shape[1]), x.dtype)
-    rest = {"meeting": ops.no_meeting(), "implementation": implementation}
-    try:
-        ops.chosen("between_attentions", heads, x, link, **rest)
-    except NotImplementedError:
-        return False
-    return True
+# By op, those that have launches of their own where it is one: with one of them named, "auto" does
+# without it
+INSTEAD = {
+    "decode_layers": ("attention", "fused_linear", "between_attentions"),
+    "between_attentions": ("fused_linear",),
+}
 
 
 def decode(
@@ -66,18 +34,126 @@ def decode(
     x: Float[Array, "B T D"],
     rotary: Sequence[Tables],
     caches: Sequence[LayerCache],
-    links: Sequence[ops.Link],
-) -> tuple[Float[Array, "B T D"], list[Entry]]:
-    """What the blocks make of x one behind the other, and their cache entries with the token."""
-    if (found := _together(blocks, x, rotary, caches)) is not None:
-        layers, token, how = found
+) -> tuple[Float[Array, "B T D"], list[Entry]] | None:
+    """What the blocks make of x one behind the other, and their cache entries with the token; None
+    where that is nothing but one block after the other (`why_not`, and one name for all ops that
+    the products have not together).
+
+    Raises: NotImplementedError if an op is named alone, by a mapping, and cannot have the token.
+    """
+    how = blocks[0].self_attn.implementation
+    if (reason := why_not(blocks, x, rotary)) is not None:
+        if x.shape[1] == 1:  # of a prompt nobody asks
+            for op in INSTEAD:
+                _taken(op, how, reason)
+        return None
+    reason = why_not_together(blocks, x, rotary, caches)
+    layers, token = layers_of(blocks, rotary, caches)
+    meeting = ops.no_meeting_of_layers(token.rotary.kv_heads)
+    if _taken("decode_layers", how, reason, x, layers, token, meeting=meeting):
         with jax.named_scope("layers"):
-            meeting = ops.no_meetings(token.rotary.kv_heads)
             x, held, _ = ops.decode_layers(x, layers, token, meeting=meeting, implementation=how)
         return x, [cache.written(*kv)[0] for cache, kv in zip(caches, held, strict=True)]
+    found = links(blocks, x, rotary, caches)
+    if isinstance(how, str) and how not in ("auto", "xla"):
+        for link in found:
+            heads = jax.ShapeDtypeStruct((1, 1, link.out.weight.shape[1]), x.dtype)
+            call = heads, x, link
+            if not _taken("between_attentions", how, None, *call, meeting=ops.no_meeting()):
+                return None
+    elif not isinstance(how, str) and _others("between_attentions", how):
+        how = {**how, "between_attentions": "xla"}
+    return _linked(blocks, x, rotary, caches, found, how)
+
+
+def why_not(
+    blocks: Sequence[Block], x: Float[Array, "B T D"], rotary: Sequence[Tables]
+) -> str | None:
+    """What keeps blocks from being one behind the other here; None: nothing."""
+    if x.shape[:2] != (1, 1):
+        return f"takes one token of one row, got x {list(x.shape)}"
+    how = blocks[0].self_attn.implementation
+    for i, (block, angles) in enumerate(zip(blocks, rotary, strict=True)):
+        if not block.is_fused(1, 2 * angles[0].shape[-1]):
+            return f"layer {i} is not fused, or has more around its products than a norm and a sum"
+        if any(getattr(linear, "order", None) is not None for linear in _linears(block)):
+            return f"layer {i} takes inputs in an order of their own"
+        if any(linear.dtype != x.dtype for linear in _linears(block)):
+            return f"layer {i} does not compute in {x.dtype}, which x has"
+        if any(each.implementation != how for each in (block.self_attn, *_linears(block))):
+            return f"layer {i} has ops of several implementations"
+    return None
+
+
+def why_not_together(
+    blocks: Sequence[Block],
+    x: Float[Array, "B T D"],
+    rotary: Sequence[Tables],
+    caches: Sequence[LayerCache],
+) -> str | None:
+    """What keeps blocks, for which `why_not` has nothing, from being one op; None: nothing."""
+    for i, cache in enumerate(caches):
+        if cache.place(x.dtype) is None:
+            return f"layer {i} has keys and values in {cache.entry.k.dtype}, not {x.dtype}"
+    kinds = {
+        (own.scale, own.window, own.softcap, own.heads, own.kv_heads, block.mlp.activation)
+        + (type(cache.entry), *map(id, angles))
+        for own, block, cache, angles in zip(
+            (block.self_attn for block in blocks), blocks, caches, rotary, strict=True
+        )
+    }
+    if len(kinds) > 1:
+        return "layers differ in heads, window, scale, soft cap, rotation, cache or activation"
+    if (cap := blocks[0].self_attn.softcap) is not None:
+        return f"scores have a soft cap, {cap:g}"
+    return None
+
+
+def layers_of(
+    blocks: Sequence[Block], rotary: Sequence[Tables], caches: Sequence[LayerCache]
+) -> tuple[list[ops.Layer], ops.Token]:
+    """What `ops.decode_layers` takes, where `why_not_together` has nothing."""
+    layers = []
+    for block, cache in zip(blocks, caches, strict=True):
+        qkv, out, gate_up, down = map(_weights, _linears(block), _norms(block))
+        layers.append(ops.Layer(qkv, out, gate_up, down, cache.entry.k, cache.entry.v))
+    first, attention = caches[0], blocks[0].self_attn
+    slots = first.entry.slots(first.lengths, first.counts)
+    rotary_of = ops.Rotary(*rotary[0], attention.heads, attention.kv_heads)
+    rest = attention.scale, attention.window, ops.EPILOGUES[blocks[0].mlp.activation]
+    return layers, ops.Token(rotary_of, slots, first.entry.seen(first.lengths), *rest)
+
+
+def links(
+    blocks: Sequence[Block],
+    x: Float[Array, "B T D"],
+    rotary: Sequence[Tables],
+    caches: Sequence[LayerCache],
+) -> list[ops.Link]:
+    """What `ops.between_attentions` takes behind each block's attention, where `why_not` has
+    nothing.
+    """
+    found = []
+    for i, block in enumerate(blocks):
+        following = None
+        if i + 1 < len(blocks):
+            following = _beginning(blocks[i + 1], rotary[i + 1], caches[i + 1], x.dtype)
+        _, out, gate_up, down = map(_weights, _linears(block), _norms(block))
+        found.append(ops.Link(out, gate_up, down, following, ops.EPILOGUES[block.mlp.activation]))
+    return found
+
+
+def _linked(
+    blocks: Sequence[Block],
+    x: Float[Array, "B T D"],
+    rotary: Sequence[Tables],
+    caches: Sequence[LayerCache],
+    links: Sequence[ops.Link],
+    how: Any,
+) -> tuple[Float[Array, "B T D"], list[Entry]]:
+    """As `decode`, an attention and what lies behind it in turn."""
     meeting, entries, after = ops.no_meeting(), [], None
     for i, (block, link) in enumerate(zip(blocks, links, strict=True)):
-        attention = block.self_attn
         with jax.named_scope(f"layer_{i}"):
             with jax.named_scope("attention"):
                 if after is None:
@@ -85,9 +161,8 @@ def decode(
                 else:
                     q, *kv = after
                     entry, keys = caches[i].written(*kv)
-                heads = attention.attend(q, keys)
+                heads = block.self_attn.attend(q, keys)
             with jax.named_scope("between_attentions"):
-                how = attention.o_proj.implementation
                 x, after, meeting = ops.between_attentions(
                     heads, x, link, meeting=meeting, implementation=how
                 )
@@ -95,59 +170,36 @@ def decode(
     return x, entries
 
 
-def _together(
-    blocks: Sequence[Block],
-    x: Float[Array, "B T D"],
-    rotary: Sequence[Tables],
-    caches: Sequence[LayerCache],
-) -> tuple[list[ops.Layer], ops.Token, Any] | None:
-    """What `ops.decode_layers` takes in place of `links`, and the implementation; None where that
-    is not a launch, or an implementation is named of an op that it would do instead.
+def _taken(op: str, how: Any, reason: str | None, *call: Any, **rest: Any) -> bool:
+    """Whether a kernel has the op's call, given what may keep it from all such calls.
+
+    Raises: NotImplementedError if the op is named alone, by a mapping, and the kernel has not.
     """
-    how = _linears(blocks[0])[0].implementation
-    named = {} if isinstance(how, str) else how
-    if "decode_layers" not in named and any(named.get(op, "auto") != "auto" for op in _INSTEAD):
-        return None
-    if (found := layers_of(blocks, x, rotary, caches)) is None:
-        return None
-    meeting = ops.no_meetings(found[1].rotary.kv_heads)
-    try:
-        name = ops.chosen("decode_layers", x, *found, meeting=meeting, implementation=how)
-    except NotImplementedError:
-        if not isinstance(how, str):
-            raise
-        return None
-    return (*found, how) if name != "xla" else None
+    name = ops.name_for(op, how)
+    if name == "xla":
+        return False
+    if name == "auto" and not isinstance(how, str) and (others := _others(op, how)):
+        reason = reason or f"{others[0]} is named"
+    if reason is None:
+        reason = ops.why_not(op, *call, **rest, implementation=how)
+    if reason is None:
+        return True
+    if name != "auto" and not isinstance(how, str):
+        raise NotImplementedError(f"{op}: {name!r} cannot run this call: {reason}")
+    _log_once(op, reason)
+    return False
 
 
-def layers_of(
-    blocks: Sequence[Block],
-    x: Float[Array, "B T D"],
-    rotary: Sequence[Tables],
-    caches: Sequence[LayerCache],
-) -> tuple[list[ops.Layer], ops.Token] | None:
-    """Blocks that have `links` as `ops.decode_layers` takes them; None if their attention differs,
-    caps its scores, or has a cache of other numbers than x.
-    """
-    places = [place for cache in caches if (place := cache.place(x.dtype)) is not None]
-    kinds = {
-        (own.scale, own.window, own.softcap, type(cache.entry), *map(id, angles))
-        for own, cache, angles in zip(
-            (block.self_attn for block in blocks), caches, rotary, strict=True
-        )
-    }
-    first = blocks[0].self_attn
-    if len(places) < len(blocks) or len(kinds) > 1 or first.softcap is not None:
-        return None
-    layers = []
-    for block, (k, v, _) in zip(blocks, places, strict=True):
-        qkv, out, gate_up, down = map(_weights, _linears(block), _norms(block))
-        layers.append(ops.Layer(qkv, out, gate_up, down, k, v))
-    k, v, slots = places[0]
-    rotary_of = ops.Rotary(*rotary[0], first.heads, first.kv_heads)
-    lengths = caches[0].written(k, v)[1]["kv_lengths"]
-    gate = ops.EPILOGUES[blocks[0].mlp.activation]
-    return layers, ops.Token(rotary_of, slots, lengths, first.scale, first.window, gate)
+def _others(op: str, how: Mapping[str, str]) -> list[str]:
+    """What is named of INSTEAD, where the op is not."""
+    if how.get(op, "auto") != "auto":
+        return []
+    return [other for other in INSTEAD[op] if how.get(other, "auto") != "auto"]
+
+
+@functools.lru_cache(maxsize=64)
+def _log_once(op: str, reason: str) -> None:
+    logger.info("a token is decoded without %s: %s", op, reason)
 
 
 def _norms(block: Block) -> tuple[Any, Any, Any, Any]:
@@ -160,12 +212,6 @@ def _norms(block: Block) -> tuple[Any, Any, Any, Any]:
 def _linears(block: Block) -> tuple[Any, Any, Any, Any]:
     attention, mlp = block.self_attn, block.mlp
     return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-
-
-def _is_plain(block: Block, rotary: Tables) -> bool:
-    """Whether it is fused, and takes inputs in their order."""
-    orders = (getattr(linear, "order", None) for linear in _linears(block))
-    return block.is_fused(1, 2 * rotary[0].shape[-1]) and not any(o is not None for o in orders)
 
 
 def _weights(linear: Any, norm: RMSNorm | None) -> ops.Weights:

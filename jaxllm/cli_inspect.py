@@ -97,6 +97,9 @@ def _facts(config: ModelConfig) -> dict[str, str]:
     return facts
 
 
+CAPACITY = 1024  # of the cache of a row that is asked about: how "auto" chooses goes by it
+
+
 def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[str, str | None]]]:
     """The ops of prefill, decoding and the training loss as this model calls them, with the reasons
     of `ops.explain`. The model may be of shapes alone.
@@ -134,8 +137,7 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
             "epilogue": ops.EPILOGUES[mlp.activation],
         }
         yield "fused_linear", "decode", ops.explain("fused_linear", row, weight, **around)
-        for op, reasons in _of_several_layers(model, row).items():
-            yield op, "decode", reasons
+        yield from _of_several_layers(model, row)
         yield "linear", "decode, head", ops.explain("linear", row, head)
     else:
         yield "linear", "decode", ops.explain("linear", row, weight)
@@ -156,15 +158,18 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
         yield op, call, ops.explain(op, *operands, **named)
 
 
-def _of_several_layers(model: Transformer, row: Any) -> dict[str, dict[str, str | None]]:
-    """The reasons of what decoding has between two layers' attentions, and of all layers in one op;
-    none of what `chain` has not.
+def _of_several_layers(
+    model: Transformer, row: Any
+) -> Iterator[tuple[str, str, dict[str, str | None]]]:
+    """As `explained`, the ops that have a token in all layers together, or, where that one cannot,
+    between two layers' attentions. In place of "xla" what `chain` does without them.
 
     row: a token, of shapes alone.
     """
     config, found = model.config, {}
     graph, state = nnx.split(model)
-    blank = functools.partial(KVCache.create, config, 1, config.max_position_embeddings, row.dtype)
+    capacity = min(CAPACITY, config.max_position_embeddings)
+    blank = functools.partial(KVCache.create, config, 1, capacity, row.dtype)
 
     def look(state: Any, x: Any) -> None:
         blocks, cache = nnx.merge(graph, state).layers, blank()
@@ -173,17 +178,29 @@ def _of_several_layers(model: Transformer, row: Any) -> dict[str, dict[str, str 
         tables = {kind: (angle, angle) for kind, angle in angles.items()}
         rotary = [tables[kind] for kind in config.layer_types]
         caches = [cache.layer(i, cache.lengths) for i in range(len(blocks))]
-        if (links := chain.links(blocks, x, rotary, caches)) is not None:
+        none, together = chain.why_not(blocks, x, rotary), None
+        if none is None:
+            links = chain.links(blocks, x, rotary, caches)
             heads = jnp.zeros((1, 1, links[0].out.weight.shape[1]), x.dtype)
-            meeting = ops.no_meeting()
-            reasons = ops.explain("between_attentions", heads, x, links[0], meeting=meeting)
-            found["between_attentions"] = reasons
-            if (layers := chain.layers_of(blocks, x, rotary, caches)) is not None:
-                meeting = ops.no_meetings(config.num_key_value_heads)
-                found["decode_layers"] = ops.explain("decode_layers", x, *layers, meeting=meeting)
+            call = heads, x, links[0]
+            found["linked"] = ops.explain("between_attentions", *call, meeting=ops.no_meeting())
+            together = chain.why_not_together(blocks, x, rotary, caches)
+        if none is None and together is None:
+            layers = chain.layers_of(blocks, rotary, caches)
+            meeting = ops.no_meeting_of_layers(config.num_key_value_heads)
+            found["layers"] = ops.explain("decode_layers", x, *layers, meeting=meeting)
+        found["none"] = none or together
 
     jax.eval_shape(look, state, row)
-    return found
+    refused = {"pallas": found["none"]}
+    layers, linked = (dict(found.get(name, refused)) for name in ("layers", "linked"))
+    for reasons, instead in ((layers, "between_attentions"), (linked, "op by op")):
+        reasons.pop("xla", None)
+        reasons[instead] = None
+    call = f"decode, {capacity} tokens of cache"
+    yield "decode_layers", call, layers
+    if layers["pallas"] is not None:
+        yield "between_attentions", "decode", linked
 
 
 def _in_memory(

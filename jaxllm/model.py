@@ -131,10 +131,10 @@ class Transformer(nnx.Module):
         rotary = self._rotary(positions, segment_ids, cache, counts)
         tables = [rotary[kind] for kind in self.config.layer_types]
         caches = [] if cache is None else [cache.layer(i, counts) for i in range(len(self.layers))]
-        links = chain.links(self.layers, x, tables, caches) if caches else None
+        together = chain.decode(self.layers, x, tables, caches) if caches else None
         entries = []
-        if links is not None:
-            x, entries = chain.decode(self.layers, x, tables, caches, links)
+        if together is not None:
+            x, entries = together
         else:
             for i, block in enumerate(self.layers):
                 with jax.named_scope(f"layer_{i}"):

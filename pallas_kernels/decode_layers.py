@@ -71,7 +71,8 @@ from pallas_kernels.ternary_matmul import (
 )
 
 NAME = "decode_layers"
-MOST_ARRAYS = 1024  # of a launch, which is told where each lies
+# Of a launch, which is told where each lies: compiled with 960, run with 288
+MOST_ARRAYS = 1024
 # On their way to a multiprocessor. H200, us a layer with 32 and 48 KiB: Qwen2.5-0.5B in bfloat16
 # 15.1 and 15.7, Llama-3.1-8B in ternary 28.3 and 28.9, int4 38.7 and 39.6, bfloat16 112 and 107
 WINDOW_BYTES = 2**15
@@ -89,12 +90,17 @@ class Layer(NamedTuple):
     k: Float[Array, "1 S K H"]
     v: Float[Array, "1 S K H"]
 
+    def link(self, token: Token) -> Link:
+        """The layer's products, as if its own q, k and v came last."""
+        following = Following(self.qkv, token.rotary, Cache(self.k, self.v, token.slots))
+        return Link(self.out, self.gate_up, self.down, following, token.gate)
+
 
 class Token(NamedTuple):
-    """What layers have in common: cos and sin [1, H / 2] of the token, the slot of a cache that its
-    key and value go to (none where it is S or more), and how many keys it sees, its own among them
-    (those in the first places of a cache), int32 [1] each. scale: of scores, 1 / sqrt(H) if None;
-    window: the most keys that it sees, if not all. gate: as in between_attentions.
+    """What layers have in common: cos and sin [*B, H / 2] of the token, the slot of a cache that
+    its key and value go to (none where it is S or more), and how many keys it sees, its own among
+    them (those in the first places of a cache), int32 [1] each. scale: of scores, 1 / sqrt(H) if
+    None; window: the most keys that it sees, if not all. gate: as in between_attentions.
     """
 
     rotary: Rotary
@@ -131,7 +137,7 @@ def decode_layers(
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`, which runs op by op), or for what `why_not` says.
     """
-    _check(x, layers, token, meeting)
+    check(x, layers, token, meeting)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if (reason := why_not(x, layers, token, device=device)) is not None:
         raise NotImplementedError(f"{NAME}: cannot run this call: {reason}")
@@ -179,20 +185,23 @@ def why_not(
 ) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
     device = device or device_lib.current()
-    if isinstance(token.scale, Tracer):
-        return "the scale is part of the kernel, and here it is traced"
+    for name in ("scale", "window"):
+        if isinstance(getattr(token, name), Tracer):
+            return f"the {name} is part of the kernel, and here it is traced"
+    if not layers:
+        return "there are no layers"
     first = _kind(layers[0])
     for i, layer in enumerate(layers):
         if _kind(layer) != first:
             return f"layer {i} is not like layer 0, in shapes, dtypes or numbers"
-    if reason := why_not_between(_heads(x, token), x, _link(layers[0], token), device=device):
+    if reason := why_not_between(_heads(x, token), x, layers[0].link(token), device=device):
         return reason
     width, k = 2 * token.rotary.cos.shape[-1], layers[0].k
     if width % SPAN or width > WIDEST:
         return f"head width {width} is not a multiple of {SPAN} up to {WIDEST}"
     if (group := token.rotary.q_heads // k.shape[2]) > MOST_GROUP:
         return f"{group} query heads share a key head; it takes {MOST_GROUP} at most"
-    if k.shape[2] > device.num_sms:
+    if k.shape[2] > device.num_sms and device != device_lib.INTERPRETED:  # that has no blocks
         return f"{k.shape[2]} key heads are more than the {device.num_sms} blocks"
     plan = plan_of(x, layers, token, device=device)
     if (count := len(layers) * len(plan.own)) > MOST_ARRAYS:
@@ -207,7 +216,7 @@ def plan_of(
     first, given = layers[0], config or Config()
     registers, _ = REGISTERS.get(given.warps, (None, None))
     how: Any = {"device": device, "config": given, "registers": registers}
-    found = plan_between(x, _link(first, token), **how)
+    found = plan_between(x, first.link(token), **how)
     products = {product.static.name: product for product in found.products}
     entries: list[tuple[int | None, str]] = [(None, "k"), (None, "v")]
     alike = []
@@ -250,17 +259,11 @@ def _heads(x, token: Token) -> Any:
     return jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype)
 
 
-def _link(layer: Layer, token: Token) -> Link:
-    """The layer's products, as if its own q, k and v came last."""
-    following = Following(layer.qkv, token.rotary, Cache(layer.k, layer.v, token.slots))
-    return Link(layer.out, layer.gate_up, layer.down, following, token.gate)
-
-
 def _for_lanes(layers: Sequence[Layer], token: Token) -> tuple[list[Layer], Token]:
     """With small arrays in dtypes that lanes read."""
     found = []
     for layer in layers:
-        out, gate_up, down, following, _ = for_lanes_of(_link(layer, token))
+        out, gate_up, down, following, _ = for_lanes_of(layer.link(token))
         assert following is not None, "the link has the layer's own q, k and v behind it"
         found.append(Layer(following.qkv, out, gate_up, down, layer.k, layer.v))
         token = token._replace(rotary=following.rotary, slots=following.cache.slots)
@@ -270,18 +273,26 @@ def _for_lanes(layers: Sequence[Layer], token: Token) -> tuple[list[Layer], Toke
 def _kind(layer: Layer) -> Any:
     """What layers that are alike have in common."""
 
+    def numbers_of(product: Weights) -> Weights:
+        """Whose norm's are of Python, whatever they came as: of arrays shapes are compared."""
+        if (norm := product.norm) is None:
+            return product
+        norm = Norm(norm.weight, float(norm.eps), bool(norm.zero_centered))
+        return product._replace(norm=norm)
+
     def of_leaf(leaf: Any) -> Any:
         return (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
 
-    leaves, tree = jax.tree.flatten(layer)
+    leaves, tree = jax.tree.flatten([*map(numbers_of, layer[:4]), layer.k, layer.v])
     return [of_leaf(leaf) for leaf in leaves], tree
 
 
-def _check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
+def check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
+    """Raises: ValueError if shapes or dtypes disagree, as `decode_layers` does."""
     if not layers:
         raise ValueError(f"{NAME}: there are no layers")
     for i, layer in enumerate(layers):
-        check_link(_heads(x, token), x, _link(layer, token), who=f"{NAME}, layer {i}")
+        check_link(_heads(x, token), x, layer.link(token), who=f"{NAME}, layer {i}")
     lengths, kv_heads = token.kv_lengths, token.rotary.kv_heads
     if (n := token.rotary.q_heads) % kv_heads:
         raise ValueError(
@@ -291,7 +302,8 @@ def _check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
         raise ValueError(
             f"{NAME}: kv_lengths is {lengths.dtype}{list(lengths.shape)}, not int32[1]"
         )
-    if token.window is not None and token.window < 1:
+    traced = isinstance(token.window, Tracer)  # which `why_not` has a phrase for
+    if token.window is not None and not traced and token.window < 1:
         raise ValueError(f"{NAME}: window must be at least 1 or None, got {token.window}")
     if (words := meeting_words(kv_heads),) != meeting.shape or meeting.dtype != jnp.int32:
         raise ValueError(

@@ -18,7 +18,7 @@ from typing import Any
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.attention_reference import LOG2E, UNSEEN
 from pallas_kernels.decode_layers_config import KEYS, SPAN, Attend
 from pallas_kernels.device import ACCESS_BYTES, LANES
 from pallas_kernels.lane_arithmetic import all_floats, larger, number, shuffled, words_of_floats
@@ -39,7 +39,6 @@ from pallas_kernels.lane_code import (
 )
 from pallas_kernels.quantized_matmul_config import ACROSS, MMA_COLUMNS
 
-LOWEST = -1e30  # no score is lower; finite, so that what sees nothing gives no NaN
 AT_ONCE = 8  # blocks' parts that a thread asks for at a time
 LINE_BYTES = 128  # of the L2
 _OF_KEYS = "m16n8k16.row.col.f32.bf16.bf16.f32"
@@ -113,7 +112,7 @@ class Attention:
             q, loaded = self._queries(), self._loaded(word(0))
             zero = number(0)
             sums = [zero] * (self.attend.width * 2 // MMA_COLUMNS)
-            start = [number(LOWEST), zero, *sums, *loaded]
+            start = [number(UNSEEN), zero, *sums, *loaded]
             turns = mgpu_utils.fori(self.seen.turns, start)(functools.partial(self._turn, q))
             self._show(list(turns.results)[: 2 + len(sums)])
             barrier()
@@ -198,7 +197,7 @@ class Attention:
 
     def _scores(self, q: list[list[Any]], first: Any, keys: list[list[Any]]) -> list[Any]:
         """Of the lane's row and two of eight keys: the score, as an exponent of 2, and whether it
-        is seen; else LOWEST.
+        is seen; else UNSEEN.
         """
         none = word(0)  # of rows that are not there
         halves = {i: [number(0)] * 4 for i in (0, 2)}
@@ -212,7 +211,7 @@ class Attention:
             key = arith.addi(arith.addi(first, times(self.across, 2)), word(e))
             there = less(key, self.seen.end)
             s = arith.mulf(s, number(self.attend.scale * LOG2E))
-            found.append((arith.select(there, s, number(LOWEST)), there))
+            found.append((arith.select(there, s, number(UNSEEN)), there))
         return found
 
     def _of_columns(self, value: Any) -> list[Any]:
@@ -352,20 +351,20 @@ class Attention:
                 split = arith.minui(split, arith.subi(self.seen.blocks, word(1)))
                 at, stats_at = self._part_at(split, place)
                 top, total = all_floats(load_late(stats_at, 0, 2), "float32")
-                top = arith.select(there, top, number(LOWEST))
+                top = arith.select(there, top, number(UNSEEN))
                 total = arith.select(there, total, number(0))
                 parts.append((top, total, all_floats(load_late(at, 0), "float32")))
             top, total, sums = joined(parts)
             return [top, total, *sums]
 
         steps = arith.divui(arith.addi(self.seen.blocks, word(AT_ONCE - 1)), word(AT_ONCE))
-        start = [number(LOWEST), *[number(0)] * 5]
+        start = [number(UNSEEN), *[number(0)] * 5]
         top, total, *sums = mgpu_utils.fori(steps, start)(some).results
         self._write(place, (top, total, list(sums)))
 
 
 def joined(parts: Sequence[Part]) -> Part:
-    """Several parts as one. Of those whose largest score is LOWEST nothing is left."""
+    """Several parts as one. Of those whose largest score is UNSEEN nothing is left."""
     top = functools.reduce(larger, (part[0] for part in parts))
     totals, columns = [], []
     for each, total, sums in parts:

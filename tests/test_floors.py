@@ -379,7 +379,7 @@ MAY_IMPORT = {
     ),
     "jaxllm.ops.decode_layers": (
         f"{OP} jaxllm.ops.attention jaxllm.ops.between_attentions jaxllm.ops.fused_linear "
-        "pallas_kernels.between_attentions pallas_kernels.decode_layers pallas_kernels.packed"
+        "pallas_kernels.between_attentions pallas_kernels.decode_layers pallas_kernels.measure"
     ),
     "jaxllm.ops": f"{OP} jaxllm.ops.*",
     "jaxllm.cache": "jaxllm.config",

@@ -19,7 +19,13 @@ from jaxllm.ops.between_attentions import (
     no_meeting,
 )
 from jaxllm.ops.cast_transpose import CAST_TRANSPOSE, cast_transpose
-from jaxllm.ops.decode_layers import DECODE_LAYERS, Layer, Token, decode_layers, no_meetings
+from jaxllm.ops.decode_layers import (
+    DECODE_LAYERS,
+    Layer,
+    Token,
+    decode_layers,
+    no_meeting_of_layers,
+)
 from jaxllm.ops.fused_linear import (
     EPILOGUES,
     FUSED_LINEAR,
@@ -89,6 +95,17 @@ def chosen(op: str, *args: Any, **kwargs: Any) -> str:
     return choose(op, table, implementation, *operands, **named)
 
 
+def why_not(op: str, *args: Any, **kwargs: Any) -> str | None:
+    """What keeps a call of the op, whose arguments are as in `explain`, from the implementation
+    that it names; if that is "auto", from the first that there is, a kernel. None: nothing.
+    """
+    table, operands, named = _call("why_not", op, args, kwargs)
+    name = known_name(op, table, named.pop("implementation"))
+    first = next(iter(table.values()))
+    ask = first.why_not_auto if name == "auto" else table[name].why_not
+    return ask(*operands, device=device_lib.current(), **named)
+
+
 def _call(name: str, op: str, args: Any, kwargs: Any) -> tuple[Table, Any, dict[str, Any]]:
     """The table of the op, and what it is called with, defaults included."""
     if op not in OPS:
@@ -129,10 +146,11 @@ __all__ = [
     "linear_log_probs",
     "name_for",
     "no_meeting",
-    "no_meetings",
+    "no_meeting_of_layers",
     "rms_norm",
     "rope",
     "sampling_threshold",
     "scale_softmax",
     "takes_rows",
+    "why_not",
 ]

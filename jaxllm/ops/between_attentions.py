@@ -4,6 +4,7 @@ what time goes to.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,11 +77,13 @@ def with_weights(change: Callable[[Any], Packed], link: Link) -> Link:
 
 def _pallas(heads, x, link, *, meeting, implementation=None, interpret=False):
     del implementation
+    link = with_weights(functools.partial(packed_in, x.dtype), link)
+    return in_one_launch(heads, x, link, meeting=meeting, interpret=interpret)
 
-    def packed(weight: Any) -> Packed:
-        return weight if isinstance(weight, Packed) else Packed.of(weight.astype(x.dtype))
 
-    return in_one_launch(heads, x, with_weights(packed, link), meeting=meeting, interpret=interpret)
+def packed_in(dtype: Any, weight: Any) -> Packed:
+    """A weight as kernels take it: one that is not packed in that dtype."""
+    return weight if isinstance(weight, Packed) else Packed.of(weight.astype(dtype))
 
 
 def in_parts(heads, x, link: Link, *, meeting, implementation):

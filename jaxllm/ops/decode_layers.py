@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -13,24 +13,26 @@ from jaxllm.ops._select import Implementation, Table, pallas, select
 from jaxllm.ops.attention import attention
 from jaxllm.ops.between_attentions import (
     in_parts,
+    packed_in,
     weights_as_shapes,
     why_not_faster,
     with_weights,
 )
 from jaxllm.ops.fused_linear import Cache, fused_linear
-from pallas_kernels.between_attentions import Following, Link
-from pallas_kernels.decode_layers import Layer, Token, meeting_words, why_not
+from pallas_kernels.between_attentions import Link
+from pallas_kernels.decode_layers import Layer, Token, check, meeting_words, why_not
 from pallas_kernels.decode_layers import decode_layers as in_one_launch
-from pallas_kernels.packed import Packed
+from pallas_kernels.measure import size_bytes
 
 # Of a layer's weights, and of its keys and values, up to which "auto" has all layers in one launch.
 # H200, tokens a second in one launch and in two a layer: Qwen2.5-0.5B in bfloat16 (28 MiB) 2054 and
-# 1794 to 1960, Llama-3.1-8B in ternary (52 MiB) 947 and 900 to 945. In int4, us a layer with 300
-# keys 39.7 and 36.9, with 4000 keys (16 MiB) 45.3 and 41.1, without what lies between launches
+# 1794 to 1960, Llama-3.1-8B in ternary (52 MiB) 947 and 900 to 945. Llama-3.1-8B in int4 (112 MiB),
+# us a layer with 300 keys 39.7 and 36.9, with 4000 (16 MiB) 45.3 and 41.1, and two launches have
+# what lies between them beside that
 MOST_BYTES, MOST_CACHE_BYTES = 32 * 2**20, 16 * 2**20
 
 
-def no_meetings(kv_heads: int) -> Int[Array, " words"]:
+def no_meeting_of_layers(kv_heads: int) -> Int[Array, " words"]:
     """What a chain of calls of `decode_layers` begins with."""
     return jnp.zeros(meeting_words(kv_heads), jnp.int32)
 
@@ -43,14 +45,17 @@ def decode_layers(
     meeting: Int[Array, " words"],
     implementation: str | Mapping[str, str] = "auto",
 ) -> tuple[Float[Array, "*B D"], list[tuple[Array, Array]], Int[Array, " words"]]:
-    """(y, of each layer (k, v) with the token in them, meeting): what layers make of x.
+    """(y, of each layer (k, v) with the token in them, meeting): what layers make of x, one row.
 
-    layers: each with its weights, arrays or packed, and its cache. token: what they have in common.
-    meeting: `no_meetings(K)`, or what the call before has returned.
-    "xla" computes it op by op, each by the same `implementation`.
+    layers: each with its weights, arrays or packed, and its cache. token: what they have in common;
+    kv_lengths below 1 count as 1, above S as S.
+    meeting: `no_meeting_of_layers(K)`, or what the call before has returned.
+    "xla" computes it op by op, each by the same `implementation`; "pallas" takes bfloat16, and the
+    whole GPU while it runs.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
     cannot run the call.
     """
+    check(x, _shapes(x, layers, token), token, meeting)
     call = (x, layers, token)
     run = select("decode_layers", DECODE_LAYERS, implementation, *call, meeting=meeting)
     return run(*call, meeting=meeting, implementation=implementation)
@@ -58,19 +63,15 @@ def decode_layers(
 
 def _with(change: Callable[[Link], Link], layer: Layer, token: Token) -> Layer:
     """The layer with other weights, made of those of its products."""
-    following = Following(layer.qkv, token.rotary, Cache(layer.k, layer.v, token.slots))
-    link = change(Link(layer.out, layer.gate_up, layer.down, following))
+    link = change(layer.link(token))
     assert link.following is not None, "no weight went"
     return Layer(link.following.qkv, link.out, link.gate_up, link.down, layer.k, layer.v)
 
 
 def _pallas(x, layers, token, *, meeting, implementation=None, interpret=False):
     del implementation
-
-    def packed(weight: Any) -> Packed:
-        return weight if isinstance(weight, Packed) else Packed.of(weight.astype(x.dtype))
-
-    layers = [_with(lambda link: with_weights(packed, link), layer, token) for layer in layers]
+    change = functools.partial(with_weights, functools.partial(packed_in, x.dtype))
+    layers = [_with(change, layer, token) for layer in layers]
     return in_one_launch(x, layers, token, meeting=meeting, interpret=interpret)
 
 
@@ -91,7 +92,7 @@ def _op_by_op(x, layers, token: Token, *, meeting, implementation):
             window=token.window,
             implementation=implementation,
         )
-        link = Link(layer.out, layer.gate_up, layer.down, None, token.gate)
+        link = layer.link(token)._replace(following=None)
         heads = heads.reshape(*x.shape[:-1], -1)
         x, *_ = in_parts(heads, x, link, meeting=None, implementation=implementation)
         caches.append((k, v))
@@ -111,16 +112,13 @@ def _why_not_pallas(x, layers, token, *, device, meeting) -> str | None:
 def _not_auto(x, layers, token, *, device, meeting) -> str | None:
     del device, meeting
     first = _shapes(x, layers[:1], token)[0]
-    following = Following(first.qkv, token.rotary, Cache(first.k, first.v, token.slots))
-    link = Link(first.out, first.gate_up, first.down, following)
+    link = first.link(token)
     if reason := why_not_faster(x, link):
         return reason
-    arrays = jax.tree.leaves([product.weight for product in link.products.values()])
-    size_bytes = sum(a.size * a.dtype.itemsize for a in arrays)
-    cache_bytes = sum(a.size * a.dtype.itemsize for a in (first.k, first.v))
+    weights = [product.weight for product in link.products.values()]
     for what, size, most in (
-        ("weights", size_bytes, MOST_BYTES),
-        ("keys and values", cache_bytes, MOST_CACHE_BYTES),
+        ("weights", size_bytes(*weights), MOST_BYTES),
+        ("keys and values", size_bytes(first.k, first.v), MOST_CACHE_BYTES),
     ):
         if size > most:
             mib = size / 2**20
@@ -133,4 +131,4 @@ DECODE_LAYERS: Table = {
     "xla": Implementation(_op_by_op),
 }
 
-__all__ = ["DECODE_LAYERS", "Layer", "Token", "decode_layers", "no_meetings"]
+__all__ = ["DECODE_LAYERS", "Layer", "Token", "decode_layers", "no_meeting_of_layers"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from typing import Any
 
 import jax
@@ -43,8 +44,11 @@ BITNET = dataclasses.replace(
 )
 
 
-def made(config: ModelConfig, scheme: str | None = None, how: Any = "auto") -> Any:
-    model = build(config, Runtime("bfloat16", "bfloat16", implementation=how))
+HOW: Any = "auto"
+
+
+def made(config: ModelConfig, scheme: str | None = None, how: Any = None) -> Any:
+    model = build(config, Runtime("bfloat16", "bfloat16", implementation=how or HOW))
     if scheme is not None:
         jaxllm.quantize(model, scheme)
     fusion.fuse(model)
@@ -73,8 +77,9 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found, decode = [], chain.decode
 
     def counted(blocks: Any, *rest: Any) -> Any:
-        found.append(len(blocks))
-        return decode(blocks, *rest)
+        if (result := decode(blocks, *rest)) is not None:
+            found.append(len(blocks))
+        return result
 
     monkeypatch.setattr(chain, "decode", counted)
     jax.clear_caches()
@@ -87,7 +92,7 @@ def test_the_chain_computes_what_blocks_do(scheme: Any, kv: Any, monkeypatch: py
     model, found = made(WIDE, scheme), count(monkeypatch)
     ours = decoded(model, kv=kv)
     assert found == [3]  # the prompt is none, and three steps are one program
-    monkeypatch.setattr(chain, "links", lambda *_: None)
+    monkeypatch.setattr(chain, "decode", lambda *_: None)
     jax.clear_caches()
     np.testing.assert_array_equal(ours, decoded(model, kv=kv))
     assert found == [3]
@@ -98,7 +103,7 @@ def test_of_bitnet(monkeypatch: pytest.MonkeyPatch):
     model, found = made(BITNET, "ternary"), count(monkeypatch)
     ours = decoded(model)
     assert found == [3]
-    monkeypatch.setattr(chain, "links", lambda *_: None)
+    monkeypatch.setattr(chain, "decode", lambda *_: None)
     jax.clear_caches()
     np.testing.assert_array_equal(ours, decoded(model))
     jax.clear_caches()
@@ -160,12 +165,18 @@ def handed(model: Any, rows: int, tokens: int, dtype: Any, kv: Any) -> tuple[Any
     return model.layers, x, [tables[kind] for kind in config.layer_types], caches
 
 
-def links(model: Any, rows: int = 1, tokens: int = 1, dtype: Any = jnp.bfloat16) -> Any:
-    return chain.links(*handed(model, rows, tokens, dtype, jnp.bfloat16))
+def asked(
+    model: Any, rows: int = 1, tokens: int = 1, dtype: Any = jnp.bfloat16, kv: Any = jnp.bfloat16
+) -> tuple[str | None, tuple[Any, ...]]:
+    """What keeps the model's blocks from being a chain, and what `chain` is handed."""
+    given = handed(model, rows, tokens, dtype, kv)
+    return chain.why_not(*given[:3]), given
 
 
 def test_what_is_a_chain():
-    found = links(made(WIDE))
+    reason, given = asked(made(WIDE))
+    assert reason is None
+    found = chain.links(*given)
     assert [link.following is None for link in found] == [False, False, True]
 
 
@@ -193,32 +204,68 @@ def with_another(**changes: Any) -> Any:
     return model
 
 
+def with_another_attention() -> Any:
+    model = made(WIDE)
+    model.layers[2].self_attn.implementation = {"attention": "xla"}
+    return model
+
+
 PARTIAL = Rope(10_000.0, partial_rotary_factor=0.5)
 
 
-@pytest.mark.parametrize(
-    ("model", "call"),
-    [
-        (lambda: made(WIDE), {"rows": 2}),
-        (lambda: made(WIDE), {"tokens": 2}),
-        (lambda: made(WIDE), {"dtype": jnp.float16}),
-        (lambda: build(WIDE, Runtime("bfloat16", "bfloat16")), {}),  # not fused
-        (lambda: made(dataclasses.replace(WIDE, qk_norm=True, model_type="qwen3")), {}),
-        (lambda: made(dataclasses.replace(WIDE, post_norms=True)), {}),
-        (lambda: made(dataclasses.replace(WIDE, rope=PARTIAL)), {}),
-        (with_adapters, {}),
-        (with_an_order, {}),
-        (lambda: with_another(implementation="xla"), {}),
-        (lambda: with_another(dtype=jnp.dtype("float16")), {}),
-    ],
-    ids=[
-        *("two rows", "two tokens", "float16", "not fused", "q_norm", "norms behind"),
-        *("part of a head turned", "adapters", "inputs in another order"),
-        *("two implementations", "two dtypes"),
-    ],
-)
-def test_what_is_none(model: Any, call: dict[str, Any]):
-    assert links(model(), **call) is None
+MORE = "is not fused, or has more around its products than a norm and a sum"
+NONE: Any = {
+    "two rows": (lambda: made(WIDE), {"rows": 2}, "takes one token of one row, got x [2, 1, 128]"),
+    "two tokens": (lambda: made(WIDE), {"tokens": 2}, "takes one token of one row"),
+    "float16": (lambda: made(WIDE), {"dtype": jnp.float16}, "does not compute in float16"),
+    "not fused": (lambda: build(WIDE, Runtime("bfloat16", "bfloat16", HOW)), {}, f"layer 0 {MORE}"),
+    "q_norm": (
+        lambda: made(dataclasses.replace(WIDE, qk_norm=True, model_type="qwen3")),
+        {},
+        f"layer 0 {MORE}",
+    ),
+    "norms behind": (lambda: made(dataclasses.replace(WIDE, post_norms=True)), {}, MORE),
+    "part of a head turned": (lambda: made(dataclasses.replace(WIDE, rope=PARTIAL)), {}, MORE),
+    "adapters": (with_adapters, {}, f"layer 1 {MORE}"),
+    "inputs in another order": (with_an_order, {}, "layer 1 takes inputs in an order of their own"),
+    "two implementations": (
+        lambda: with_another(implementation="xla"),
+        {},
+        "layer 1 has ops of several implementations",
+    ),
+    "two dtypes": (
+        lambda: with_another(dtype=jnp.dtype("float16")),
+        {},
+        "layer 1 does not compute in bfloat16, which x has",
+    ),
+    "an attention of its own": (
+        with_another_attention,
+        {},
+        "layer 2 has ops of several implementations",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_what_is_none(name: str):
+    model, call, phrase = NONE[name]
+    reason, given = asked(model(), **call)
+    assert phrase in str(reason)
+    assert chain.decode(*given) is None
+
+
+@pytest.mark.parametrize("op", ["between_attentions", "decode_layers"])
+@pytest.mark.parametrize("name", ["two rows", "not fused", "q_norm"])
+def test_who_names_an_op_is_told_what_keeps_it(op: str, name: str):
+    """Of one token; a prompt it is never asked about."""
+    model, call, phrase = NONE[name]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys.modules[__name__], "HOW", {op: "pallas"})
+        model = model()
+    _, given = asked(model, **call)
+    with pytest.raises(NotImplementedError, match=f"^{op}: 'pallas' cannot.*{re.escape(phrase)}"):
+        chain.decode(*given)
+    assert chain.decode(*handed(model, 1, 4, jnp.bfloat16, jnp.bfloat16)) is None
 
 
 ODD = dataclasses.replace(WIDE, intermediate_size=72)
@@ -226,9 +273,9 @@ ODD = dataclasses.replace(WIDE, intermediate_size=72)
 
 def test_a_name_for_all_ops_is_that_of_the_products():
     """Where they cannot be had in one launch; whoever names the launch itself is told why."""
-    assert links(made(ODD)) is not None  # "auto" has them by XLA
+    assert chain.decode(*asked(made(ODD))[1]) is not None  # "auto" has them by XLA
     for how in ("pallas", "pallas-interpret"):
-        assert links(made(ODD, how=how)) is None
+        assert chain.decode(*asked(made(ODD, how=how))[1]) is None
     model = made(ODD, how={"between_attentions": "pallas-interpret"})
     with pytest.raises(NotImplementedError, match="takes inputs in multiples of 32, got 72|0.11"):
         decoded(model)
@@ -255,32 +302,57 @@ def test_with_caches_and_scores_of_other_kinds(name: str, monkeypatch: pytest.Mo
     model, found = made(config), count(monkeypatch)
     ours = decoded(model, kv=kv)
     assert found == [3]
-    monkeypatch.setattr(chain, "links", lambda *_: None)
+    monkeypatch.setattr(chain, "decode", lambda *_: None)
     jax.clear_caches()
     np.testing.assert_array_equal(ours, decoded(model, kv=kv))
     jax.clear_caches()
 
 
-def all_layers(config: ModelConfig, kv: Any) -> Any:
-    return chain.layers_of(*handed(made(config), 1, 1, jnp.bfloat16, kv))
+def with_another_activation() -> Any:
+    model = made(BITNET, "ternary")
+    model.layers[1].mlp.activation = "silu"
+    return model
 
 
-@pytest.mark.parametrize("name", OTHERS)
+APART: Any = {
+    "ring": "layers differ in heads, window",
+    "fp8": "layer 0 has keys and values in float8_e4m3fn, not bfloat16",
+    "soft cap": "scores have a soft cap, 4",
+}
+
+
+@pytest.mark.parametrize("name", APART)
 def test_what_all_layers_in_one_launch_leave_out(name: str):
     """Caches that differ, keys in 8 bits, scores with a cap: the kernel has none of them."""
-    assert all_layers(WIDE, jnp.bfloat16) is not None
-    assert all_layers(*OTHERS[name]) is None
+    config, kv = OTHERS[name]
+    assert chain.why_not_together(*asked(made(WIDE))[1]) is None
+    assert APART[name] in str(chain.why_not_together(*asked(made(config), kv=kv)[1]))
+    model = made(config, how={"decode_layers": "pallas"})
+    with pytest.raises(NotImplementedError, match=f"^decode_layers: 'pallas' .*{APART[name]}"):
+        chain.decode(*asked(model, kv=kv)[1])
+
+
+def test_layers_of_two_activations_are_not_alike():
+    given = asked(with_another_activation())[1]
+    assert "activation" in str(chain.why_not_together(*given))
 
 
 # What is named, and the kernels that are left. Two a layer, layers alike share a kernel, and the
 # last layer's makes no q; and the first layer's q, k and v, which have no layer before
 TWO = ["between_attentions", "between_attentions", "decode_attention", "gemv_norm_rope"]
+# And with a launch for each product
+BY_PRODUCT = ["decode_attention", "gemv_norm_rope", "gemv_norm_swiglu", "gemv_plain", "gemv_plain"]
 KERNELS: Any = [
     ("auto", ["decode_layers"]),
     ({"rope": "xla"}, ["decode_layers"]),
     ({"decode_layers": "xla"}, TWO),
     ({"attention": "pallas"}, TWO),
     ({"attention": "auto"}, ["decode_layers"]),
+    ({"decode_layers": "auto", "attention": "pallas"}, TWO),
+    ({"decode_layers": "pallas", "attention": "pallas"}, ["decode_layers"]),
+    ({"between_attentions": "xla"}, BY_PRODUCT),
+    ({"decode_layers": "auto", "between_attentions": "xla"}, BY_PRODUCT),
+    ({"fused_linear": "pallas"}, BY_PRODUCT),
 ]
 
 

@@ -320,21 +320,36 @@ def test_inspect_tells_fused_products_where_a_layer_decodes_with_them():
     }
 
 
-def test_inspect_tells_what_a_layer_has_in_one_launch(monkeypatch):
+def test_inspect_tells_what_decoding_has_in_one_launch(monkeypatch):
+    """All layers, or what lies between two attentions; with a cache as long as a row's may be."""
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
-    wide = dataclasses.replace(TINY, hidden_size=128, intermediate_size=256, head_dim=32)
+    wide = dataclasses.replace(
+        TINY,
+        hidden_size=128,
+        intermediate_size=256,
+        head_dim=32,
+        max_position_embeddings=2**17,  # of which the cache has but few
+    )
+    capped = dataclasses.replace(wide, attn_logit_softcapping=4.0)
     said = {}
-    for name, config in (("wide", wide), ("narrow", TINY), ("norms behind", ALL)):
+    configs = (("wide", wide), ("capped", capped), ("narrow", TINY), ("norms behind", ALL))
+    for name, config in configs:
         model = tiny_models.build(config, Runtime("bfloat16"))
         jaxllm.fuse(model)
         with absent():
             rows = list(cli_inspect.explained(model, "bfloat16"))
-        said[name] = [reasons for op, _, reasons in rows if op == "between_attentions"]
-    assert [reasons["pallas"] for reasons in said["wide"]] == [None]
-    [reasons] = said["narrow"]
+        said[name] = {
+            op: reasons for op, _, reasons in rows if op in ("decode_layers", "between_attentions")
+        }
+    assert said["wide"].keys() == {"decode_layers"}
+    assert said["wide"]["decode_layers"]["pallas"] is None
+    assert said["capped"]["decode_layers"]["pallas"] == "scores have a soft cap, 4"
+    assert said["capped"]["decode_layers"]["between_attentions"] is None
+    assert said["capped"]["between_attentions"]["pallas"] is None
+    reasons = said["narrow"]["between_attentions"]
     assert reasons["pallas"] == "out: takes outputs in multiples of 16 at 1 rows, got 24"
-    assert reasons["xla"] is None
-    assert said["norms behind"] == []
+    assert reasons["op by op"] is None
+    assert said["norms behind"] == {}
 
 
 def test_inspect_asks_with_packed_tables():

@@ -139,6 +139,7 @@ def in_another_format() -> dict[str, Any]:
         (changed(), None),
         (changed("ternary", gate="relu2_glu"), None),
         (in_another_format(), "layer 1 is not like layer 0, in shapes, dtypes or numbers"),
+        (changed(layers=[]), "there are no layers"),
         (changed(x=jnp.ones((2, 128), jnp.bfloat16)), "takes one row of x, got 2"),
         (changed(x=jnp.ones((1, 128), jnp.float16)), "takes bfloat16, got x float16"),
         (changed(gate="relu2_glu"), "only ternary weights have 'relu2_glu'"),
@@ -154,18 +155,54 @@ def test_why_not(arguments: dict[str, Any], phrase: str | None, monkeypatch: pyt
     assert reason is None if phrase is None else phrase in str(reason), reason
 
 
-def test_a_traced_scale_is_refused(monkeypatch: pytest.MonkeyPatch):
+def with_eps(eps: Any, layer: int = 1) -> dict[str, Any]:
+    """A call of which a layer's norm has another."""
+    arguments = changed()
+    layers = list(arguments["layers"])
+    gate_up = layers[layer].gate_up
+    gate_up = gate_up._replace(norm=gate_up.norm._replace(eps=eps))
+    layers[layer] = layers[layer]._replace(gate_up=gate_up)
+    return {**arguments, "layers": layers}
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64])
+def test_layers_with_other_numbers_are_not_alike(kind: Any, monkeypatch: pytest.MonkeyPatch):
+    """Whatever these came as: the kernel has those of the first layer."""
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
-    found = []
-    jax.make_jaxpr(lambda s: found.append(why_not(**changed(scale=s), device=H200)))(1.0)
-    assert found == ["the scale is part of the kernel, and here it is traced"]
+    assert why_not(**with_eps(kind(1e-5)), device=H200) is None or kind is np.float32
+    assert "layer 1 is not like layer 0" in str(why_not(**with_eps(kind(1e-2)), device=H200))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("scale", lambda s: changed(scale=s)),
+        ("window", lambda s: changed(window=s)),
+    ],
+)
+def test_what_is_traced_is_refused(name: str, make: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
+
+    def call(number: Any) -> Any:
+        return decode_layers(**make(number), meeting=MEETING)
+
+    sentence = f"the {name} is part of the kernel, and here it is traced"
+    with absent(), pytest.raises(NotImplementedError, match=sentence):
+        jax.make_jaxpr(call)(5 if name == "window" else 1.0)
+
+
+def test_the_interpreter_has_no_blocks(monkeypatch: pytest.MonkeyPatch):
+    """And so as many key heads as there are."""
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
+    arguments = call(128, 256, (4, 4, 32), PLAIN)
+    assert why_not(**arguments, device=device.INTERPRETED) is None
 
 
 def test_more_key_heads_than_blocks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
-    small = Device("gpu", "NVIDIA H200", 9.0, 2)
+    small = Device("gpu", "NVIDIA H200", 9.0, 1)
     arguments = call(128, 256, (3, 3, 32), PLAIN)
-    assert "3 key heads are more than the 2 blocks" in str(why_not(**arguments, device=small))
+    assert "3 key heads are more than the 1 blocks" in str(why_not(**arguments, device=small))
 
 
 def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):

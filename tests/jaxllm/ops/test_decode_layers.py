@@ -25,7 +25,7 @@ def run(arguments: dict[str, Any], implementation: str) -> Any:
     layers, token = arguments["layers"], arguments["token"]
 
     def of_x(x: jax.Array) -> Any:
-        how = {"meeting": ops.no_meetings(1), "implementation": implementation}
+        how = {"meeting": ops.no_meeting_of_layers(1), "implementation": implementation}
         return ops.decode_layers(x, layers, token, **how)[:2]
 
     compiled = interpreted if "interpret" in implementation else lambda f, *a: jax.jit(f)(*a)
