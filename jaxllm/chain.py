@@ -48,18 +48,18 @@ def decode(
                 _taken(op, how, reason)
         return None
     reason = why_not_together(blocks, x, rotary, caches)
-    layers, token = layers_of(blocks, rotary, caches)
-    meeting = ops.no_meeting_of_layers(token.rotary.kv_heads)
-    if _taken("decode_layers", how, reason, x, layers, token, meeting=meeting):
+    call: Any = () if reason else (x, *layers_of(blocks, rotary, caches))
+    meeting = ops.no_meeting_of_layers(blocks[0].self_attn.kv_heads)
+    if _taken("decode_layers", how, reason, *call, meeting=meeting):
         with jax.named_scope("layers"):
-            x, held, _ = ops.decode_layers(x, layers, token, meeting=meeting, implementation=how)
+            x, held, _ = ops.decode_layers(*call, meeting=meeting, implementation=how)
         return x, [cache.written(*kv)[0] for cache, kv in zip(caches, held, strict=True)]
     found = links(blocks, x, rotary, caches)
     if isinstance(how, str) and how not in ("auto", "xla"):
         for link in found:
             heads = jax.ShapeDtypeStruct((1, 1, link.out.weight.shape[1]), x.dtype)
-            call = heads, x, link
-            if not _taken("between_attentions", how, None, *call, meeting=ops.no_meeting()):
+            of_link = heads, x, link
+            if not _taken("between_attentions", how, None, *of_link, meeting=ops.no_meeting()):
                 return None
     elif not isinstance(how, str) and _others("between_attentions", how):
         how = {**how, "between_attentions": "xla"}
@@ -95,13 +95,11 @@ def why_not_together(
     for i, cache in enumerate(caches):
         if cache.place(x.dtype) is None:
             return f"layer {i} has keys and values in {cache.entry.k.dtype}, not {x.dtype}"
-    kinds = {
-        (own.scale, own.window, own.softcap, own.heads, own.kv_heads, block.mlp.activation)
-        + (type(cache.entry), *map(id, angles))
-        for own, block, cache, angles in zip(
-            (block.self_attn for block in blocks), blocks, caches, rotary, strict=True
-        )
-    }
+    kinds = set()
+    for block, cache, angles in zip(blocks, caches, rotary, strict=True):
+        own = block.self_attn
+        heads = own.scale, own.window, own.softcap, own.heads, own.kv_heads
+        kinds.add((*heads, block.mlp.activation, type(cache.entry), *map(id, angles)))
     if len(kinds) > 1:
         return "layers differ in heads, window, scale, soft cap, rotation, cache or activation"
     if (cap := blocks[0].self_attn.softcap) is not None:
@@ -178,7 +176,7 @@ def _taken(op: str, how: Any, reason: str | None, *call: Any, **rest: Any) -> bo
     name = ops.name_for(op, how)
     if name == "xla":
         return False
-    if name == "auto" and not isinstance(how, str) and (others := _others(op, how)):
+    if others := _others(op, how):
         reason = reason or f"{others[0]} is named"
     if reason is None:
         reason = ops.why_not(op, *call, **rest, implementation=how)
@@ -190,9 +188,9 @@ def _taken(op: str, how: Any, reason: str | None, *call: Any, **rest: Any) -> bo
     return False
 
 
-def _others(op: str, how: Mapping[str, str]) -> list[str]:
-    """What is named of INSTEAD, where the op is not."""
-    if how.get(op, "auto") != "auto":
+def _others(op: str, how: str | Mapping[str, str]) -> list[str]:
+    """What a mapping names of INSTEAD, where it does not name the op."""
+    if isinstance(how, str) or how.get(op, "auto") != "auto":
         return []
     return [other for other in INSTEAD[op] if how.get(other, "auto") != "auto"]
 

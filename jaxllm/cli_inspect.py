@@ -29,6 +29,8 @@ from jaxllm.layers import BitLinear
 from jaxllm.model import Transformer
 from jaxllm.quantize import packed_weights, quantize
 
+CAPACITY = 1024  # of the cache of a row that is asked about: how "auto" chooses goes by it
+
 
 def inspect(
     args: argparse.Namespace, checkpoint: str | os.PathLike[str], dtype: str, out: Console
@@ -95,9 +97,6 @@ def _facts(config: ModelConfig) -> dict[str, str]:
         "windows"
     )
     return facts
-
-
-CAPACITY = 1024  # of the cache of a row that is asked about: how "auto" chooses goes by it
 
 
 def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[str, str | None]]]:

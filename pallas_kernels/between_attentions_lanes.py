@@ -18,7 +18,7 @@ from typing import Any
 from jax._src.lib.mlir.dialects import arith, gpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from pallas_kernels.awaited import clear
+from pallas_kernels.awaited import MOST_POLLS, clear
 from pallas_kernels.between_attentions_bring import Bring
 from pallas_kernels.between_attentions_config import BRINGING, Config, Plan
 from pallas_kernels.between_attentions_tiles import Tiles, tiles_of
@@ -36,8 +36,6 @@ from pallas_kernels.lane_code import (
     word,
 )
 from pallas_kernels.quantized_matmul_config import PARTS
-
-MOST_POLLS = 2**24  # of a block that waits for the others, some ten seconds; then it gives up
 
 
 def begin(config: Config, barriers: Any) -> None:

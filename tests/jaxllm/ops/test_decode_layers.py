@@ -60,3 +60,19 @@ def test_what_auto_leaves_out(of: Any, phrase: str | None, monkeypatch: pytest.M
     assert entry.why_not(*call_of, **rest) is None
     reason = entry.why_not_auto(*call_of, **rest)
     assert reason is None if phrase is None else phrase in str(reason), reason
+
+
+@pytest.mark.parametrize("implementation", ["xla", "auto"])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"layers": []}, "there are no layers"),
+        ({"meeting": jnp.zeros(99)}, r"meeting is float32\[99\], not int32\[3\]"),
+        ({"x": jnp.zeros((2, 128), jnp.bfloat16)}, r"cos must be \[2, 32\], got \[1, 32\]"),
+    ],
+)
+def test_wrong_calls(change: dict[str, Any], sentence: str, implementation: str):
+    """Whatever would compute it."""
+    arguments = {**call(*SMALL), "meeting": ops.no_meeting_of_layers(1), **change}
+    with pytest.raises(ValueError, match=f"^decode_layers.*{sentence}"):
+        ops.decode_layers(**arguments, implementation=implementation)
