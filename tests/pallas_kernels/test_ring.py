@@ -76,5 +76,6 @@ def test_each_row_comes_once_and_in_turn(count, slots):
 def test_who_does_not_claim_a_slot_is_seen():
     x = jnp.ones((5, WIDTH), jnp.float32)
     seen = AssertionError, jax.errors.JaxRuntimeError  # a race, or a barrier that was passed
-    with pytest.raises(seen, match="saw a race|Barrier completed"):
+    # Which one depends on whose thread is ahead; a barrier says how far it has come.
+    with pytest.raises(seen, match="saw a race|[Bb]arrier (completed|is already at)"):
         interpreted(functools.partial(doubled, slots=2, claims=False), x)
