@@ -62,6 +62,7 @@ def test_what_auto_leaves_out(of: Any, phrase: str | None, monkeypatch: pytest.M
     assert reason is None if phrase is None else phrase in str(reason), reason
 
 
+@pytest.mark.own_errors
 @pytest.mark.parametrize("implementation", ["xla", "auto"])
 @pytest.mark.parametrize(
     ("change", "sentence"),
