@@ -26,14 +26,11 @@ class Config:
 
     `warps` divide K between them: 128 bytes of each row are a warp's, and those of all warps are
     brought on chip together, into one of `stages`; `window` of these are on their way at a time.
-    awaited: blocks meet once, behind the first product, and else wait for the numbers that they
-    take (awaited.py).
     """
 
     warps: int = 8
     stages: int = 8
     window: int = 3
-    awaited: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,6 @@ from typing import Any
 from jax._src.lib.mlir.dialects import arith, gpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from pallas_kernels.awaited import MOST_POLLS, clear
 from pallas_kernels.between_attentions_bring import Bring
 from pallas_kernels.between_attentions_config import BRINGING, Config, Plan
 from pallas_kernels.between_attentions_tiles import Tiles, tiles_of
@@ -36,6 +35,8 @@ from pallas_kernels.lane_code import (
     word,
 )
 from pallas_kernels.quantized_matmul_config import PARTS
+
+MOST_POLLS = 2**24  # of a thread that waits for other blocks, some ten seconds; then it gives up
 
 
 def begin(config: Config, barriers: Any) -> None:
@@ -124,19 +125,16 @@ class Chain:
         ring: Any,
         barriers: Any,
         dealt: Any = None,
-        waits: Sequence[Mapping[str, Any]] | None = None,
     ):
         """dtypes, pointers: of each product, as `Block` has them; where its arrays lie is asked for
         when it begins. meeting: an address, see `Meeting`. block: which one it is. ring, barriers:
         addresses on chip. dealt: how many tiles the blocks have had before, a word; None: none.
-        waits: of each product, as `Tiles` has them; None: those of a launch of its own.
         """
         self.plan = plan
         self.stages, self.warps = plan.config.stages, plan.config.warps
         self.meeting = Meeting(meeting, plan.num_blocks, self.warps)
         self.dtypes, self.pointers, self.block = dtypes, pointers, block
         self.ring, self.barriers = ring, barriers
-        self.waits = self._waits() if waits is None else waits
         self.products: dict[int, Tiles] = {}  # those that are multiplied
         # The tiles of all products are dealt in one round after the other
         self.bases = []
@@ -151,29 +149,9 @@ class Chain:
         begin(self.plan.config, self.barriers)
         divided(self.warps, self.multiply, lambda: self.bring(self.nothing_brought()))
 
-    def _waits(self) -> list[dict[str, Any]]:
-        """Of each product; behind the first of them all blocks meet."""
-        last = len(self.plan.products) - 1
-        if not self.plan.config.awaited:
-            return [{}] * (last + 1)
-        found: list[dict[str, Any]] = [{} for _ in range(last + 1)]
-        for i in range(1, last):
-            found[i]["out"] = found[i + 1]["x"] = word(1)
-        return found
-
-    def _clear(self) -> None:
-        """Makes what is awaited such that it is seen when it is there."""
-        thread = arith.addi(times(self.block, self.warps * LANES), mgpu_utils.thread_idx())
-        threads = self.warps * LANES * self.plan.num_blocks
-        for i, product in enumerate(self.plan.products):
-            if "out" in self.waits[i]:
-                width = product.packed.shape[0] // (1 + product.static.gated)
-                clear(self.pointers[i]()["out"], 2 * width, thread, threads)
-
     def _tiles(self, i: int) -> Tiles:
         """A product, whose addresses take registers from here on."""
-        given = self.dtypes[i], self.pointers[i](), self.block, self.waits[i]
-        return tiles_of(self.plan.products[i], *given)
+        return tiles_of(self.plan.products[i], self.dtypes[i], self.pointers[i](), self.block)
 
     def _tiles_of(self, i: int) -> Any:
         """How many of a product's tiles are the block's."""
@@ -241,12 +219,9 @@ class Chain:
     def multiply(self) -> None:
         """Of the warps that multiply: all products, and what follows them."""
         at, gone = self.nothing_multiplied(), []
-        self._clear()
 
         def meet(i: int) -> None:
-            if i > 1 and self.plan.config.awaited:
-                self.meeting.barrier()  # what is on chip must not change while it is used
-            elif i > 0:
+            if i > 0:
                 self.meeting.meet(word(i))
             if i == len(self.plan.products) - 1:
                 gone.append(self.meeting.leave())

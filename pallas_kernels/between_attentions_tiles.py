@@ -28,6 +28,7 @@ from pallas_kernels.lane_code import (
     asm,
     further,
     less,
+    load,
     load_shared,
     load_shared_part,
     mma,
@@ -43,16 +44,9 @@ class Tiles(Block):
     """A product in a block: see `Product`."""
 
     def __init__(
-        self,
-        product: Product,
-        dtypes: Mapping[str, Any],
-        pointers: Mapping[str, Any],
-        block: Any,
-        waits: Mapping[str, Any],
+        self, product: Product, dtypes: Mapping[str, Any], pointers: Mapping[str, Any], block: Any
     ):
-        """As of a `Block`. waits: of "x" and "residual", if they are awaited, as of
-        `awaited.load_awaited`; and "out", if that is awaited.
-        """
+        """As of a `Block`."""
         rows = jax.ShapeDtypeStruct((product.folds, product.inputs), product.dtype)
         super().__init__(
             product.static, rows, product.view, dtypes, pointers, block, late=product.late
@@ -66,9 +60,7 @@ class Tiles(Block):
             self.half_groups = self.k // self.group if product.group_bytes() else 0
             whole = {"m": 1, "n": product.packed.shape[0], "rows": self.out_rows}
             self.finish = dataclasses.replace(self.finish, **whole)
-        self.rows = dataclasses.replace(self.rows, wait=waits.get("x"))
-        more = {"wait": waits.get("residual"), "awaited": "out" in waits}
-        self.finish = dataclasses.replace(self.finish, row_bytes=product.x_bytes, **more)
+        self.finish = dataclasses.replace(self.finish, row_bytes=product.x_bytes)
         # of a row of codes: where the lane's 16 bytes of a part are
         place = arith.addi(times(self.row, product.stride_bytes), times(self.warp, TURN_BYTES))
         place = arith.addi(place, times(self.across, ACCESS_BYTES))
@@ -248,8 +240,8 @@ class TernaryTiles(Tiles):
         """The norm's words."""
         if "norm" not in self.pointers:
             return None
-        norm, warps = self.pointers["norm"], self.config.warps
-        return ternary.read_row(norm, self._inputs, warps, ternary.read_given)
+        read = functools.partial(load, words=4)
+        return ternary.read_row(self.pointers["norm"], self._inputs, self.config.warps, read)
 
     def keep(self, early: Any, barrier: Callable[[], None]) -> None:
         """As in `Tiles`."""
@@ -264,7 +256,6 @@ class TernaryTiles(Tiles):
             eps=self.static.eps or 0.0,
             weight=early,
             late="x" in self.product.late,
-            wait=self.rows.wait,
             barrier=barrier,
         )
         self.scale, self.total = scale, asm("cvt.rn.f32.s32 $0, $1;", "f", total)

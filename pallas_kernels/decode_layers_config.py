@@ -10,9 +10,8 @@ from pallas_kernels.quantized_matmul_config import ACROSS, MMA_COLUMNS
 
 NAMES = ("qkv", "out", "gate_up", "down")  # the products of a layer, in their order
 OWN = ("codes", "scale", "zero", "row_scale", "bias", "norm")  # arrays of a product, by layer
-# Of a layer, its input and its result, which are no arrays of its own
-STREAM = [(0, "x"), (1, "residual"), (3, "out")]
-MEETINGS = 5  # of a layer: before each product, and before what the heads see, if none is awaited
+STREAM = [(0, "x"), (1, "residual")]  # a layer's input, which is no array of its own
+MEETINGS = 5  # of a layer: before each product, and before what the heads see
 KEYS = MMA_COLUMNS  # of a product with q
 SPAN = ACROSS * ACCESS_BYTES // 2  # numbers of a key that four lanes have in one access
 MOST_GROUP = MMA_COLUMNS  # query heads that share a key head
@@ -24,8 +23,8 @@ REGISTERS = {8: (216, 72)}
 
 @dataclasses.dataclass(frozen=True)
 class Config(between.Config):
-    """As of `between_attentions`; where numbers are awaited, blocks meet once a layer, behind q, k
-    and v. turns: of a block's warps over keys, before more blocks share those of a key head.
+    """As of `between_attentions`. turns: of a block's warps over keys, before more blocks share
+    those of a key head.
     """
 
     turns: int = 4
@@ -122,31 +121,10 @@ class Plan(between.Plan):
         return [entry for entry in self.entries if entry not in STREAM]
 
     @property
-    def rows(self) -> int:
-        """Of what blocks hand each other: if it is awaited each layer has its own, for who takes it
-        must not find another's.
-        """
-        return self.layers if self.config.awaited else 1
-
-    def handed_on(self) -> dict[str, tuple[int, int]]:
-        """What blocks hand each other behind the heads, one array behind the other: by name, where
-        it begins in memory, and the bytes of a row. With "stream", what a layer leaves, but where
-        the kernel's result is that of all.
-        """
-        out, gate_up, down = (product.packed.shape for product in self.products[1:])
-        widths = {"heads": out[1], "middle": out[0], "gated": gate_up[0] // 2}
-        if self.config.awaited:
-            widths["stream"] = down[0]
-        found, start = {}, 0
-        for name, width in widths.items():
-            found[name] = (start, 2 * width)
-            start += self.rows * 2 * width
-        return found
-
-    @property
-    def handed_bytes(self) -> int:
-        """Of all of it."""
-        return self.rows * sum(size_bytes for _, size_bytes in self.handed_on().values())
+    def handed_on(self) -> dict[str, int]:
+        """What blocks hand each other, by name: how many numbers."""
+        out, gate_up = (product.packed.shape for product in self.products[1:3])
+        return {"q": out[1], "heads": out[1], "middle": out[0], "gated": gate_up[0] // 2}
 
     @property
     def gate_up(self) -> between.Product:

@@ -32,7 +32,7 @@ def layers(
     a word for each key head; zeros, which come back so.
     Small arrays come as one, which a launch of XLA makes with what they are made of.
     """
-    a, d = plan.attend, x.shape[1]
+    a = plan.attend
     dtypes: list[dict[str, Any]] = [{} for _ in plan.products]
     for (product, name), array in zip(plan.own, own[0], strict=True):
         if product is not None and name == "bias":
@@ -48,20 +48,19 @@ def layers(
     words = jax.new_ref(jnp.concatenate([slots, lengths, meeting]))
 
     def body(x_ref, own, angles_ref, words_ref, *results, **scratch):
-        y, *between = results
-        shared = dict(zip(("q", "handed", "parts", "stats"), between, strict=True))
-        shared |= {"angles": angles_ref, "words": words_ref}
-        refs = (shared, scratch, own, x_ref, y)
+        shared = dict(zip(("y", *plan.handed_on, "parts", "stats"), results, strict=True))
+        shared |= {"x": x_ref, "angles": angles_ref, "words": words_ref}
+        refs = (shared, scratch, own)
         types = jax.tree.map(lambda _: plgpu.RefType(), refs)
 
         @plgpu.inline_mgpu(arg_types=(*types, plgpu.Layout.WG_SPLAT))
         def run(_: Any, *given: Any) -> Any:
             *refs, block = given
-            at, chip, own, x, y = jax.tree.map(address_of, refs)
+            at, chip, own = jax.tree.map(address_of, refs)
             at |= {"cos": at["angles"], "sin": further(at["angles"], word(half_bytes))}
             starts = {"slots": 0, "lengths": 1, "meeting": 2, "counts": 2 + MEETING_WORDS}
             at |= {name: further(at["words"], word(4 * i)) for name, i in starts.items()}
-            Layers(plan, dtypes, at, chip, block.registers.item()).run(own, x, y)
+            Layers(plan, dtypes, at, chip, block.registers.item()).run(own)
 
         run(*refs, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
 
@@ -69,8 +68,8 @@ def layers(
         name: plgpu.SMEM((size_bytes,), jnp.uint8)
         for name, size_bytes in plan.scratch_bytes().items()
     }
-    out_type = [jax.ShapeDtypeStruct((1, n), x.dtype) for n in (d, a.q_heads * a.width)]
-    out_type.append(jax.ShapeDtypeStruct((plan.handed_bytes // x.dtype.itemsize,), x.dtype))
+    widths = x.shape[1], *plan.handed_on.values()
+    out_type = [jax.ShapeDtypeStruct((1, n), x.dtype) for n in widths]
     lead = (a.kv_heads, a.splits, a.group)
     out_type += [jax.ShapeDtypeStruct((*lead, n), jnp.float32) for n in (a.width, 2)]
     results = _compat.kernel(

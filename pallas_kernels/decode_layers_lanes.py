@@ -2,9 +2,8 @@
 
 Four warps of a block bring the weights of all layers on chip, as fast as there is room, and wait
 for nothing else; the others multiply as in `between_attentions`, and between q, k and v and the
-next product they are the heads. All blocks meet before each of the five; or before the heads only,
-and products wait for the numbers that they take, which tell that they are there (awaited.py).
-Layers are alike, and so one loop; where the arrays of each lie stands in a table on chip.
+next product they are the heads. All blocks meet before each of the five. Layers are alike, and so
+one loop; where the arrays of each lie stands in a table on chip.
 As in lane_code.py, values are those of one thread. Imported only by decode_layers_kernel.py.
 """
 
@@ -17,13 +16,20 @@ from typing import Any
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from pallas_kernels.awaited import clear
 from pallas_kernels.between_attentions_config import BRINGING
 from pallas_kernels.between_attentions_lanes import Chain, Meeting, begin, divided
 from pallas_kernels.decode_layers_attention import Attention, Seen
 from pallas_kernels.decode_layers_config import MEETINGS, NAMES, REGISTERS, STREAM, Plan
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import asm, equal, further, times, word
+
+# Of each product, what the block has at which of `Layers.at`
+AROUND: dict[str, dict[str, str]] = {
+    "qkv": {"cos": "cos", "sin": "sin", "slots": "slots", "out": "q"},
+    "out": {"x": "heads", "out": "middle"},
+    "gate_up": {"x": "middle", "out": "gated"},
+    "down": {"x": "gated", "residual": "middle", "out": "y"},
+}
 
 
 class Layers:
@@ -38,31 +44,25 @@ class Layers:
         block: Any,
     ):
         """dtypes: of each product, as `Chain` has them. at: addresses of what layers have in
-        common: cos, sin, slots, lengths, meeting, q, handed (`Plan.handed_on`), and what blocks
-        have of the heads, as in `Attention`. chip: of `Plan.scratch_bytes`. block: which one it is.
+        common: x, y, cos, sin, slots, lengths, meeting, what is in `Plan.handed_on`, and what
+        blocks have of the heads, as in `Attention`. chip: of `Plan.scratch_bytes`. block: which
+        one it is.
         """
         self.plan, self.dtypes, self.at, self.chip = plan, dtypes, at, chip
         self.block, self.warps = block, plan.config.warps
         self.meeting = Meeting(at["meeting"], plan.num_blocks, self.warps)
 
-    def run(self, own: Sequence[Sequence[Any]], x: Any, y: Any) -> None:
-        """All of it. own: of each layer the addresses of `Plan.own`; x, y: of what comes, and of
-        what is made of it.
-        """
-        self.begin(own, x, y)
+    def run(self, own: Sequence[Sequence[Any]]) -> None:
+        """All of it. own: of each layer the addresses of `Plan.own`."""
+        self.begin(own)
         divided(self.warps, self.multiply, self.bring, REGISTERS.get(self.warps))
 
-    def begin(self, own: Sequence[Sequence[Any]], x: Any, y: Any) -> None:
+    def begin(self, own: Sequence[Sequence[Any]]) -> None:
         """Writes the table, a warp a share of it, and sets up the stages' barriers."""
         every = []
         for i, addresses in enumerate(own):
-            last = not self.plan.config.awaited or i + 1 == len(own)
-            made = y if last else self._handed("stream", word(i))
-            rest = iter(addresses)
-            for entry in self.plan.entries:
-                of_stream = made if entry[1] == "out" else x
-                every.append(of_stream if entry in STREAM else next(rest))
-            x = made
+            rest, stream = iter(addresses), self.at["y" if i else "x"]
+            every += [stream if entry in STREAM else next(rest) for entry in self.plan.entries]
         warps = self.warps + BRINGING // LANES
         share = -(-len(every) // warps)
         for warp in range(warps):
@@ -86,11 +86,6 @@ class Layers:
     def multiply(self) -> None:
         """Of the warps that multiply: all products, and between them the heads."""
         seen = Seen(self.plan.attend, self.at["lengths"], self.block)
-        if self.plan.config.awaited:
-            threads = self.warps * LANES
-            thread = arith.addi(times(self.block, threads), mgpu_utils.thread_idx())
-            size_bytes = self.plan.handed_bytes
-            clear(self.at["handed"], size_bytes, thread, threads * self.plan.num_blocks)
 
         @mgpu_utils.fori(word(self.plan.layers), Chain.nothing_multiplied())
         def each_layer(layer: Any, at: Any) -> Any:
@@ -100,30 +95,17 @@ class Layers:
                 if name == "out":
                     self._meet(layer, 1)
                     around = {**self.at, "kept": self.chip["kept"], **cache()}
-                    around["heads"] = self._handed("heads", layer)
                     attention = Attention(self.plan.attend, seen, around)
                     attention.run(self.meeting.barrier)
-                meet = functools.partial(self._meet, layer, i + (i > 0))
-                if self.plan.config.awaited:  # what is on chip must not change while it is used
-                    meet = self.meeting.barrier
-                at = chain.product(i, at, meet)
+                at = chain.product(i, at, functools.partial(self._meet, layer, i + (i > 0)))
             return at
 
         del each_layer
         self.meeting.clear(self.meeting.leave())
 
     def _meet(self, layer: Any, which: int) -> None:
-        """One of a layer's MEETINGS of all blocks; the only one, where numbers are awaited."""
-        before = times(layer, MEETINGS)
-        if self.plan.config.awaited:
-            before, which = layer, 0
-        self.meeting.meet(arith.addi(before, word(which + 1)))
-
-    def _handed(self, name: str, layer: Any) -> Any:
-        """Where something of `Plan.handed_on` is, of a layer."""
-        start, size_bytes = self.plan.handed_on()[name]
-        at = further(self.at["handed"], word(start))
-        return further(at, times(layer, size_bytes)) if self.plan.config.awaited else at
+        """One of a layer's MEETINGS of all blocks."""
+        self.meeting.meet(arith.addi(times(layer, MEETINGS), word(which + 1)))
 
     def _layer(self, layer: Any) -> tuple[Chain, Callable[[], dict[str, Any]]]:
         """A layer's products, and where its cache lies when that is asked for."""
@@ -138,25 +120,12 @@ class Layers:
             return found
 
         def pointers(product: int) -> dict[str, Any]:
-            found = {**self.chip, **own(product)}
-            if product == 0:
-                shared = {name: self.at[name] for name in ("cos", "sin", "slots")}
-                return {**found, **own(None), **shared, "out": self.at["q"]}
-            handed = ({"x": "heads", "out": "middle"}, {"x": "middle", "out": "gated"})
-            handed = (*handed, {"x": "gated", "residual": "middle"})[product - 1]
-            return {**found, **{key: self._handed(name, layer) for key, name in handed.items()}}
+            shared = {name: self.at[at] for name, at in AROUND[NAMES[product]].items()}
+            cache = own(None) if product == 0 else {}
+            return {**self.chip, **own(product), **cache, **shared}
 
         asked = [functools.partial(pointers, i) for i in range(len(NAMES))]
         rest = {"ring": self.chip["ring"], "barriers": self.chip["barriers"]}
-        rest |= {"dealt": times(layer, self.plan.tiles), "waits": self._waits(layer)}
+        rest |= {"dealt": times(layer, self.plan.tiles)}
         chain = Chain(self.plan, self.dtypes, asked, self.at["meeting"], self.block, **rest)
         return chain, functools.partial(own, None)
-
-    def _waits(self, layer: Any) -> list[dict[str, Any]]:
-        """Of each product, for what it waits; the input of the first layer is there."""
-        if not self.plan.config.awaited:
-            return [{}] * len(NAMES)
-        always, later = word(1), arith.minui(layer, word(1))
-        found = [{"x": each, "out": always} for each in (later, always, always, always)]
-        found[1]["residual"], found[3]["residual"] = later, always
-        return found

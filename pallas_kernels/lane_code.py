@@ -23,19 +23,18 @@ HALVES = {"bfloat16": "bf16", "float16": "f16"}
 _LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
 
 
-def asm(text: str, results: str, *operands: Any, effects: bool = False, again: bool = False) -> Any:
+def asm(text: str, results: str, *operands: Any, effects: bool = False) -> Any:
     """PTX: `$0` and so on are the results, by letter (r: 32 bits, l: 64, f: float32), then the
     operands.
 
-    One result comes alone, several as a list, none as None. What has no result has effects. again:
-    operands are read when results have been written, so that they share no register.
+    One result comes alone, several as a list, none as None. What has no result has effects.
     """
     types = {"r": ir.IntegerType.get_signless(32), "f": ir.F32Type.get()}
     types["l"] = ir.IntegerType.get_signless(64)
     outs = [types[letter] for letter in results]
     kind = outs[0] if len(outs) == 1 else llvm.StructType.get_literal(outs) if outs else None
     kind = ir.Type.parse("!llvm.void") if kind is None else kind
-    constraints = [f"={'&' * again}{letter}" for letter in results]
+    constraints = [f"={letter}" for letter in results]
     constraints += [_LETTERS[str(x.type)] for x in operands]
     done: Any = llvm.inline_asm(
         kind, list(operands), text, ",".join(constraints), has_side_effects=effects or not outs

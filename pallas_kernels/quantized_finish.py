@@ -16,7 +16,6 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels import quantized_unpack as unpack
-from pallas_kernels.awaited import load_float_awaited, store_awaited
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_arithmetic import reciprocal_root
 from pallas_kernels.lane_code import (
@@ -52,7 +51,7 @@ class Finish:
     n: outputs of a row of x. apart: the two outputs of a pair. out_row: of out, where x's first
     goes. eps: that of an RMSNorm of x, whose sums of squares lie behind the rows; None: there is
     none. heads, gate: as `Static` has them. late: other blocks of this launch have written the
-    residual. wait: as in `awaited.load_awaited`, if that is awaited. awaited: others wait for out.
+    residual.
     """
 
     at: Mapping[str, Any]
@@ -72,8 +71,6 @@ class Finish:
     eps: float | None = None
     heads: Heads | None = None
     late: bool = False
-    wait: Any = None
-    awaited: bool = False
     gate: str = "swiglu"
 
     @property
@@ -140,11 +137,7 @@ class Finish:
                 found[name] = [number(name, index, dtype) for index in indices]
         if "residual" in self.at:
             index = arith.addi(times(one, self.n), whole)
-            if self.wait is None:
-                found["residual"] = number("residual", index, self.out_dtype, late=self.late)
-            else:
-                address = further(self.at["residual"], times(index, 2))
-                found["residual"] = load_float_awaited(address, inside, self.wait)
+            found["residual"] = number("residual", index, self.out_dtype, late=self.late)
         if self.heads is not None:
             inner = arith.remui(whole, word(2 * self.heads.half))
             index = arith.addi(times(one, self.heads.half), inner)
@@ -205,11 +198,7 @@ class Finish:
             y = arith.addf(y, operands["residual"])
         out = jnp.dtype(self.out_dtype)
         index = arith.addi(times(arith.addi(one, self.out_row), self.n), whole)
-        to = further(self.at["out"], times(index, out.itemsize))
-        if self.awaited:
-            store_awaited(to, y)
-        else:
-            store_float(to, y, out.name)
+        store_float(further(self.at["out"], times(index, out.itemsize)), y, out.name)
 
     def _turn(
         self, heads: Heads, ys: list[Any], one: Any, whole: Any, operands: Mapping[str, Any]

@@ -19,7 +19,6 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_unpack as unpack
-from pallas_kernels.awaited import load_awaited
 from pallas_kernels.device import ACCESS_BYTES, LANES
 from pallas_kernels.lane_arithmetic import (
     added_products,
@@ -42,8 +41,7 @@ class Rows:
     norm. row_bytes: of a row on chip, PART_BYTES of them behind it. offset: of a row's numbers the
     block's first, which has `count` at most. zero_centered: x is multiplied by 1 + weight. summed:
     less the sum of each part's numbers is put on chip at sums, [part, whole columns of a product].
-    late: other blocks of this launch have written x. wait: as in `awaited.load_awaited`, if they
-    are awaited.
+    late: other blocks of this launch have written x.
     """
 
     at: Mapping[str, Any]
@@ -58,7 +56,6 @@ class Rows:
     zero_centered: bool = False
     summed: bool = False
     late: bool = False
-    wait: Any = None
 
     def early(self) -> dict[int, Any]:
         """The norm's weights that the first accesses to x meet, for `keep`: asked for before x is
@@ -78,7 +75,8 @@ class Rows:
         squares: list[Any] = [None] * self.m
         for begin in range(0, len(places), AT_ONCE):
             some = places[begin : begin + AT_ONCE]
-            loaded = self._loaded(some)
+            read_x = load_late if self.late else _load
+            loaded = [self._read(read_x, self._row(one), start) for one, start in some]
             weights = dict(early or {})
             if normed:
                 for _, start in some:
@@ -118,23 +116,11 @@ class Rows:
             places.sort(key=lambda place: place[1])
         return places
 
-    def _loaded(self, some: list[tuple[int, int]]) -> list[list[Any]]:
-        """The words of some accesses to x."""
-        if self.wait is None:
-            read_x = load_late if self.late else _load
-            return [self._read(read_x, self._row(one), start) for one, start in some]
-        return load_awaited(
-            [(self._at(self._row(one), start), 0) for one, start in some], self.wait
-        )
-
-    def _at(self, source: Any, start: int) -> Any:
-        """Where the thread's access to a row at `source` is; past the row's end its last one."""
+    def _read(self, read: Callable[..., list[Any]], source: Any, start: int) -> list[Any]:
+        """The thread's access to a row at `source`; past the row's end its last one."""
         last = arith.subi(self._end(), word(1))
         at = arith.minui(arith.addi(mgpu_utils.thread_idx(), word(start)), last)
-        return further(source, times(at, ACCESS_BYTES))
-
-    def _read(self, read: Callable[..., list[Any]], source: Any, start: int) -> list[Any]:
-        return read(self._at(source, start), 0)
+        return read(further(source, times(at, ACCESS_BYTES)), 0)
 
     def _row(self, one: int) -> Any:
         row = further(self.at["x"], word(one * self.k * 2))

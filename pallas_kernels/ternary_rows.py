@@ -14,7 +14,6 @@ from typing import Any
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels.awaited import load_awaited
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_arithmetic import (
     KINDS,
@@ -41,30 +40,19 @@ SMALLEST = 1e-5  # of the largest magnitude that a row is scaled by
 MAGIC = "0f4B400000"  # 1.5 * 2^23, to which a number is added to be rounded; its bits are then last
 
 
-Read = Callable[[list[tuple[Any, int]]], list[list[Any]]]
-
-
-def read_row(address: Any, k: int, warps: int, read: Read) -> list[Any]:
-    """A thread's words of a row of k numbers; read: four words at each address and offset."""
-    mine = accesses_of_thread(k // EACH, warps * LANES)
-    starts = [further(address, times(place, 2 * EACH)) for place, _ in mine]
-    loaded = iter(read([(at, offset) for at in starts for offset in (0, 2 * EACH // 2)]))
+def read_row(address: Any, k: int, warps: int, read: Callable[..., list[Any]]) -> list[Any]:
+    """A thread's words of a row of k numbers, by `read`: (address, offset) -> four words."""
     found = []
-    for _, there in mine:
-        words = next(loaded) + next(loaded)
+    for place, there in accesses_of_thread(k // EACH, warps * LANES):
+        at = further(address, times(place, 2 * EACH))
+        words = read(at, 0) + read(at, 2 * EACH // 2)
         if there is not None:
             words = [arith.select(there, x, word(0)) for x in words]
         found += words
     return found
 
 
-def read_given(places: list[tuple[Any, int]]) -> list[list[Any]]:
-    """For `read_row`, what no one writes."""
-    return [load(*place, words=4) for place in places]
-
-
-def _read_late(places: list[tuple[Any, int]]) -> list[list[Any]]:
-    return [load_late(*place) for place in places]
+_load = functools.partial(load, words=4)
 
 
 def quantise_rows(
@@ -77,7 +65,6 @@ def quantise_rows(
     eps: float,
     weight: list[Any] | None = None,
     late: bool = False,
-    wait: Any = None,
     barrier: Callable[[], None] | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """What 1 of each row stands for, float32, and the sums of the rows' bytes, int32; the rows are
@@ -85,14 +72,11 @@ def quantise_rows(
 
     at: addresses of x [m, k], norm [k] of x's dtype (if there is one) and, on chip, of rows, int8
     [m, k], and marks, words [3, m, warps]. weight: what `read_row` gave of the norm; None: it is
-    not read yet. late: other blocks of this launch have written x. wait: as in
-    `awaited.load_awaited`, if they are awaited. barrier: as in `over_block`.
+    not read yet. late: other blocks of this launch have written x. barrier: as in `over_block`.
     """
     kind = KINDS[dtype]
     mine = accesses_of_thread(k // EACH, warps * LANES)
-    read_x = _read_late if late else read_given
-    if wait is not None:
-        read_x = functools.partial(load_awaited, wait=wait)
+    load_x = load_late if late else _load
 
     def joined(values: list[Any], operation: str, which: int, first: int) -> list[Any]:
         """Of some rows, over the block."""
@@ -100,13 +84,13 @@ def quantise_rows(
         return over_block(values, operation, marks, warps, barrier)
 
     if weight is None and "norm" in at:
-        weight = read_row(at["norm"], k, warps, read_given)
+        weight = read_row(at["norm"], k, warps, _load)
     step = max(1, MOST_WORDS // (EACH // 2 * len(mine)))
     scales, sums = [], []
     for first in range(0, m, step):
         some = range(first, min(first + step, m))
         starts = [further(at["x"], word(2 * k * row)) for row in some]
-        rows = [read_row(start, k, warps, read_x) for start in starts]
+        rows = [read_row(start, k, warps, load_x) for start in starts]
         if weight is not None:
             squares = [sum_of_squares(words, kind) for words in rows]
             totals = joined(squares, "add.f32", 0, first)

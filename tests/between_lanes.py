@@ -10,7 +10,6 @@ from lane_blocks import Blocks, Part
 from lane_machine import LANES, stand_in
 
 from pallas_kernels import (
-    awaited,
     between_attentions_bring,
     between_attentions_lanes,
     between_attentions_tiles,
@@ -28,7 +27,6 @@ from pallas_kernels.between_attentions_lanes import Chain, begin
 from pallas_kernels.device import Device
 
 MODULES = (
-    awaited,
     between_attentions_bring,
     between_attentions_lanes,
     between_attentions_tiles,

@@ -147,18 +147,16 @@ class Blocks(Machine):
         warps = self.mask.reshape(-1, LANES)
         assert (warps.all(1) | ~warps.any(1)).all(), "a warp's lanes are apart"
 
-    def asm(self, text: str, results: str, *operands: Value, **how: bool) -> Any:
+    def asm(self, text: str, results: str, *operands: Value, effects: bool = False) -> Any:
         if found := re.match(r"bar\.sync \d+, (\d+)", text):
             count = int(self.mask.sum())
             assert count in (0, int(found[1])), f"{count} threads come to a barrier of {found[1]}"
             return None
-        if "ld.relaxed" in text and " bra " in text:
-            return self._awaited(text, results, operands)
         if " bra " in text:
             return self._loop(text, operands)
         if "mbarrier" in text:
             return self._mbarrier(text, operands)
-        return super().asm(text, results, *operands, **how)
+        return super().asm(text, results, *operands, effects=effects)
 
     def _loop(self, text: str, operands: tuple[Value, ...]) -> None:
         """Of a thread that looks again and again."""
@@ -184,33 +182,6 @@ class Blocks(Machine):
             return bool((words[one] >= operands[int(least[1])].bits[one]).all())
 
         self.until(enough)
-
-    def _awaited(self, text: str, results: str, operands: tuple[Value, ...]) -> Any:
-        """Loads, again and again: until no half of a number is all ones where a thread waits, which
-        the last operand says.
-        """
-        instructions = text.replace("again:", "").split(";")
-        wanted = r"[ {}\n]*(@\w+ )?(\.reg|mov\.|ld\.|setp\.ne\.u32)"
-        once = ";".join(each for each in instructions if re.match(wanted, each))
-        wait, one = operands[-1].bits != 0, self.mask.copy()
-        found: list[Any] = []
-
-        def there() -> bool:
-            self.mask, before = one, self.mask
-            done = super(Blocks, self).asm(once, results, *operands)
-            self.mask = before
-            found[:] = [done]
-            bits = [x.bits[one & wait] for x in (done if len(results) > 1 else [done])]
-            low = len(results) > 1  # a number alone is a word's upper half
-            return not any((b >> np.uint64(16) == 0xFFFF).any() for b in bits) and not (
-                low and any((b & np.uint64(0xFFFF) == 0xFFFF).any() for b in bits)
-            )
-
-        if self.mask.any():
-            self.until(there)
-        else:
-            there()
-        return found[0]
 
     def _passed(self, key: tuple[int, int], parity: int) -> bool:
         for bring in self.coming.pop(key, []):

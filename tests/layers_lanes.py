@@ -31,14 +31,11 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
     held["meeting"] = np.zeros(meeting_words(a.kv_heads), np.uint32)
     for i, layer in enumerate(layers):
         held |= {f"{i} {name}": a for name, a in zip(names, _own(plan, layer), strict=True)}
-    for name, n in (("y", d), ("q", a.q_heads * a.width)):
+    for name, n in {"y": d, **plan.handed_on}.items():
         held[name] = np.full((1, n), np.nan, x.dtype)
     lead = (a.kv_heads, a.splits, a.group)
     for name, n in (("parts", a.width), ("stats", 2)):
         held[f"blocks' {name}"] = np.full((*lead, n), np.nan, np.float32)
-    # what lies there is of another call, if it is cleared
-    fill = 1.0 if config.awaited else np.nan
-    held["handed"] = np.full(plan.handed_bytes // 2, fill, x.dtype)
     held = {name: np.asarray(array) for name, array in held.items()}
     threads = config.warps * LANES
     machine = Blocks(held, plan.scratch_bytes(), threads + 4 * LANES, blocks)
@@ -50,7 +47,7 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
         if name == "bias":
             dtypes[product][name] = array.dtype
     dtypes[0] |= {"cos": token.rotary.cos.dtype, "sin": token.rotary.sin.dtype}
-    shared = ("cos", "sin", "slots", "lengths", "meeting", "q", "handed")
+    shared = ("x", "y", "cos", "sin", "slots", "lengths", "meeting", *plan.handed_on)
     around = {name: at[name] for name in shared}
     around |= {name: at[f"blocks' {name}"] for name in ("parts", "stats")}
     around["counts"] = machine.constant(int(at["meeting"].bits[0]) + 8, "i64")
@@ -58,7 +55,7 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
     parts = []
     for block in range(blocks):
         run = Layers(plan, dtypes, around, chip, machine.at_block(block))
-        run.begin(own, at["x"], at["y"])
+        run.begin(own)
         parts.append(Part(block, 0, threads, run.multiply))
         parts.append(Part(block, threads, threads + 4 * LANES, run.bring))
     machine.together(parts)

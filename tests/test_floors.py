@@ -86,12 +86,10 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_unpack"
     ),
     "pallas_kernels.quantized_rows": (
-        "pallas_kernels.awaited "
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic "
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
     ),
     "pallas_kernels.quantized_finish": (
-        "pallas_kernels.awaited "
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic "
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
     ),
@@ -121,7 +119,6 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.lane_code"
     ),
     "pallas_kernels.between_attentions_lanes": (
-        "pallas_kernels.awaited "
         "pallas_kernels.between_attentions_bring "
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_tiles "
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.quantized_matmul_config"
@@ -148,7 +145,6 @@ MAY_IMPORT = {
         "pallas_kernels.quantized_matmul_config"
     ),
     "pallas_kernels.decode_layers_lanes": (
-        "pallas_kernels.awaited "
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_lanes "
         "pallas_kernels.decode_layers_attention pallas_kernels.decode_layers_config "
         "pallas_kernels.device pallas_kernels.lane_code"
@@ -196,9 +192,7 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.lane_code": "pallas_kernels.device",
     "pallas_kernels.lane_arithmetic": "pallas_kernels.device pallas_kernels.lane_code",
-    "pallas_kernels.awaited": "pallas_kernels.device pallas_kernels.lane_code",
     "pallas_kernels.ternary_rows": (
-        "pallas_kernels.awaited "
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic"
     ),
     "pallas_kernels.ternary_finish": "pallas_kernels.device pallas_kernels.lane_code",

@@ -7,7 +7,6 @@ the weights, whose arrays are the arguments behind heads and x.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -19,7 +18,6 @@ from benchmarks.case import Case
 from benchmarks.models import LLAMA, LLAMA_8B, PHI_3_MINI, QWEN
 from jaxllm import ops
 from jaxllm.config import ModelConfig
-from pallas_kernels import device
 from pallas_kernels.around_product import Cache, Norm, Rotary
 from pallas_kernels.between_attentions import (
     Following,
@@ -27,7 +25,6 @@ from pallas_kernels.between_attentions import (
     Weights,
     between_attentions,
     between_attentions_reference,
-    plan_of,
 )
 from pallas_kernels.measure import size_bytes
 from pallas_kernels.packed import PLAIN, Packed
@@ -59,11 +56,7 @@ def cases() -> list[Case]:
         for form in (PLAIN, "int8", "int4", "ternary")
     ]
     found += [_case("Llama-3.1-8B", *form) for form in FORMATS]
-    found.append(_case("Qwen2.5-0.5B", "int8", last=True, compile_only=True))
-    return found + [
-        _case("Llama-3.1-8B", form, awaited=True, compile_only=True)
-        for form in (PLAIN, "int8", "int4", "ternary")
-    ]
+    return [*found, _case("Qwen2.5-0.5B", "int8", last=True, compile_only=True)]
 
 
 def _case(
@@ -73,7 +66,6 @@ def _case(
     zeros: bool = False,
     *,
     last: bool = False,
-    awaited: bool = False,
     compile_only: bool = False,
 ) -> Case:
     config = MODELS[name]
@@ -86,9 +78,9 @@ def _case(
     call = functools.partial(_call, link)
     return Case(
         op="between_attentions",
-        label=", ".join([*words, *["the last layer"] * last, *["awaited"] * awaited]),
+        label=", ".join([*words, *["the last layer"] * last]),
         arguments=arguments,
-        run=functools.partial(call, _awaited if awaited else between_attentions),
+        run=functools.partial(call, between_attentions),
         plain=functools.partial(call, _plain),
         kind="memory-read",
         # of the cache a token is written; what passes between the products stays in the L2
@@ -98,10 +90,7 @@ def _case(
         keywords={"link": link},
         make=make,
         truth=functools.partial(_truth, link) if d * f < MOST_NUMBERS else None,
-        rivals={
-            "four launches": functools.partial(call, _four_launches),
-            "ours, awaited": functools.partial(call, _awaited),
-        },
+        rivals={"four launches": functools.partial(call, _four_launches)},
         compile_only=compile_only,
     )
 
@@ -187,13 +176,6 @@ def _call(link: Link, run: Any, heads: Any, x: Any, *arrays: Any) -> Any:
 
 def _plain(heads: Any, x: Any, link: Link, **_: Any) -> Any:
     return between_attentions_reference(heads, x, link)
-
-
-def _awaited(heads: Any, x: Any, link: Link, **rest: Any) -> Any:
-    """Ours, by blocks that wait for numbers."""
-    config = plan_of(x, link, device=device.current()).config
-    config = dataclasses.replace(config, awaited=True)
-    return between_attentions(heads, x, link, **rest, config=config)
 
 
 def _four_launches(heads: Any, x: Any, link: Link, **rest: Any) -> Any:

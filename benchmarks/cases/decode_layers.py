@@ -7,7 +7,6 @@ whose arrays are the arguments behind x.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -18,14 +17,12 @@ import numpy as np
 from benchmarks.case import Case
 from benchmarks.cases.between_attentions import MODELS, filled, link_of, made_of
 from jaxllm import ops
-from pallas_kernels import device
 from pallas_kernels.decode_layers import (
     Layer,
     Token,
     decode_layers,
     decode_layers_reference,
     meeting_words,
-    plan_of,
 )
 from pallas_kernels.measure import size_bytes
 from pallas_kernels.packed import PLAIN
@@ -45,13 +42,10 @@ TRUE = "Qwen2.5-0.5B"  # whose layers a host multiplies in float64 within second
 def cases() -> list[Case]:
     """Ternary weights are compiled only: int8 made of x makes a step of any rounding."""
     found = [_case(*call, compile_only=call[1] == "ternary") for call in CALLS]
-    found.append(_case("Qwen2.5-0.5B", PLAIN, keys=LONG))
-    return found + [_case(*call, awaited=True, compile_only=True) for call in CALLS[::3]]
+    return [*found, _case("Qwen2.5-0.5B", PLAIN, keys=LONG)]
 
 
-def _case(
-    name: str, form: str, *, keys: int = KEYS, awaited: bool = False, compile_only: bool = False
-) -> Case:
+def _case(name: str, form: str, *, keys: int = KEYS, compile_only: bool = False) -> Case:
     how = (form, 128 if form == "int4" and name != "Qwen2.5-0.5B" else None, False)
     layers, token = structure = _structure(name, how, max(SLOTS, keys))
     config = MODELS[name]
@@ -62,9 +56,9 @@ def _case(
     call = functools.partial(_call, structure)
     return Case(
         op="decode_layers",
-        label=f"{name}, {form}, {LAYERS} layers, {keys} keys" + ", awaited" * awaited,
+        label=f"{name}, {form}, {LAYERS} layers, {keys} keys",
         arguments=arguments,
-        run=functools.partial(call, _awaited if awaited else decode_layers),
+        run=functools.partial(call, decode_layers),
         plain=functools.partial(call, _plain),
         kind="memory-read",
         # of the cache what is seen; what passes between the products stays in the L2
@@ -74,10 +68,7 @@ def _case(
         keywords={"structure": structure},
         make=make,
         truth=functools.partial(_truth, structure) if name == TRUE and keys == KEYS else None,
-        rivals={
-            "a launch a product": functools.partial(call, _launches),
-            "ours, awaited": functools.partial(call, _awaited),
-        },
+        rivals={"a launch a product": functools.partial(call, _launches)},
         compile_only=compile_only,
     )
 
@@ -111,12 +102,6 @@ def _call(structure: Any, run: Any, x: Any, *arrays: Any) -> Any:
 
 def _plain(x: Any, layers: Any, token: Any, **_: Any) -> Any:
     return decode_layers_reference(x, layers, token)
-
-
-def _awaited(x: Any, layers: Any, token: Any, **rest: Any) -> Any:
-    """Ours, by blocks that wait for numbers."""
-    config = plan_of(x, layers, token, device=device.current()).config
-    return decode_layers(x, layers, token, **rest, config=dataclasses.replace(config, awaited=True))
 
 
 def _launches(x: Any, layers: Any, token: Any, **rest: Any) -> Any:

@@ -20,7 +20,7 @@ from kernels import interpreted
 from quantized_calls import FORMATS
 
 from jaxllm import aot
-from pallas_kernels import _compat, device, ternary_matmul
+from pallas_kernels import _compat, ternary_matmul
 from pallas_kernels.between_attentions import (
     Config,
     between_attentions,
@@ -351,12 +351,11 @@ def test_every_output_is_some_blocks(model: Any, form: str):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("awaited", [False, True])
 @pytest.mark.parametrize("form", [PLAIN, "int4", "ternary"])
-def test_compiled(form: str, awaited: bool):
+def test_compiled(form: str):
     """One launch; codes are read by 16 bytes, and multiplied by tensor cores."""
     shapes = shapes_of(partial(call, 256, 512, (4, 2, 64), form))
-    run, arrays = jitted(shapes, config=Config(awaited=awaited))
+    run, arrays = jitted(shapes)
     program = aot.compile_for(run, *arrays)
     assert program.mosaic_launches() == ["between_attentions"]
     kernel = program.kernel("between_attentions")
@@ -397,26 +396,22 @@ def test_bitnet_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("awaited", [False, True])
-@pytest.mark.parametrize("warps_stages_window", [(4, 6, 2), (8, 3, 3), (16, 2, 1)])
+@pytest.mark.parametrize("config", [Config(4, 6, 2), Config(8, 3, 3), Config(16, 2, 1)])
 @pytest.mark.parametrize("form", [PLAIN, "int8", "int4", "ternary"])
-def test_configs_on_a_gpu(form: str, warps_stages_window: Any, awaited: bool):
-    arguments, config = call(1024, 4096, (8, 2, 128), form), Config(*warps_stages_window, awaited)
+def test_configs_on_a_gpu(form: str, config: Config):
+    arguments = call(1024, 4096, (8, 2, 128), form)
     *found, _ = on_device(arguments, config=config)
     assert_right(arguments, found)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("awaited", [False, True])
 @pytest.mark.parametrize("form", [PLAIN, "int4", "ternary"])
-def test_a_hundred_times_on_a_gpu(form: str, awaited: bool):
+def test_a_hundred_times_on_a_gpu(form: str):
     """The same bits each time, by one meeting and of two calls in turn: nobody reads what was not
     written yet, which would be the other's.
     """
     arguments = call(*LLAMA_1B, form)
-    config = plan_of(arguments["x"], arguments["link"], device=device.current()).config
-    config = dataclasses.replace(config, awaited=awaited)
-    run, (arrays, meeting) = jitted(arguments, config=config)
+    run, (arrays, meeting) = jitted(arguments)
     rows = [i for i, a in enumerate(arrays) if a.shape[:-1] == (1,) and a.dtype == jnp.bfloat16]
     assert len(rows) == 2  # heads and x
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 from between_calls import assert_right, call
 from between_lanes import by_lanes
 
-from pallas_kernels import between_attentions_lanes, quantized_rows
-from pallas_kernels.awaited import load_awaited
+from pallas_kernels import between_attentions_lanes
 from pallas_kernels.between_attentions import Config
 from pallas_kernels.between_attentions_lanes import Chain, Meeting
 from pallas_kernels.packed import PLAIN
@@ -40,11 +38,10 @@ CALLS: Any = {
 }
 
 
-@pytest.mark.parametrize("awaited", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_lanes(name: str, awaited: bool, monkeypatch: Any):
+def test_lanes(name: str, monkeypatch: Any):
     config, blocks, make = CALLS[name]
-    config, arguments = dataclasses.replace(config, awaited=awaited), make()
+    arguments = make()
     with monkeypatch.context() as patched:
         ours = by_lanes(patched, arguments, config, blocks)
     assert_right(arguments, ours)
@@ -68,11 +65,6 @@ def without(awaited: str) -> Any:
     return staticmethod(some)
 
 
-def unawaited(places: Any, wait: Any) -> Any:
-    """`load_awaited` that takes what is there."""
-    return load_awaited(places, type(wait)(0 * wait.bits, wait.type))
-
-
 FAULTS: Any = {
     "a stage is read before it is full": (
         Chain,
@@ -83,8 +75,6 @@ FAULTS: Any = {
     "a stage is filled before it is read": (Chain, "_wait", without("empty"), "wait for ever"),
     "blocks do not wait": (Meeting, "meet", lambda *_: None, "not finite"),
     "more are waited for": (between_attentions_lanes, "BRINGING", 160, "wait for ever"),
-    "numbers are not cleared": (between_attentions_lanes, "clear", lambda *_: None, "not finite"),
-    "numbers are not waited for": (quantized_rows, "load_awaited", unawaited, "not finite"),
 }
 
 
@@ -94,6 +84,5 @@ def test_faults_are_seen(fault: str, monkeypatch: Any):
     *what, said = FAULTS[fault]
     arguments = call(128, 256, (2, 1, 64), PLAIN)
     monkeypatch.setattr(*what)
-    config = Config(4, 3, 2, awaited=fault.startswith("numbers"))
     with pytest.raises(AssertionError, match=said):
-        assert_right(arguments, by_lanes(monkeypatch, arguments, config, 3))
+        assert_right(arguments, by_lanes(monkeypatch, arguments, Config(4, 3, 2), 3))

@@ -21,7 +21,6 @@ from layers_calls import assert_right, call, jitted, poisoned
 
 from jaxllm import aot
 from pallas_kernels import _compat, device
-from pallas_kernels.awaited import AWAITED
 from pallas_kernels.decode_layers import (
     MOST_ARRAYS,
     decode_layers,
@@ -327,26 +326,11 @@ def test_on_a_gpu(name: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("awaited", [False, True])
 @pytest.mark.parametrize("turns", [1, 3, 100])
 @pytest.mark.parametrize("warps", [4, 8, 16])
-def test_configs_on_a_gpu(warps: int, turns: int, awaited: bool):
+def test_configs_on_a_gpu(warps: int, turns: int):
     arguments = call(*WIDE, slots=1500, keys=1400, scale=PEAKED)
-    config = Config(warps, 4, 2, awaited, turns)
-    assert_right(arguments, on_device(arguments, config=config))
-
-
-def awaiting(arguments: dict[str, Any]) -> Config:
-    """The config that it has, but that numbers are awaited."""
-    plan = plan_of(**arguments, device=device.current())
-    return dataclasses.replace(plan.config, awaited=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", DEVICE_CALLS)
-def test_awaited_on_a_gpu(name: str):
-    arguments = DEVICE_CALLS[name]()
-    assert_right(arguments, on_device(arguments, config=awaiting(arguments)))
+    assert_right(arguments, on_device(arguments, config=Config(warps, 4, 2, turns)))
 
 
 @pytest.mark.gpu
@@ -355,39 +339,34 @@ def test_vmap_on_a_gpu():
     arguments = call(*QWEN, slots=64, keys=40)
     x = arguments.pop("x")
     rows = jnp.stack([x, 2 * x, -x])
-    run = partial(decode_layers, **arguments, meeting=MEETING)
+    meeting = jnp.zeros(meeting_words(2), jnp.int32)
+    run = partial(decode_layers, **arguments, meeting=meeting)
     y, _, _ = jax.vmap(lambda x: run(x))(rows)
     for i, row in enumerate(rows):
         np.testing.assert_array_equal(y[i], run(row)[0])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("awaited", [False, True])
 @pytest.mark.parametrize("form", ["int8", "int4", "ternary", PLAIN])
-def test_nan_on_a_gpu(form: str, awaited: bool):
-    """One with all bits set, too, which among blocks stands for what is not there yet."""
+def test_nan_on_a_gpu(form: str):
     arguments = call(*WIDE, form)
-    x = np.asarray(arguments["x"]).view(np.uint16).copy()
-    x[0, 5] = AWAITED
-    arguments["x"] = jnp.asarray(x.view(jnp.bfloat16))
-    config = awaiting(arguments) if awaited else None
-    y, _ = on_device(arguments, config=config)
+    arguments["x"] = arguments["x"].at[0, 5].set(jnp.nan)
+    y, _ = on_device(arguments)
     assert np.isnan(y.astype(jnp.float32)).all()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("awaited", [False, True])
-def test_a_hundred_times_on_a_gpu(awaited: bool):
+def test_a_hundred_times_on_a_gpu():
     """The same bits each time, by one meeting and of two calls in turn: nobody reads what was not
     written yet, which would be the other's.
     """
     arguments = call(*QWEN, layers=4, slots=2048, keys=2000)
-    words, config = meeting_words(2), awaiting(arguments) if awaited else None
+    words = meeting_words(2)
 
     def of(sign: Any, meeting: Any) -> Any:
         x = sign * arguments["x"]
         y, caches, meeting = decode_layers(
-            x, arguments["layers"], arguments["token"], meeting=meeting, config=config
+            x, arguments["layers"], arguments["token"], meeting=meeting
         )
         return [y, *jax.tree.leaves(caches)], meeting
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from layers_calls import assert_right, call, poisoned
 from layers_lanes import by_lanes
 
-from pallas_kernels import decode_layers_attention, decode_layers_lanes
-from pallas_kernels.awaited import AWAITED
+from pallas_kernels import decode_layers_attention
 from pallas_kernels.between_attentions_lanes import Meeting
 from pallas_kernels.decode_layers_attention import Attention, Seen
 from pallas_kernels.decode_layers_config import Config
@@ -61,11 +57,10 @@ CALLS: Any = {
 }
 
 
-@pytest.mark.parametrize("awaited", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_lanes(name: str, awaited: bool, monkeypatch: pytest.MonkeyPatch):
+def test_lanes(name: str, monkeypatch: pytest.MonkeyPatch):
     config, blocks, make = CALLS[name]
-    config, arguments = dataclasses.replace(config, awaited=awaited), make()
+    arguments = make()
     with monkeypatch.context() as patched:
         ours = by_lanes(patched, poisoned(arguments), config, blocks)
     assert_right(arguments, ours)
@@ -75,16 +70,6 @@ def test_a_block_alone(monkeypatch: pytest.MonkeyPatch):
     """Nobody to wait for, and all heads and tiles are its own."""
     arguments = call(128, 128, (2, 1, 64), PLAIN)
     assert_right(arguments, by_lanes(monkeypatch, poisoned(arguments), Config(4, 2, 1), 1))
-
-
-def test_what_comes_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
-    """A NaN whose bits say of numbers that blocks hand each other that they are not there."""
-    arguments = call(128, 128, (2, 1, 64), PLAIN)
-    bits = np.asarray(arguments["x"]).view(np.uint16).copy()
-    bits[0, 5] = AWAITED
-    arguments["x"] = jnp.asarray(bits.view(arguments["x"].dtype))
-    y, _ = by_lanes(monkeypatch, poisoned(arguments), Config(4, 2, 1, awaited=True), 3)
-    assert np.isnan(y.astype(np.float32)).all()
 
 
 SEVERAL = partial(call, 128, 128, (2, 1, 128), slots=100, keys=99)
@@ -103,8 +88,6 @@ FAULTS: Any = {
         "not finite|nothing lies",
     ),
     "nobody is a head": (Attention, "run", lambda *_: None, "not finite"),
-    "numbers are not cleared": (decode_layers_lanes, "clear", lambda *_: None, "error is"),
-    "numbers of no one are waited for": (Attention, "run", lambda *_: None, "wait for ever"),
 }
 
 
@@ -114,7 +97,6 @@ def test_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch):
     *what, said = FAULTS[fault]
     arguments = SEVERAL()
     monkeypatch.setattr(*what)
-    config = Config(4, 3, 2, turns=1, awaited=fault.startswith("numbers"))
-    run = partial(by_lanes, monkeypatch, poisoned(arguments), config, 3)
+    run = partial(by_lanes, monkeypatch, poisoned(arguments), Config(4, 3, 2, turns=1), 3)
     with pytest.raises(AssertionError, match=said):
         assert_right(arguments, run())

@@ -54,7 +54,7 @@ def by_digits(monkeypatch: Any, packed: Any, x: np.ndarray) -> np.ndarray:
     stand_in(monkeypatch, machine, MODULES)
     block = machine.at_block(0)
     word = lane_code.word
-    tiles = DigitTiles(product, {}, machine.at, block, {})
+    tiles = DigitTiles(product, {}, machine.at, block)
     tiles.keep(tiles.early(), lambda: None)
     barrier, stage, sums = machine.at["barriers"], machine.at["ring"], tiles.zeros()
     machine.asm("mbarrier.init.shared::cta.b64 [$0], 128;", "", barrier)
