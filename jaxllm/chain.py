@@ -80,8 +80,9 @@ def why_not(
             return f"layer {i} takes inputs in an order of their own"
         if any(linear.dtype != x.dtype for linear in _linears(block)):
             return f"layer {i} does not compute in {x.dtype}, which x has"
-        if any(each.implementation != how for each in (block.self_attn, *_linears(block))):
-            return f"layer {i} has ops of several implementations"
+        for each in (block.self_attn, *_linears(block)):
+            if each.implementation != how:
+                return f"layer {i} has ops by {each.implementation!r}, layer 0 by {how!r}"
     return None
 
 
@@ -95,16 +96,28 @@ def why_not_together(
     for i, cache in enumerate(caches):
         if cache.place(x.dtype) is None:
             return f"layer {i} has keys and values in {cache.entry.k.dtype}, not {x.dtype}"
-    kinds = set()
-    for block, cache, angles in zip(blocks, caches, rotary, strict=True):
-        own = block.self_attn
-        heads = own.scale, own.window, own.softcap, own.heads, own.kv_heads
-        kinds.add((*heads, block.mlp.activation, type(cache.entry), *map(id, angles)))
-    if len(kinds) > 1:
-        return "layers differ in heads, window, scale, soft cap, rotation, cache or activation"
+    first = _kind(blocks[0], caches[0], rotary[0])
+    for i, given in enumerate(zip(blocks, caches, rotary, strict=True)):
+        for what, value in _kind(*given).items():
+            if value != first[what]:
+                return f"layer {i} has another {what} than layer 0"
     if (cap := blocks[0].self_attn.softcap) is not None:
         return f"scores have a soft cap, {cap:g}"
     return None
+
+
+def _kind(block: Block, cache: LayerCache, angles: Tables) -> dict[str, Any]:
+    """What layers have in common that are one op, by name."""
+    own = block.self_attn
+    return {
+        "window": own.window,
+        "scale": own.scale,
+        "soft cap": own.softcap,
+        "number of heads": (own.heads, own.kv_heads),
+        "rotation": tuple(map(id, angles)),
+        "kind of cache": type(cache.entry),
+        "activation": block.mlp.activation,
+    }
 
 
 def layers_of(

@@ -132,12 +132,8 @@ def between_attentions(
     (unless `interpret`, which runs product by product), or for what `why_not` says.
     """
     check(heads, x, link, who="between_attentions")
-    if meeting.shape != (MEETING_WORDS,) or meeting.dtype != jnp.int32:
-        raise ValueError(
-            f"between_attentions: meeting is {meeting.dtype}{list(meeting.shape)}, not "
-            f"int32[{MEETING_WORDS}]"
-        )
-    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    check_meeting(meeting, MEETING_WORDS, who="between_attentions")
+    device = device_lib.INTERPRETED_OP_BY_OP if interpret else device_lib.current()
     if (reason := why_not(heads, x, link, device=device)) is not None:
         raise NotImplementedError(f"between_attentions: cannot run this call: {reason}")
     plan = plan_of(x, link, device=device, config=config)
@@ -366,6 +362,14 @@ def check(heads, x, link: Link, *, who: str) -> None:
                 )
         rest = {"norm": norm, "bias": bias, "epilogue": _epilogue(name), "out_dtype": None}
         check_product(rows[name], weight, **rest, **around, who=f"{who}, {name}")
+
+
+def check_meeting(meeting, words: int, *, who: str) -> None:
+    """Raises: ValueError, in the name of the op `who`, if a meeting has not so many words."""
+    shape, dtype = getattr(meeting, "shape", None), getattr(meeting, "dtype", None)
+    if shape != (words,) or dtype != jnp.int32:
+        found = "no array" if shape is None else f"{dtype}{list(shape)}"
+        raise ValueError(f"{who}: meeting is {found}, not int32[{words}]")
 
 
 def _plain(plan: Plan, heads, x, weights, biases, norms, angles, cache, meeting):

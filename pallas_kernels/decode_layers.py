@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
+from jax.tree_util import keystr
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import decode_layers_kernel as kernel
@@ -36,6 +37,7 @@ from pallas_kernels.between_attentions import (
     Following,
     Link,
     Weights,
+    check_meeting,
     for_lanes_of,
     heads_of,
     in_parts,
@@ -138,7 +140,7 @@ def decode_layers(
     (unless `interpret`, which runs op by op), or for what `why_not` says.
     """
     check(x, layers, token, meeting)
-    device = device_lib.INTERPRETED if interpret else device_lib.current()
+    device = device_lib.INTERPRETED_OP_BY_OP if interpret else device_lib.current()
     if (reason := why_not(x, layers, token, device=device)) is not None:
         raise NotImplementedError(f"{NAME}: cannot run this call: {reason}")
     plan = plan_of(x, layers, token, device=device, config=config)
@@ -192,8 +194,10 @@ def why_not(
         return "there are no layers"
     first = _kind(layers[0])
     for i, layer in enumerate(layers):
-        if _kind(layer) != first:
-            return f"layer {i} is not like layer 0, in shapes, dtypes or numbers"
+        kind = _kind(layer)
+        for name in sorted({*first, *kind}):
+            if first.get(name) != kind.get(name):
+                return f"layer {i} is not like layer 0 in {name}"
     if reason := why_not_between(_heads(x, token), x, layers[0].link(token), device=device):
         return reason
     width, k = 2 * token.rotary.cos.shape[-1], layers[0].k
@@ -201,7 +205,7 @@ def why_not(
         return f"head width {width} is not a multiple of {SPAN} up to {WIDEST}"
     if (group := token.rotary.q_heads // k.shape[2]) > MOST_GROUP:
         return f"{group} query heads share a key head; it takes {MOST_GROUP} at most"
-    if k.shape[2] > device.num_sms and device != device_lib.INTERPRETED:  # that has no blocks
+    if k.shape[2] > device.num_sms:
         return f"{k.shape[2]} key heads are more than the {device.num_sms} blocks"
     plan = plan_of(x, layers, token, device=device)
     if (count := len(layers) * len(plan.own)) > MOST_ARRAYS:
@@ -270,8 +274,8 @@ def _for_lanes(layers: Sequence[Layer], token: Token) -> tuple[list[Layer], Toke
     return found, token._replace(kv_lengths=token.kv_lengths.astype(jnp.int32))
 
 
-def _kind(layer: Layer) -> Any:
-    """What layers that are alike have in common."""
+def _kind(layer: Layer) -> dict[str, Any]:
+    """What layers that are alike have in common, by name."""
 
     def numbers_of(product: Weights) -> Weights:
         """Whose norm's are of Python, whatever they came as: of arrays shapes are compared."""
@@ -283,8 +287,12 @@ def _kind(layer: Layer) -> Any:
     def of_leaf(leaf: Any) -> Any:
         return (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
 
-    leaves, tree = jax.tree.flatten([*map(numbers_of, layer[:4]), layer.k, layer.v])
-    return [of_leaf(leaf) for leaf in leaves], tree
+    found: dict[str, Any] = {"k": of_leaf(layer.k), "v": of_leaf(layer.v)}
+    for name in NAMES:
+        leaves, tree = jax.tree.flatten_with_path(numbers_of(getattr(layer, name)))
+        found |= {f"{name}{keystr(path)}": of_leaf(leaf) for path, leaf in leaves}
+        found[f"{name}'s format"] = tree
+    return found
 
 
 def check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
@@ -305,10 +313,7 @@ def check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
     traced = isinstance(token.window, Tracer)  # which `why_not` has a phrase for
     if token.window is not None and not traced and token.window < 1:
         raise ValueError(f"{NAME}: window must be at least 1 or None, got {token.window}")
-    if (words := meeting_words(kv_heads),) != meeting.shape or meeting.dtype != jnp.int32:
-        raise ValueError(
-            f"{NAME}: meeting is {meeting.dtype}{list(meeting.shape)}, not int32[{words}]"
-        )
+    check_meeting(meeting, meeting_words(kv_heads), who=NAME)
 
 
 def _own(plan: Plan, layer: Layer) -> list[Any]:

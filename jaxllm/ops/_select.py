@@ -54,15 +54,17 @@ def pallas(
     run: Callable[..., Any],
     why_not: Callable[..., str | None],
     not_auto: Callable[..., str | None] = lambda *args, **kwargs: None,
+    interpreted: device_lib.Device = device_lib.INTERPRETED,
 ) -> dict[str, Implementation]:
     """The entries of a kernel that takes `interpret=`: on the GPU, and in the interpreter.
 
     The second, "pallas-interpret", is there to test whole models with the kernels on a CPU.
+    interpreted: what `why_not` is told there.
     """
 
     def why_not_interpret(*args: Any, device: device_lib.Device, **kwargs: Any) -> str | None:
         del device
-        return why_not(*args, device=device_lib.INTERPRETED, **kwargs)
+        return why_not(*args, device=interpreted, **kwargs)
 
     return {
         "pallas": Implementation(run, why_not, not_auto),

@@ -14,9 +14,17 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from jaxllm.ops.fused_linear import fused_linear
-from pallas_kernels.between_attentions import Following, Link, Weights, why_not
+from pallas_kernels.between_attentions import (
+    Following,
+    Link,
+    Weights,
+    check,
+    check_meeting,
+    why_not,
+)
 from pallas_kernels.between_attentions import between_attentions as in_one_launch
 from pallas_kernels.between_attentions_config import MEETING_WORDS
+from pallas_kernels.device import INTERPRETED_OP_BY_OP
 from pallas_kernels.packed import PLAIN, Packed
 
 # (scheme, numbers of a group, zero points) whose layer is faster in one launch. H200, us of
@@ -53,6 +61,8 @@ def between_attentions(
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
     cannot run the call.
     """
+    check(heads, x, weights_as_shapes(link, x.dtype), who="between_attentions")
+    check_meeting(meeting, MEETING_WORDS, who="between_attentions")
     call = (heads, x, link)
     run = select("between_attentions", BETWEEN_ATTENTIONS, implementation, *call, meeting=meeting)
     y, after, meeting = run(*call, meeting=meeting, implementation=implementation)
@@ -133,7 +143,7 @@ def why_not_faster(x, link: Link) -> str | None:
 
 
 BETWEEN_ATTENTIONS: Table = {
-    **pallas(_pallas, _why_not_pallas, _not_auto),
+    **pallas(_pallas, _why_not_pallas, _not_auto, INTERPRETED_OP_BY_OP),
     "xla": Implementation(in_parts),
 }
 

@@ -22,6 +22,7 @@ from jaxllm.ops.fused_linear import Cache, fused_linear
 from pallas_kernels.between_attentions import Link
 from pallas_kernels.decode_layers import Layer, Token, check, meeting_words, why_not
 from pallas_kernels.decode_layers import decode_layers as in_one_launch
+from pallas_kernels.device import INTERPRETED_OP_BY_OP
 from pallas_kernels.measure import size_bytes
 
 # Of a layer's weights, and of its keys and values, up to which "auto" has all layers in one launch.
@@ -127,7 +128,7 @@ def _not_auto(x, layers, token, *, device, meeting) -> str | None:
 
 
 DECODE_LAYERS: Table = {
-    **pallas(_pallas, _why_not_pallas, _not_auto),
+    **pallas(_pallas, _why_not_pallas, _not_auto, INTERPRETED_OP_BY_OP),
     "xla": Implementation(_op_by_op),
 }
 
