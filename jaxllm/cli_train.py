@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +158,8 @@ def _add_finetune(commands: Any) -> None:
     add(
         "--held-out",
         metavar="FILE|PART",
-        help="records only measured: a file, or a part of --data such as 0.05 (default: a tenth)",
+        help="records only measured: a file, or a part of --data such as 0.05 (default: a tenth, "
+        "256 records at most)",
     )
     key = "a field's name, several with commas, or a format such as '{question}\\nAnswer: '"
     add("--prompt-key", metavar="KEY", help=key)
@@ -229,6 +232,7 @@ def _finetune(args: argparse.Namespace) -> int:
     given = {name: value for name, value in given.items() if value is not None}
     recipe = Recipe(model=args.model, data=args.data, **given)
     options = {"resume": args.resume, "profile": args.profile, "log": args.log}
+    sys.excepthook = functools.partial(_unless_late, sys.excepthook)
     try:
         fitted = finetune(recipe, args.out, given=given.keys() | {"model", "data"}, **options)
     except StoppedError as stopped:
@@ -241,19 +245,34 @@ def _finetune(args: argparse.Namespace) -> int:
     # Of the run, for a resumed one need not be told again
     kind = "model" if read_recipe(args.out).method == "full" else "adapter"
     assert fitted.loss is not None  # else finetune would have raised
-    if fitted.base_loss is None:
-        print(f"held-out loss: not finite before, {fitted.loss:.4f} after (step {fitted.step})")
-    else:
-        fall = 100 * (1 - fitted.loss / fitted.base_loss)
-        print(
-            f"held-out loss: {fitted.base_loss:.4f} before, {fitted.loss:.4f} after "
-            f"(step {fitted.step}): {fall:.1f} % less"
-        )
+    print(_of_losses(fitted.base_loss, fitted.loss, fitted.step))
     print(f"\nbefore: {fitted.before}\n\nafter: {fitted.after}\n")
     print(f"{args.out}/{kind}, loss.png, metrics.csv")
     if kind == "adapter":
         print(f"jaxllm export {args.out} --out FOLDER merges it into the model")
     return 0
+
+
+def _of_losses(before: float | None, after: float, step: int) -> str:
+    """What has become of the held-out loss; before: None if it was not finite."""
+    if before is None:
+        return f"held-out loss: not finite before, {after:.4f} after (step {step})"
+    found = f"held-out loss: {before:.4f} before, {after:.4f} after (step {step})"
+    change = 100 * (after / before - 1)
+    if change > 0:
+        return (
+            f"{found}: {change:.1f} % more\nThe model was better before at these records; what is "
+            "written is the best of the steps. A lower --learning-rate, or more records, may help."
+        )
+    return f"{found}: {-change:.1f} % less"
+
+
+def _unless_late(hook: Callable[..., Any], kind: type, error: BaseException, trace: Any) -> None:
+    """Where a save has failed, which is said in a sentence, each write that ends later would leave
+    a traceback of its own: tensorstore's threads print it, for Orbax's loop is closed.
+    """
+    if kind is not RuntimeError or str(error) != "Event loop is closed":
+        hook(kind, error, trace)
 
 
 def _held_out(text: str | None) -> str | float | None:

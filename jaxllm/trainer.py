@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from rich.console import Console
@@ -87,7 +88,8 @@ class Trainer:
         in all) and at the end. sample: text from the model at the same places.
     save_every: steps between two checkpoints (None: with each evaluation). An evaluation with the
         lowest loss so far is saved in any case. keep: how many are kept beside the best.
-    schedule: the learning rate by the count of updates before, for the metrics.
+    schedule: the learning rate by the count of updates before, for the metrics; one that JAX can
+        trace, as optax's.
     settings: what JSON can say (a tuple is a list there), and a resumed run must have been given
         alike.
     writers: `metrics.tensorboard(...)` and the like; one with a `close` is closed after `fit`.
@@ -220,6 +222,7 @@ class Trainer:
         losses = [row.get("held_out_loss") for row in rows.rows if row["step"]]
         lowest = min((loss for loss in losses if loss is not None), default=math.inf)
         speed = _Speed(self.model, trains_all=not self.state.frozen)
+        rates = self._rates()
         per_epoch = getattr(self.batches, "batches_per_epoch", None)
         progress, move = metrics.bar(self.steps, completed=begun, console=self.console)
 
@@ -228,7 +231,7 @@ class Trainer:
             nonlocal skipped
             while len(pending) > leave:
                 row, numbers = pending.popleft()
-                row["learning_rate"] = self._rate(row["step"] - 1 - skipped)
+                row["learning_rate"] = rates[row["step"] - 1 - skipped]
                 row |= {name: x.item() for name, x in jax.device_get(numbers).items()}
                 skipped = row["skipped"]
                 if "work" in row:
@@ -293,12 +296,15 @@ class Trainer:
             )
         return jax.device_put(dict(batch)), _Work.of(batch), self.batches.state()
 
-    def _rate(self, updates: int) -> float | None:
-        """The schedule's value, by the host: on a device it would wait for the steps there."""
+    def _rates(self) -> Sequence[float | None]:
+        """The schedule's values by the count of updates, before there is a step that one of them
+        would wait for.
+        """
         if self.schedule is None:
-            return None
+            return [None] * self.steps
         with jax.default_device(host_device()):
-            return float(self.schedule(updates))
+            rates = jax.vmap(self.schedule)(jnp.arange(self.steps))
+            return np.broadcast_to(np.asarray(rates, np.float64), self.steps).tolist()
 
     def _say_skipped(self) -> None:
         skipped, steps = int(self.state.skipped), int(self.state.step)
@@ -333,6 +339,9 @@ class Trainer:
         by_step = {row["step"]: row for row in rows}
         step = int(self.state.step)
         best = checkpoints.best_step if self.held_out else None
+        losses = {i: row.get("held_out_loss", math.inf) for i, row in by_step.items()}
+        if best is not None and losses.get(step, math.inf) < losses.get(best, math.inf):
+            best = step  # which is here, and could not be saved
         # What is not needed any more goes first, for its room
         self.state = dataclasses.replace(self.state, opt_state=_deleted(self.state.opt_state))
         if best is not None and best != step:

@@ -12,7 +12,7 @@ import quantised_checkpoints
 import tiny_models
 
 import jaxllm
-from jaxllm import cli, lora, metrics, plan, train
+from jaxllm import cli, cli_train, lora, metrics, plan, train
 from jaxllm.checkpoint import native
 from jaxllm.finetune import Recipe, _sample
 from jaxllm.trainer import Fitted, Trainer
@@ -449,3 +449,24 @@ def test_a_base_to_pack_is_loaded_into_the_hosts_memory(folder, monkeypatch):
     for method in ("qlora", "lora"):
         finetune._build(Recipe(str(folder), "d", method=method, precision="fp32"))
     assert where == [jax.devices("cpu")[0], None]
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        (4.0, "held-out loss: 4.0000 before, 3.0000 after (step 7): 25.0 % less"),
+        (2.0, "held-out loss: 2.0000 before, 3.0000 after (step 7): 50.0 % more\nThe model was"),
+        (None, "held-out loss: not finite before, 3.0000 after (step 7)"),
+    ],
+)
+def test_what_became_of_the_loss_is_said(before, said):
+    found = cli_train._of_losses(before, 3.0, 7)
+    assert found.startswith(said)
+    assert ("was better before" in found) == (before == 2.0)
+
+
+def test_a_failed_save_leaves_no_traceback_for_each_write():
+    shown = []
+    for error in (RuntimeError("Event loop is closed"), RuntimeError("x"), ValueError("y")):
+        cli_train._unless_late(lambda *e: shown.append(str(e[1])), type(error), error, None)
+    assert shown == ["x", "y"]
