@@ -47,6 +47,14 @@ def main(args: argparse.Namespace) -> None:
         )
     if args.batch_tokens < args.context:
         sys.exit(f"pretrain: --batch-tokens is less than one window, --context {args.context}")
+    prompt = args.prompt or text.lstrip().split("\n")[0] + "\n"
+    if len(begin := tokenizer.encode(prompt)) >= args.context:
+        if args.prompt:
+            sys.exit(
+                f"pretrain: --prompt has {len(begin)} tokens, and a window of {args.context} has "
+                "no room for one behind it"
+            )
+        prompt = tokenizer.decode(begin[: args.context // 2])
 
     config = jaxllm.ModelConfig(
         model_type="llama",
@@ -133,7 +141,6 @@ def main(args: argparse.Namespace) -> None:
     model, _ = jaxllm.load(args.output, dtype="float32")
     loss = evaluate(train.parameters(model), windows)[0] / (len(text) - cut)
     print(f"{args.output}: {loss:.4f} nats a character of the held-out tenth, as saved")
-    prompt = args.prompt or text.lstrip().split("\n")[0] + "\n"
     sample = jaxllm.generate(model, tokenizer, prompt, max_new_tokens=200, temperature=0.8)
     print(prompt, *(sample.texts or ()), sep="")
 

@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if getattr(args, "compile_cache", False):
             _keep_programs()
+        _find_device()
         code = args.run(args)
         print(end="", flush=True)  # sys.stdout is None where it was closed before Python began
         return code
@@ -80,6 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain()
         return 130
+
+
+def _find_device() -> None:
+    try:
+        jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # the latter where a plugin is not installed
+        asked = os.environ.get("JAX_PLATFORMS")
+        found = str(error).partition("\n")[0] or "there is no plugin for it"
+        raise ValueError(f"JAX cannot start, with JAX_PLATFORMS={asked}: {found}") from None
 
 
 def _complain(text: str = "") -> None:
@@ -197,17 +207,17 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> No
         "sampling (what is not given: greedy; chat: as the checkpoint says)"
     )
     group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N")
-    for name, kind, text in (
-        ("temperature", float, "0 takes the likeliest token"),
-        ("top-k", int, "keep the K likeliest; 0 keeps all"),
-        ("top-p", float, "keep the likeliest tokens that hold this mass"),
-        ("min-p", float, "keep tokens with this share of the likeliest one's probability"),
-        ("repetition-penalty", float, "above 1: tokens that occurred become less likely"),
-        ("presence-penalty", float, "taken off the score of tokens already generated"),
-        ("frequency-penalty", float, "the same, for each time"),
-        ("seed", int, "of the random draws (default 0: the same text each time)"),
+    for name, kind, value, text in (
+        ("temperature", float, "T", "0 takes the likeliest token"),
+        ("top-k", int, "K", "keep the K likeliest; 0 keeps all"),
+        ("top-p", float, "P", "keep the likeliest tokens that hold this mass"),
+        ("min-p", float, "P", "keep tokens with this share of the likeliest one's probability"),
+        ("repetition-penalty", float, "X", "above 1: tokens that occurred become less likely"),
+        ("presence-penalty", float, "X", "taken off the score of tokens already generated"),
+        ("frequency-penalty", float, "X", "the same, for each time"),
+        ("seed", int, "N", "of the random draws (default 0: the same text each time)"),
     ):
-        group.add_argument(f"--{name}", type=kind, metavar=name[-1].upper(), help=text)
+        group.add_argument(f"--{name}", type=kind, metavar=value, help=text)
     group.add_argument(
         "--kv-dtype",
         choices=tuple(KV_DTYPES),
@@ -275,7 +285,9 @@ def _implementation(text: str) -> str | dict[str, str]:
                 f"--implementation: {'='.join(pair)!r} is not op=name; the ops are "
                 f"{', '.join(ops.OPS)}"
             )
-    return dict(pairs)
+    if len(names := dict(pairs)) < len(pairs):
+        raise ValueError(f"--implementation: {text!r} names an op twice")
+    return names
 
 
 def _load(args: argparse.Namespace) -> tuple[jaxllm.Transformer, Any]:

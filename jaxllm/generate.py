@@ -39,7 +39,8 @@ def generate(
     Greedy by default: temperature 0 takes the likeliest token, top_k 0, top_p 1, min_p 0 keep all,
     penalties of 1 (repetition) and 0 change nothing. Settings, seeds and max_new_tokens are one
     value for all rows or one a row. In float32 a row's tokens depend on its own prompt, settings
-    and seed alone; in 16 bits a batch of another size may round otherwise.
+    and seed alone; in 16 bits, and with ternary weights, a batch of another size may round
+    otherwise.
     `stop_ids` end a row (None: the checkpoint's own; []: none), and so do the texts of `stop`.
     `top_logprobs` alternatives are returned for every token. `steps_per_dispatch` tokens are made
     on the device between two looks from the host, which sees stop strings only then; prompts longer
@@ -48,8 +49,8 @@ def generate(
     `kv_dtype` "int8" or "fp8" keeps keys and values in 8 bits with a scale for each token and head:
     half the cache of 16 bits, or a quarter of 32, and other numbers than without it.
     Raises: ValueError for a prompt that is empty or longer than the model's positions, ids outside
-    the vocabulary, settings out of range; MemoryError, before anything is allocated, if the batch
-    does not fit.
+    the vocabulary, settings out of range, logits that are not finite; MemoryError, before anything
+    is allocated, if the batch does not fit.
     """
     run = Run(
         model,

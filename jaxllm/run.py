@@ -7,6 +7,7 @@ ever compiled. One long file, for what a call checks, sizes and runs is one idea
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -297,7 +298,14 @@ class Run:
                     break  # a stop string ended the row within this dispatch
                 top = zip(out.top_ids[i, j].tolist(), out.top_logprobs[i, j].tolist(), strict=True)
                 last = j == made - 1 and int(out.ended[i]) != RUNNING
-                row.push(int(out.tokens[i, j]), float(out.logprobs[i, j]), list(top), last)
+                logprob = float(out.logprobs[i, j])
+                if math.isnan(logprob):
+                    raise ValueError(
+                        f"generate: the logits of row {i} are not finite behind "
+                        f"{len(row.prompt) + len(row.tokens)} tokens; look at the weights, or take "
+                        "a wider dtype"
+                    )
+                row.push(int(out.tokens[i, j]), logprob, list(top), last)
             row.finish(int(out.ended[i]))
         self.decode_s += time.perf_counter() - start
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels import interpreted
 from numerics import assert_as_accurate
@@ -132,7 +131,7 @@ def assert_right(arrays: dict[str, Any], keywords: dict[str, Any], ours: Any) ->
         assert_as_accurate(y, near, far)
 
 
-def on_chip(monkeypatch: pytest.MonkeyPatch, run: Any, *arrays: Any) -> int:
+def on_chip(monkeypatch: Any, run: Any, *arrays: Any) -> int:
     """Bytes that a block of the kernel in `run` takes, as JAX lays them out."""
     found = []
 

@@ -402,6 +402,10 @@ def test_brackets_in_a_path_are_printed(capsys, monkeypatch):
         ),
         (["generate", "{stories}", "--implementation", "att=xla"], "is not op=name; the ops are"),
         (["generate", "{stories}", "--implementation", "attention=cudnn"], "needs an NVIDIA GPU"),
+        (
+            ["generate", "{stories}", "--implementation", "attention=xla,attention=cudnn"],
+            "names an op twice",
+        ),
     ],
 )
 def test_bad_input_gets_one_sentence_and_code_2(stories, tmp_path, capsys, arguments, sentence):
@@ -414,6 +418,18 @@ def test_bad_input_gets_one_sentence_and_code_2(stories, tmp_path, capsys, argum
     assert err.startswith("jaxllm: ")
     assert len(err.splitlines()) == 1
     assert sentence in err
+
+
+@pytest.mark.parametrize("platform", ["cuda", "sundial"])
+def test_a_platform_that_is_not_there_gets_one_sentence(platform):
+    command = [sys.executable, "-m", "jaxllm", "generate", "--prompt", "Once", NO_CACHE]
+    env = {**os.environ, "JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith("jaxllm: ")]
+    assert len(said) == 1
+    assert f"JAX cannot start, with JAX_PLATFORMS={platform}: " in said[0]
+    assert "Traceback" not in done.stderr
 
 
 def test_the_compilation_cache_is_kept_unless_it_is_turned_off(stories, tmp_path):

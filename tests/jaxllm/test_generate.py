@@ -360,6 +360,17 @@ def test_surplus_rows_of_the_vocabulary_are_never_sampled(stories):
 # ------------------------------------------------------------------------------------------ errors
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 4}])
+def test_logits_that_are_not_finite_are_said(settings):
+    """Of one row; the other goes well until then."""
+    model = build(TINY, FP32)
+    table = model.embed_tokens.weight
+    table[...] = table[...].at[7].set(jnp.nan)
+    assert len(jaxllm.generate(model, None, [[5, 9]], max_new_tokens=1, stop_ids=[]).tokens[0]) == 1
+    with pytest.raises(ValueError, match="the logits of row 1 are not finite behind 1 tokens"):
+        jaxllm.generate(model, None, [[5], [7]], max_new_tokens=4, stop_ids=[], **settings)
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "sentence"),
     [
