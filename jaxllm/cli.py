@@ -234,6 +234,8 @@ def _settings(args: argparse.Namespace, rows: int) -> dict[str, Any]:
     jaxllm.Sampling.of(rows, **settings)
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    for text in args.stop:
+        _check_text("--stop", text)
     if "" in args.stop:
         raise ValueError("--stop must be a text of at least one character, got ''")
     return settings
@@ -377,6 +379,7 @@ def _print_speed(result: jaxllm.GenerationResult, note: str = "") -> None:
 
 def _chat(args: argparse.Namespace) -> int:
     given = _settings(args, 1)
+    _check_text("--system", args.system or "")
     terminal = _standard_input().isatty()
     cli_quantize.check(args)
     model, tokenizer = _load(args)

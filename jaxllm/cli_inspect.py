@@ -7,7 +7,7 @@ import collections
 import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,9 @@ CAPACITY = 1024  # of the cache of a row that is asked about: how "auto" chooses
 def inspect(
     args: argparse.Namespace, checkpoint: str | os.PathLike[str], dtype: str, out: Console
 ) -> None:
-    """Prints two tables: the checkpoint's facts, and what would run the model's ops here."""
+    """Prints three tables: the checkpoint's facts, what would run the model's ops here, and what
+    keeps the other implementations from them. They are made for 80 columns.
+    """
     cli_quantize.check(args)
     folder = find_folder(checkpoint)
     config, hf = read_config(folder)
@@ -62,13 +64,38 @@ def inspect(
 
     device = jax.devices()[0]
     choice = Table(title=Text(f"on {device.device_kind}, {dtype}"), title_justify="left")
-    for column in ("op", "call", "runs with", "why not the others"):
+    for column in ("op", "call", "runs with"):
         choice.add_column(column)
-    for op, call, reasons in explained(model, dtype):
-        taken = next(name for name, reason in reasons.items() if reason is None)
-        others = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
-        choice.add_row(op, call, taken, others or "-")
+    rows = list(explained(model, dtype))
+    for op, call, reasons in rows:
+        choice.add_row(op, call, next(name for name, reason in reasons.items() if reason is None))
     out.print(choice)
+    others = Table(title="why not the others", title_justify="left", show_lines=True)
+    others.add_column("implementation: what keeps it", ratio=1)
+    others.add_column("from", ratio=1)
+    for why, kept_from in _kept(rows).items():
+        others.add_row(why, kept_from)
+    if others.row_count:
+        out.print(others)
+
+
+def _kept(rows: Sequence[tuple[str, str, dict[str, str | None]]]) -> dict[str, str]:
+    """Each reason of `explained`'s rows once, with the ops that it keeps an implementation from;
+    with their calls where it is not from all of an op's.
+    """
+    calls = collections.defaultdict(list)
+    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    for op, call, reasons in rows:
+        calls[op].append(call)
+        for name, reason in reasons.items():
+            if reason is not None:
+                found[f"{name}: {reason}"][op].append(call)
+    return {
+        why: ", ".join(
+            op if some == calls[op] else f"{op} ({'; '.join(some)})" for op, some in ops_.items()
+        )
+        for why, ops_ in found.items()
+    }
 
 
 def _facts(config: ModelConfig) -> dict[str, str]:

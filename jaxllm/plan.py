@@ -59,7 +59,7 @@ class Plan:
     Activations and gradients may lie in the same place, the ones gone when the others come: then
     the gradients are what they add. So the five sum up to `peak`.
     host: what is kept in pinned host memory instead. compiled_for: "h200", or "cpu". tried: the
-    peaks, or what is above the card without compiling, of the policies before this one.
+    peaks of the policies before this one, or weights and moments where these are too much alone.
     """
 
     remat: str
@@ -92,6 +92,8 @@ class Plan:
         """A table of the kinds, and in sentences what it means for the card."""
         lines = [f"{kind:12} {_size(size):>12}" for kind, size in self.rows()]
         lines[-1:] = ["-" * 25, lines[-1]]
+        if not self.gradients:
+            lines[3] += " (in the place of activations that are gone)"
         if self.packed:
             lines[0] += f" ({_size(self.packed)} of them packed)"
         if self.host:
@@ -99,7 +101,8 @@ class Plan:
         unit, word = (1e9, "billion") if self.parameters >= 1e8 else (1e6, "million")
         trained = f"{self.trained / self.parameters:.2%} of {self.parameters / unit:.2f} {word}"
         lines += ["", f"Trained: {trained} parameters. Remat policy: {self.remat}."]
-        room = f"{self.card} ({self.card_bytes / 2**30:.0f} GiB, 1 of them for CUDA itself)"
+        gib = f"{self.card_bytes / 2**30:.2f}".rstrip("0").rstrip(".")
+        room = f"{self.card} ({gib} GiB, 1 of them for CUDA itself)"
         verdict = "fits on" if self.fits else "does not fit on"
         lines.append(f"The step {verdict} {room}.")
         for name, size in self.tried:
@@ -117,6 +120,8 @@ class Plan:
 
 def _size(size: int) -> str:
     """In GiB, and in MiB where that is under a tenth of one."""
+    if not size:
+        return "0"
     return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.2f} MiB"
 
 
@@ -206,7 +211,8 @@ def plan(
     for name in names:
         with _as_if_on(target):
             step = _Step(recipe, name, optimizer, batch, seq, micro_batches)
-        least = step.weights + step.moments + step.activations
+        # Not the activations, of which XLA computes some again where that costs little
+        least = step.weights + step.moments
         if name != names[-1] and least + RESERVED > card_bytes:
             tried.append((name, least))  # nothing to compile for
             continue
@@ -222,9 +228,11 @@ def card_size(card: str) -> int:
     """Bytes of a card by its name or size ("24GB"). Raises: ValueError for neither."""
     if card in CARDS:
         return CARDS[card]
-    if (size := byte_size(card)) is not None:
+    if size := byte_size(card):
         return size
-    raise ValueError(f"plan: card {card!r} is not one of {', '.join(CARDS)}, or a size like '24GB'")
+    raise ValueError(
+        f"plan: card {card!r} is not one of {', '.join(CARDS)}, or a size above 0 such as '24GB'"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,13 +167,15 @@ def quantize(
         brought to the default device to be packed there, and then all that stays as it is: the
         device never holds more than the packed model and one weight in work.
     Raises: ValueError for an unknown scheme, a group size that does not divide a weight's inputs,
-    weights that are NaN or infinite (it names the first), a name in `keep` that is nobody's, a
-    projection that is BitNet's or packed in another way and not in `keep`, or a model with nothing
-    to pack; then nothing is changed.
+    weights that are NaN or infinite (it names the first), a name in `keep` that is nobody's or
+    the head's where `head` packs it, a projection that is BitNet's or packed in another way and not
+    in `keep`, or a model with nothing to pack; then nothing is changed.
     """
     check_scheme(scheme)
     if head is not None:
         check_scheme(head)
+    if group_size is not None and not isinstance(group_size, int | np.integer):
+        raise ValueError(f"quantize: group_size must be an integer or None, got {group_size!r}")
     keep = (keep,) if isinstance(keep, str) else keep
     _check_projections(model, scheme, group_size, keep)
     kinds = (Linear, BitLinear) if scheme == "ternary" else (Linear,)
@@ -187,6 +189,8 @@ def quantize(
         heads = [name for name in every if any(_named(name, head) for head in _HEADS)]
         if not heads:
             raise ValueError("quantize: the model has no head that is not packed")
+        if heads[0] in keep:
+            raise ValueError(f"quantize: keep names {heads[0]!r}, and head packs it in {head!r}")
         wanted[heads[0]] = (head, None)
     if not wanted:
         raise ValueError("quantize: the model has no linear layer that is not packed or kept")

@@ -254,6 +254,15 @@ def test_inspect_says_what_is_there_and_what_would_run(stories, capsys, monkeypa
         assert f"│ {op} " in out
 
 
+def test_inspect_fits_a_terminal_of_80_columns(stories, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["inspect", str(stories)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 80
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+
+
 def test_inspect_of_packed_weights(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     packed, plain = quantised_checkpoints.write(tmp_path, "gptq")
@@ -385,6 +394,8 @@ def test_brackets_in_a_path_are_printed(capsys, monkeypatch):
         (["generate", "no/such/folder", "--prompt", ""], "prompt 0 is empty"),
         (["chat", "no/such/folder", "--temperature", "-1"], "temperature must be"),
         (["chat", "no/such/folder", "--stop", ""], "--stop must be"),
+        (["chat", "no/such/folder", "--stop", "a\udcff"], "--stop is not UTF-8: byte 0xff at"),
+        (["chat", "no/such/folder", "--system", "\udcff"], "--system is not UTF-8: byte 0xff at"),
         (["generate", "no/such/folder", "--top-p", "0.5"], "--top-p needs --temperature above 0"),
         (
             ["generate", "no/such/folder", "--prompt", "a\udcff"],

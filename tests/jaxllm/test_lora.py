@@ -203,6 +203,8 @@ def test_targets(targets, names):
             "layers.*.self_attn.v_proj",
         ),
         ({"targets": ["q_proj", "k_prj"]}, ValueError, "'k_prj' matches no Linear"),
+        ({"targets": "q_(proj"}, ValueError, "unterminated subpattern at position 2);"),
+        ({"targets": "k_proj)|(q_proj"}, ValueError, "unbalanced parenthesis at position 6);"),
         ({"targets": "*.q_proj"}, ValueError, "'*.q_proj' is no regular expression"),
         ({"targets": ["lm_head"]}, NotImplementedError, "the head is tied to the embedding"),
         ({"targets": "embed_tokens"}, NotImplementedError, "is a table and no Linear"),

@@ -162,6 +162,17 @@ def test_auto_compiles_nothing_that_cannot_fit(monkeypatch):
     assert [name for name, _ in ours.tried] == ["none", "dots", "save_attention", "full"]
 
 
+def test_auto_compiles_what_may_fit_though_activations_are_many(monkeypatch):
+    """XLA needs less than what the forward pass leaves as it is traced."""
+    monkeypatch.setattr(plan_module, "RESERVED", 0)
+    step = plan(WIDE, **ON_CPU, policy="fp32")
+    assert step.activations > 10**5
+    size = step.weights + step.moments + 10**5
+    monkeypatch.setattr(plan_module._Step, "peak", lambda self, target: size)
+    ours = plan(WIDE, **ON_CPU, policy="fp32", remat="auto", card=f"{size / 1000}KB")
+    assert (ours.remat, ours.tried, ours.fits) == ("none", (), True)
+
+
 def test_what_is_printed():
     gib = 2**30
     kinds = {"weights": 4, "moments": 1, "activations": 9, "gradients": 2, "temporaries": 3}
@@ -187,11 +198,14 @@ def test_what_is_printed():
         "peak            19.00 GiB",
         "",
         "Trained: 1.00% of 1.00 billion parameters. Remat policy: none.",
-        "The step fits on 24GB (22 GiB, 1 of them for CUDA itself).",
+        "The step fits on 24GB (22.35 GiB, 1 of them for CUDA itself).",
         "JAX takes three quarters of a card unless XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.",
         "Compiled for an H200, not run.",
     ]
     assert not dataclasses.replace(ours, peak=22 * gib).fits
+    within = str(dataclasses.replace(ours, gradients=0, card="h200", card_bytes=card_size("h200")))
+    assert "gradients               0 (in the place of activations that are gone)" in within
+    assert "The step fits on h200 (139 GiB, 1 of them for CUDA itself)." in within
     small = dataclasses.replace(ours, weights=gib // 10, moments=gib // 10 + 1, parameters=87654321)
     lines = str(small).splitlines()
     assert lines[:2] == ["weights        102.40 MiB", "moments          0.10 GiB"]
@@ -202,6 +216,7 @@ def test_what_is_printed():
     ("keywords", "sentence"),
     [
         ({"card": "h300"}, "^plan: card 'h300' is not one of h200, h100, a100, rtx4090, or a size"),
+        ({"card": "0GB"}, "^plan: card '0GB' is not one of .*, or a size above 0 such as '24GB'$"),
         ({"remat": "some"}, "^plan: remat 'some' is not one of auto, none, full, dots, "),
         ({"optimizer": "lion"}, "^plan: optimizer 'lion' is not one of adamw, adamw_8bit, sgd$"),
         ({"policy": "fp64"}, "^precision: no policy is named 'fp64'"),

@@ -272,6 +272,13 @@ def test_one_table_serves_gather_and_head():
         table(jnp.asarray([61]))
 
 
+def test_the_table_that_is_the_head_is_not_kept_and_packed():
+    model = tiny_models.build(dataclasses.replace(EVEN, tie_word_embeddings=True))
+    with pytest.raises(ValueError, match="^quantize: keep names 'embed_tokens', and head packs it"):
+        jaxllm.quantize(model, "int4", head="int8", keep=("embed_tokens",))
+    assert not packed_weights(model)
+
+
 def test_the_loss_of_a_packed_head():
     for tied in (False, True):
         config = dataclasses.replace(EVEN, tie_word_embeddings=tied)
@@ -323,6 +330,12 @@ def test_a_model_of_shapes_alone_is_packed_too():
         (("int4", 16), {}, "groups of 16 do not divide the [24]. inputs of layers.0.*_proj eve"),
         (("nvfp4",), {}, "groups of 16 do not divide the [24]. inputs of layers.0.*_proj evenly$"),
         (("int8",), {"head": "mxfp8"}, "groups of 32 do not divide the 24 inputs of lm_head eve"),
+        (("int4", 8.0), {}, "group_size must be an integer or None, got 8.0"),
+        (
+            ("int8",),
+            {"head": "int8", "keep": ("lm_head",)},
+            "keep names 'lm_head', and head packs it in 'int8'",
+        ),
         (("int4", 8), {"keep": ("up",)}, "keep names 'up', which no projection is called"),
         (("int4", 8), {"keep": PROJECTIONS}, "the model has no linear layer that is not packed"),
     ],
