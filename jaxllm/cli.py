@@ -87,9 +87,10 @@ def _find_device() -> None:
     try:
         jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # the latter where a plugin is not installed
-        asked = os.environ.get("JAX_PLATFORMS")
+        asked = jax.config.values["jax_platforms"]
+        place = f", with JAX_PLATFORMS={asked}" if asked else ""
         found = str(error).partition("\n")[0] or "there is no plugin for it"
-        raise ValueError(f"JAX cannot start, with JAX_PLATFORMS={asked}: {found}") from None
+        raise ValueError(f"JAX cannot start{place}: {found}") from None
 
 
 def _complain(text: str = "") -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from jaxllm import cli_quantize
+from jaxllm import cli_quantize, metrics
 from jaxllm.checkpoint.folder import find_folder, read_config, read_json, read_quantization
 from jaxllm.config import REMAT, ModelConfig
 from jaxllm.families import from_hf
@@ -232,15 +228,11 @@ def _finetune(args: argparse.Namespace) -> int:
     given = {name: value for name, value in given.items() if value is not None}
     recipe = Recipe(model=args.model, data=args.data, **given)
     options = {"resume": args.resume, "profile": args.profile, "log": args.log}
-    sys.excepthook = functools.partial(_unless_late, sys.excepthook)
     try:
         fitted = finetune(recipe, args.out, given=given.keys() | {"model", "data"}, **options)
     except StoppedError as stopped:
-        Console(stderr=True, highlight=False, markup=False).print(
-            f"jaxllm: {stopped}"
-            + ("; the same command with --resume goes on" if stopped.step is not None else ""),
-            soft_wrap=True,
-        )
+        goes_on = "; the same command with --resume goes on" if stopped.step is not None else ""
+        _say(f"jaxllm: {stopped}{goes_on}")
         return 130
     # Of the run, for a resumed one need not be told again
     kind = "model" if read_recipe(args.out).method == "full" else "adapter"
@@ -248,15 +240,22 @@ def _finetune(args: argparse.Namespace) -> int:
     print(_of_losses(fitted.base_loss, fitted.loss, fitted.step))
     print(f"\nbefore: {fitted.before}\n\nafter: {fitted.after}\n")
     print(f"{args.out}/{kind}, loss.png, metrics.csv")
+    if fitted.unsaved is not None:
+        _say(f"jaxllm: {fitted.unsaved}")
+        return 2
     if kind == "adapter":
         print(f"jaxllm export {args.out} --out FOLDER merges it into the model")
     return 0
 
 
+def _say(sentence: str) -> None:
+    metrics.Lines().print(sentence, soft_wrap=True)
+
+
 def _of_losses(before: float | None, after: float, step: int) -> str:
-    """What has become of the held-out loss; before: None if it was not finite."""
+    """What has become of the held-out loss; before: None where the rows of a run are gone."""
     if before is None:
-        return f"held-out loss: not finite before, {after:.4f} after (step {step})"
+        return f"held-out loss: {after:.4f} after (step {step}); the one before is lost"
     found = f"held-out loss: {before:.4f} before, {after:.4f} after (step {step})"
     change = 100 * (after / before - 1)
     if change > 0:
@@ -264,15 +263,7 @@ def _of_losses(before: float | None, after: float, step: int) -> str:
             f"{found}: {change:.1f} % more\nThe model was better before at these records; what is "
             "written is the best of the steps. A lower --learning-rate, or more records, may help."
         )
-    return f"{found}: {-change:.1f} % less"
-
-
-def _unless_late(hook: Callable[..., Any], kind: type, error: BaseException, trace: Any) -> None:
-    """Where a save has failed, which is said in a sentence, each write that ends later would leave
-    a traceback of its own: tensorstore's threads print it, for Orbax's loop is closed.
-    """
-    if kind is not RuntimeError or str(error) != "Event loop is closed":
-        hook(kind, error, trace)
+    return f"{found}: {abs(change):.1f} % less"
 
 
 def _held_out(text: str | None) -> str | float | None:

@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ SHORTEST, LONGEST = 128, 1024  # tokens a row, where nobody says how many
 HELD_OUT = 256  # records held out at most, where no file of them is given
 SAMPLE = 64  # tokens of a sample
 RUN = "run.json"
+# What `jaxllm finetune` calls a field, where it is no field's name with dashes
+OPTIONS = {"rank": "--lora", "rows": "--batch", "length": "--seq"}
 FREE = ("model", "data", "held_out", "eval_every", "save_every")  # compared by content, or free
 
 
@@ -99,11 +102,14 @@ class Recipe:
         for name in "rank epochs steps rows length micro_batches eval_every save_every".split():
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"finetune: {name} must be at least 1, got {value}")
+                raise ValueError(f"finetune: {_named(name)} must be at least 1, got {value}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"finetune: seed must be from 0 to 2**32 - 1, got {self.seed}")
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ValueError(f"finetune: learning_rate must be positive, got {self.learning_rate}")
+        rate = self.learning_rate
+        if rate is not None and not 0 < rate < math.inf:
+            raise ValueError(
+                f"finetune: {_named('learning_rate')} must be positive and finite, got {rate}"
+            )
         if self.method == "full" and self.targets != "all-linear":
             raise ValueError(
                 f"finetune: targets {self.targets!r} are of adapters, and method 'full' has none"
@@ -116,6 +122,11 @@ class Recipe:
                 f"finetune: precision {self.precision!r} is of plain weights, and method 'qlora' "
                 "packs them in int4; take precision 'bf16', or method 'lora'"
             )
+
+
+def _named(field: str) -> str:
+    """A field, with the option of the command line that it is."""
+    return f"{field} ({OPTIONS.get(field, '--' + field.replace('_', '-'))})"
 
 
 def finetune(
@@ -141,8 +152,10 @@ def finetune(
     finite number, with no result written. StoppedError after Ctrl-C.
     """
     _check_packages(log)
+    if profile < 0:
+        raise ValueError(f"finetune: profile must be at least 0 steps, got {profile}")
     out = Path(out).expanduser()
-    console = console or Console(stderr=True, highlight=False, markup=False)
+    console = console or metrics.Lines()
     _check_out(out, resume)
     if Path(recipe.model).expanduser().is_dir():  # for an export from another working directory
         folder = Path(recipe.model).expanduser().resolve()
@@ -207,17 +220,19 @@ def finetune(
         )
         if not resume:
             _write_json(out / RUN, dataclasses.asdict(recipe))
-        fitted = trainer.fit(resume=resume)
+        with _naming(out):
+            fitted = trainer.fit(resume=resume)
     if fitted.loss is None:
         raise ValueError(
             f"finetune: the held-out loss of step {fitted.step} is not a finite number, so nothing "
             f"is written; a lower learning rate than {recipe.learning_rate:g} may help"
         )
-    if recipe.method == "full":
-        _cast(model, recipe.model)
-        hf.save(model, tokenizer, out / "model")
-    else:
-        lora.save_peft(model, out / "adapter", base_model_name=recipe.model)
+    with _naming(out / ("model" if recipe.method == "full" else "adapter")) as result:
+        if recipe.method == "full":
+            _cast(model, recipe.model)
+            hf.save(model, tokenizer, result)
+        else:
+            lora.save_peft(model, result, base_model_name=recipe.model)
     return fitted
 
 
@@ -264,14 +279,34 @@ def export(
     return step
 
 
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[Path]:
+    """With the folder in an error of the system that names no file, as a full disk is."""
+    try:
+        yield folder
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.strerror is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(folder)) from error
+
+
 def _check_out(out: Path, resume: bool) -> None:
     begun = (out / RUN).is_file()
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; give a folder")
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{there} cannot be written to; give another folder")
+    saved = [path for path in out.glob("checkpoints/*") if path.name.isdecimal()]
     if resume and not begun:
-        raise FileNotFoundError(f"{out}: there is no run to go on with")
+        raise FileNotFoundError(f"{out}: there is no run to go on with; begin one without --resume")
+    if resume and not saved:
+        raise FileNotFoundError(
+            f"{out}: the run there has saved nothing yet; begin it again without --resume"
+        )
     if not resume and out.exists():
-        saved = [path for path in out.glob("checkpoints/*") if path.name.isdecimal()]
         if begun and saved:
             raise ValueError(
                 f"{out} holds a run; --resume goes on with it, another --out begins one"
@@ -308,8 +343,8 @@ def _resumed(recipe: Recipe, out: Path, given: Collection[str] | None) -> Recipe
             began[name] = value
         elif value != began[name]:
             raise ValueError(
-                f"{out}: the run began with {name} {began[name]}, and not {value}; resume it with "
-                "what it began with, or give another folder"
+                f"{out}: the run began with {_named(name)} {began[name]}, and not {value}; resume "
+                "it with what it began with, or give another folder"
             )
     return Recipe(**began)
 
@@ -319,12 +354,13 @@ def _with_model(recipe: Recipe, config: ModelConfig) -> Recipe:
     gpu, limit = jax.default_backend() == "gpu", config.max_position_embeddings
     if recipe.length is not None and recipe.length > limit:
         raise ValueError(
-            f"finetune: a length of {recipe.length} is more than the model's {limit} positions"
+            f"finetune: {_named('length')} {recipe.length} is more than the model's {limit} "
+            "positions"
         )
     if recipe.rows % (recipe.micro_batches or 1):
         raise ValueError(
-            f"finetune: {recipe.rows} rows cannot be split into {recipe.micro_batches} equal "
-            "micro-batches"
+            f"finetune: {_named('rows')} {recipe.rows} cannot be split into "
+            f"{recipe.micro_batches} equal micro-batches"
         )
     rate = float(f"{RATES[recipe.method] * 4096 / config.hidden_size:.2g}")
     return dataclasses.replace(

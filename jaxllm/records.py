@@ -147,7 +147,8 @@ class Encoded(Generic[Kind]):
         tokens, learnt = sum(map(len, parts)), sum(part.learnt for part in parts)
         done = {"truncate": "truncated", "split": "split", "drop": "left out"}[self.on_long]
         said = [
-            f"{self.records} records: {len(self.examples)} examples, {tokens} tokens, "
+            f"{_count(self.records, 'record')}: {_count(len(self.examples), 'example')}, "
+            f"{_count(tokens, 'token')}, "
             f"{learnt} of them learnt"
         ]
         if self.long:
@@ -155,6 +156,10 @@ class Encoded(Generic[Kind]):
         if self.untaught:
             said.append(f"{self.untaught} without anything to learn left out")
         return "; ".join(said)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def encode_records(
@@ -230,7 +235,12 @@ def _encode_all(
     if length < 1:
         raise ValueError(f"data: length must be 1 or more tokens, got {length}")
     examples, long, untaught = [], 0, 0
-    for record in records:
+    for i, record in enumerate(records, 1):
+        if not isinstance(record, Mapping):
+            raise ValueError(f"data: record {i} must have fields by name, not {record!r:.40}")
+        if not hasattr(record, "where"):
+            record = Record(record)
+            record.where = f"record {i}"
         example = one(record)
         with _place(record):
             if vocab_size is not None:

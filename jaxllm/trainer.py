@@ -38,6 +38,7 @@ from jaxllm.precision import NoScale, Scale
 from jaxllm.train import Batch, Params
 
 LAG = 2  # steps between a dispatch and a look at its numbers: the device always has one to do
+PLACE = ("__next__", "state", "restore")  # of `Batches`
 SMOOTHED = 20  # steps that a speed is the mean of
 
 
@@ -55,6 +56,7 @@ class Fitted:
 
     params: those of the step, the last or one that was evaluated, with the lowest held-out loss, or
         the last ones if nothing is held out; with the frozen ones. `step` is theirs.
+    unsaved: what could not be kept, in a sentence, where saving has failed; else None.
     base_loss, loss: held-out nats a token before training and with `params` (None: nothing is held
         out). `before`, `after`: samples of text at the same places (None without `sample`).
     """
@@ -65,6 +67,7 @@ class Fitted:
     loss: float | None
     before: str | None
     after: str | None
+    unsaved: str | None = None
 
 
 class StoppedError(Exception):
@@ -94,8 +97,8 @@ class Trainer:
         alike.
     writers: `metrics.tensorboard(...)` and the like; one with a `close` is closed after `fit`.
     profile: how many steps, from the third on, are traced into `out/profile`; 0: none.
-    Raises: ValueError for numbers below what they must be, settings that JSON cannot say, and
-    without matplotlib.
+    Raises: ValueError for numbers below what they must be, batches that cannot say how far they
+    have got, settings that JSON cannot say, and without matplotlib.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class Trainer:
         eval_every: int | None = None,
         save_every: int | None = None,
         keep: int = 2,
-        schedule: Callable[[int], Any] | None = None,
+        schedule: Callable[[jax.Array], Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         writers: Sequence[metrics.Writer] = (),
         profile: int = 0,
@@ -132,6 +135,11 @@ class Trainer:
         ):
             if value is not None and value < least:
                 raise ValueError(f"trainer: {name} must be at least {least}, got {value}")
+        if missing := [name for name in PLACE if not hasattr(batches, name)]:
+            raise ValueError(
+                f"trainer: batches must be an iterator with state() and restore(), as data.Loader "
+                f"is; {type(batches).__name__} has no {' and no '.join(missing)}"
+            )
         try:  # as a checkpoint will have them
             said = json.loads(json.dumps(dict(settings or {}), allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -148,7 +156,7 @@ class Trainer:
         self.save_every = save_every or self.eval_every
         self.held_out, self.sample = list(held_out), sample
         self.schedule, self.writers = schedule, writers
-        self.console = console or Console(stderr=True, highlight=False, markup=False)
+        self.console = console or metrics.Lines()
         self.step = train.make_train_step(
             model,
             optimizer,
@@ -169,9 +177,10 @@ class Trainer:
         beside it.
         Raises: ValueError, with nothing overwritten, if the folder holds a run and `resume` is not
         set, or if it holds one with other settings, another model or optimiser; if the batches end
-        early, or have rows that `micro_batches` does not divide; if what is held out has no target;
-        if no step changed anything, for no loss and gradient was finite. FileNotFoundError if there
-        is none to resume. StoppedError after Ctrl-C.
+        early, or have rows that `micro_batches` does not divide; if what is held out has no target,
+        or a loss that is not finite before training; if no step changed anything, for no loss and
+        gradient was finite. FileNotFoundError if there is none to resume. StoppedError after
+        Ctrl-C.
         """
         folder = self.out / "checkpoints"
         with Checkpoints(folder, keep=self.keep, say=self._say) as checkpoints:
@@ -243,7 +252,13 @@ class Trainer:
 
         with progress, _Profile(self, begun + 3) as profile:
             if begun == 0:
-                rows.write({"step": 0, **self._measure(0)})
+                rows.write(row := {"step": 0, **self._measure(0)})
+                if not math.isfinite(loss := row.get("held_out_loss", 0.0)):
+                    raise ValueError(
+                        f"trainer: the held-out loss is {loss} before training: the model's "
+                        "weights, or what is computed from them, are not finite, and no step can "
+                        "be compared with that; look at the model, or take a wider precision"
+                    )
             for i in range(begun + 1, self.steps + 1):
                 batch, work, place = ready or self._next_batch(i)
                 ready = None
@@ -328,7 +343,7 @@ class Trainer:
                     "trainer: the held-out batches hold no target to measure a loss of"
                 )
             measured["held_out_loss"] = total / count
-        if self.sample is not None:
+        if self.sample is not None and math.isfinite(measured.get("held_out_loss", 0.0)):
             train.update(self.model, self.state.all_params)
             measured["sample"] = self.sample(self.model)
         if self.held_out:
@@ -339,9 +354,21 @@ class Trainer:
         by_step = {row["step"]: row for row in rows}
         step = int(self.state.step)
         best = checkpoints.best_step if self.held_out else None
-        losses = {i: row.get("held_out_loss", math.inf) for i, row in by_step.items()}
+        losses = {
+            i: loss for i, row in by_step.items() if (loss := row.get("held_out_loss")) is not None
+        }
         if best is not None and losses.get(step, math.inf) < losses.get(best, math.inf):
             best = step  # which is here, and could not be saved
+        kept = step if best is None else best
+        lowest = min((i for i in losses if i), key=losses.__getitem__, default=kept)
+        unsaved = None
+        if losses.get(lowest, math.inf) < losses.get(kept, math.inf):
+            unsaved = (
+                f"step {lowest} had the lowest held-out loss, {losses[lowest]:.4f}, but could not "
+                f"be saved; what is kept is step {kept}"
+            )
+        elif kept not in checkpoints.steps:
+            unsaved = f"no checkpoint of step {kept} could be saved, only what is made of it now"
         # What is not needed any more goes first, for its room
         self.state = dataclasses.replace(self.state, opt_state=_deleted(self.state.opt_state))
         if best is not None and best != step:
@@ -357,8 +384,11 @@ class Trainer:
         return Fitted(
             params,
             step,
-            *(row.get("held_out_loss") for row in (first, last)),
-            *(row.get("sample") for row in (first, last)),
+            base_loss=first.get("held_out_loss"),
+            loss=last.get("held_out_loss"),
+            before=first.get("sample"),
+            after=last.get("sample"),
+            unsaved=unsaved,
         )
 
 

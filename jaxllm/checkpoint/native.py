@@ -123,6 +123,12 @@ class Checkpoints:
         return self._manager.latest_step()
 
     @property
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints that are whole, ascending."""
+        self.wait()
+        return sorted(self._manager.all_steps())
+
+    @property
     def best_step(self) -> int | None:
         """The step of the checkpoint with the lowest loss; None if none has one."""
         self.wait()
@@ -158,6 +164,7 @@ class Checkpoints:
         measure = math.inf if loss is None or math.isnan(loss) else float(loss)
         leaves = {**_leaves(state), "key": jax.random.key_data(key)}
         self._saving = step
+        _pass_over_late_writes()  # some end before the first failure is told
         with self._saying_what_fails():
             self._manager.save(
                 step,
@@ -421,3 +428,22 @@ def _reason(error: Exception) -> str:
 def _is_not_orbax(record: logging.LogRecord) -> bool:
     """Its threads log what goes wrong whenever they get to it, some after the save has failed."""
     return "orbax" not in record.pathname and "orbax" not in record.getMessage()
+
+
+class _Late:
+    """A hook in place of `sys.unraisablehook`: when a write of a save has failed, Orbax's loop is
+    closed, and each that ends later would print a traceback from tensorstore's threads.
+    """
+
+    def __init__(self, hook: Callable[[Any], Any]):
+        self._hook = hook
+
+    def __call__(self, what: Any) -> None:
+        late = what.exc_type is RuntimeError and str(what.exc_value) == "Event loop is closed"
+        if not (late and what.object is None):
+            self._hook(what)
+
+
+def _pass_over_late_writes() -> None:
+    if not isinstance(sys.unraisablehook, _Late):
+        sys.unraisablehook = _Late(sys.unraisablehook)

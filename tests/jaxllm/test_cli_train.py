@@ -1,8 +1,10 @@
 """finetune, export and plan from the command line, on a tiny model."""
 
 import dataclasses
+import errno
 import importlib.util
 import json
+import os
 import signal
 
 import jax
@@ -232,19 +234,21 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
     ("more", "words"),
     [
         (("--full", "--lora", "4"), "--full trains all weights; give it without"),
-        (("--steps", "0"), "steps must be at least 1, got 0"),
+        (("--steps", "0"), "steps (--steps) must be at least 1, got 0"),
         (("--epochs", "2"), "give epochs or steps, not both"),
-        (("--lora", "0"), "rank must be at least 1, got 0"),
-        (("--seq", "999"), "a length of 999 is more than the model's 128 positions"),
-        (("--resume",), "there is no run to go on with"),
+        (("--lora", "0"), "rank (--lora) must be at least 1, got 0"),
+        (("--seq", "999"), "length (--seq) 999 is more than the model's 128 positions"),
+        (("--resume",), "there is no run to go on with; begin one without --resume"),
         (("--held-out", "2"), "the fraction to hold out must be above 0 and below 1"),
-        (("--learning-rate", "-1"), "learning_rate must be positive"),
+        (("--learning-rate", "-1"), "learning_rate (--learning-rate) must be positive"),
+        (("--learning-rate", "inf"), "must be positive and finite, got inf"),
+        (("--profile", "-1"), "profile must be at least 0 steps, got -1"),
         (("--targets", "nothing"), "'nothing' matches no Linear"),
         (("--prompt-key", "{a"), "the format '{a' cannot be read"),
         (("--qlora", "int4", "--precision", "fp8"), "precision 'fp8' is of plain weights"),
-        (("--batch", "3", "--micro-batches", "2"), "3 rows cannot be split into 2 equal"),
-        (("--eval-every", "0"), "eval_every must be at least 1, got 0"),
-        (("--save-every", "0"), "save_every must be at least 1, got 0"),
+        (("--batch", "3", "--micro-batches", "2"), "rows (--batch) 3 cannot be split into 2 equal"),
+        (("--eval-every", "0"), "eval_every (--eval-every) must be at least 1, got 0"),
+        (("--save-every", "0"), "save_every (--save-every) must be at least 1, got 0"),
         (("--seed", "-1"), "seed must be from 0 to 2**32 - 1, got -1"),
         (("--seed", f"{2**32}"), "seed must be from 0 to 2**32 - 1, got 4294967296"),
         (("--full", "--targets", "q_proj"), "targets 'q_proj' are of adapters"),
@@ -280,6 +284,20 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tune, tmp_path):
     assert code == 2
     assert "is a file; give a folder" in err
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_first(tune, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    code, _, err = tune(tmp_path / "deep/out", model=tmp_path / "none")
+    assert code == 2
+    assert err == f"jaxllm: {tmp_path} cannot be written to; give another folder\n"
+
+
+def test_a_run_that_has_saved_nothing_cannot_be_resumed(tune, tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    code, _, err = tune(tmp_path, "--resume")
+    assert code == 2
+    assert "the run there has saved nothing yet; begin it again without --resume" in err
 
 
 def test_export_of_no_run(run, tmp_path):
@@ -389,7 +407,25 @@ def test_what_comes_out_of_no_finite_loss_is_one_sentence(tune, fitted, tmp_path
     fitted({}, base_loss=None, loss=2.0)
     code, printed, err = tune(tmp_path / "out", "--lora", "2")
     assert code == 0, err
-    assert "held-out loss: not finite before, 2.0000 after (step 4)" in printed
+    assert "held-out loss: 2.0000 after (step 4); the one before is lost" in printed
+
+
+def test_what_could_not_be_saved_ends_with_a_sentence_and_2(tune, fitted, tmp_path):
+    fitted({}, base_loss=2.0, loss=1.0, unsaved="step 3 had the lowest held-out loss")
+    code, printed, err = tune(tmp_path / "out", "--lora", "2")
+    assert code == 2
+    assert err.endswith("jaxllm: step 3 had the lowest held-out loss\n")
+    assert f"{tmp_path}/out/adapter" in printed
+
+
+def test_a_full_disk_is_said_with_the_folder(tune, tmp_path, monkeypatch):
+    def full(self, *, resume):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Trainer, "fit", full)
+    code, _, err = tune(tmp_path / "out")
+    assert code == 2
+    assert err.endswith(f"jaxllm: {tmp_path}/out: No space left on device\n")
 
 
 def test_a_bare_resume_of_a_full_run_names_the_model(tune, fitted, folder, tmp_path, monkeypatch):
@@ -399,6 +435,7 @@ def test_a_bare_resume_of_a_full_run_names_the_model(tune, fitted, folder, tmp_p
     _, printed, _ = tune(out, "--full", model=folder.name)
     assert f"{out}/model, loss.png" in printed
     assert json.loads((out / "run.json").read_text())["model"] == str(folder.resolve())
+    (out / "checkpoints/4").mkdir(parents=True)
     _, printed, _ = tune(out, "--resume", model=folder.name)
     assert f"{out}/model, loss.png" in printed
     assert "adapter" not in printed
@@ -455,18 +492,12 @@ def test_a_base_to_pack_is_loaded_into_the_hosts_memory(folder, monkeypatch):
     ("before", "said"),
     [
         (4.0, "held-out loss: 4.0000 before, 3.0000 after (step 7): 25.0 % less"),
+        (3.0, "held-out loss: 3.0000 before, 3.0000 after (step 7): 0.0 % less"),
         (2.0, "held-out loss: 2.0000 before, 3.0000 after (step 7): 50.0 % more\nThe model was"),
-        (None, "held-out loss: not finite before, 3.0000 after (step 7)"),
+        (None, "held-out loss: 3.0000 after (step 7); the one before is lost"),
     ],
 )
 def test_what_became_of_the_loss_is_said(before, said):
     found = cli_train._of_losses(before, 3.0, 7)
     assert found.startswith(said)
     assert ("was better before" in found) == (before == 2.0)
-
-
-def test_a_failed_save_leaves_no_traceback_for_each_write():
-    shown = []
-    for error in (RuntimeError("Event loop is closed"), RuntimeError("x"), ValueError("y")):
-        cli_train._unless_late(lambda *e: shown.append(str(e[1])), type(error), error, None)
-    assert shown == ["x", "y"]

@@ -334,13 +334,22 @@ def test_the_summary_counts():
     rows = [{"prompt": "abcdefghijkl", "completion": "m"}, {"prompt": "ab", "completion": "cd"}]
     found = encode_records(rows, TINY, length=10)
     assert str(found) == (
-        "2 records: 1 examples, 4 tokens, 3 of them learnt; 1 longer than 10 tokens truncated; "
+        "2 records: 1 example, 4 tokens, 3 of them learnt; 1 longer than 10 tokens truncated; "
         "1 without anything to learn left out"
     )
-    with pytest.raises(ValueError, match="data: there is nothing to train on; 1 records: 0 exam"):
+    with pytest.raises(ValueError, match="data: there is nothing to train on; 1 record: 0 exam"):
         encode_records(rows[:1], TINY, length=10)
     with pytest.raises(ValueError, match="data: length must be 1 or more tokens, got 0"):
         encode_records(rows, TINY, length=0)
+
+
+def test_records_of_ones_own_are_told_by_their_number():
+    rows = [{"text": "a"}, {"prompt": 1}]
+    with pytest.raises(ValueError, match="^data: record 2: "):
+        encode_records(rows, TINY, length=10)
+    with pytest.raises(ValueError, match="^data: record 1 must have fields by name, not 'text'$"):
+        encode_records(["text"], TINY, length=10)  # pyright: ignore[reportArgumentType]
+    assert encode_records(rows[:1], TINY, length=10).records == 1
 
 
 def test_pairs_are_cut_and_left_out_whole():

@@ -287,6 +287,53 @@ def test_ctrl_c_during_an_evaluation_that_is_no_better_saves_too(tmp_path, whole
     assert_same(arrays(fitted.params), whole[1])
 
 
+def test_a_better_step_that_could_not_be_saved_is_said(tmp_path, monkeypatch):
+    assert trainer(tmp_path / "saved").fit().unsaved is None
+    save = Checkpoints.save
+
+    def failing(self, state, **more):
+        if int(state.step) != 4:
+            save(self, state, **more)
+
+    monkeypatch.setattr(Checkpoints, "save", failing)
+    run = trainer(tmp_path / "not", steps=8, eval_every=4)
+    losses = iter([3.0, 1.0, 2.0])
+    run.evaluate = lambda *_: (next(losses), 1)
+    fitted = run.fit()
+    assert (fitted.step, fitted.loss) == (8, 2.0)
+    assert fitted.unsaved == (
+        "step 4 had the lowest held-out loss, 1.0000, but could not be saved; "
+        "what is kept is step 8"
+    )
+    monkeypatch.setattr(Checkpoints, "save", lambda *_, **__: None)
+    fitted = trainer(tmp_path / "none", steps=4, eval_every=4, held_out=()).fit()
+    assert fitted.unsaved == "no checkpoint of step 4 could be saved, only what is made of it now"
+
+
+def test_a_loss_that_is_not_finite(tmp_path):
+    """Before training it is an error; later it is no best step's, and nothing is sampled of it."""
+    sampled = []
+
+    def run(name, *losses):
+        found = trainer(tmp_path / name, sample=lambda _: sampled.append(name) or name)
+        iterator = iter(losses)
+        found.evaluate = lambda *_: (next(iterator), 1)
+        return found
+
+    with pytest.raises(ValueError, match="^trainer: the held-out loss is nan before training"):
+        run("first", math.nan).fit()
+    assert not sampled
+    fitted = run("last", 3.0, 2.0, math.inf).fit()
+    assert (fitted.step, fitted.loss, fitted.after) == (4, 2.0, "last")
+    assert len(sampled) == 2
+    assert run("all", 3.0, math.nan, math.inf).fit().loss is None
+
+
+def test_batches_must_say_how_far_they_are(tmp_path):
+    with pytest.raises(ValueError, match="; list_iterator has no state and no restore$"):
+        trainer(tmp_path, batches=iter([1]))
+
+
 def test_ctrl_c_says_which_step_is_there(tmp_path, monkeypatch):
     class Interrupting(Counting):
         def __next__(self):

@@ -16,6 +16,7 @@ from orbax.checkpoint.type_handlers import NumpyHandler
 from tiny_models import TINY
 
 from jaxllm import train
+from jaxllm.checkpoint import native
 from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.model import Transformer
 from jaxllm.precision import DynamicScale
@@ -284,8 +285,20 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_last_good_checkpoint(tmp_pat
         assert_same(checkpoints.restore(state).state, state)
         checkpoints.save(dataclasses.replace(state, step=jnp.int32(2)), key=key)
         assert checkpoints.latest_step == 2
+        assert checkpoints.steps == [0, 2]
     assert len(said) == 1
     assert not capfd.readouterr().err
+
+
+def test_writes_that_end_after_a_failed_save_leave_no_traceback(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: shown.append(str(what.exc_value)))
+    native._pass_over_late_writes()
+    native._pass_over_late_writes()
+    late = RuntimeError("Event loop is closed")
+    for error, of in ((late, None), (late, object()), (RuntimeError("x"), None)):
+        sys.unraisablehook(types.SimpleNamespace(exc_type=type(error), exc_value=error, object=of))
+    assert shown == ["Event loop is closed", "x"]
 
 
 def test_a_position_that_is_not_json_is_refused_before_anything_is_written(tmp_path):
