@@ -198,7 +198,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--no-compile-cache",
         dest="compile_cache",
         action="store_false",
-        help="do not keep compiled programs in ~/.cache/jaxllm",
+        help="do not keep compiled programs in ~/.cache/jaxllm (or $XDG_CACHE_HOME/jaxllm)",
     )
     cli_quantize.add_options(parser)
 
@@ -401,8 +401,7 @@ def _chat(args: argparse.Namespace) -> int:
     except ValueError as error:  # what was given is right: `_settings` has looked
         raise ValueError(f"{_path(args)}: generation_config.json: {error}") from None
     options |= settings
-    if not defaults.do_sample:
-        _check_draws(given)
+    _check_draws({**given, "temperature": settings.get("temperature")})
     seeds = itertools.count(options.get("seed", 0))  # else all answers would be drawn alike
     start = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(start)

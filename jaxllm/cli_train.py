@@ -54,18 +54,18 @@ def _method(args: argparse.Namespace) -> str | None:
     return None if args.lora is None else "lora"
 
 
-def _add_memory(parser: argparse.ArgumentParser, *, remat: str) -> None:
-    """`remat`: what it is where it is not given."""
+def _add_memory(parser: argparse.ArgumentParser, *, precision: str, remat: str) -> None:
+    """`precision`, `remat`: what they are where they are not given."""
     group = parser.add_argument_group("memory")
-    group.add_argument(
-        "--precision", choices=tuple(POLICIES), help="default: bf16 on a GPU, fp32 on a CPU"
-    )
+    group.add_argument("--precision", choices=tuple(POLICIES), help=f"default: {precision}")
     group.add_argument(
         "--remat",
         choices=("auto", *REMAT) if remat == "auto" else REMAT,
         help=f"what the backward pass computes again (default {remat})",
     )
-    group.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), help="8-bit moments")
+    group.add_argument(
+        "--optimizer", choices=("adamw", "adamw_8bit"), help="adamw_8bit: 8-bit moments"
+    )
 
 
 def _add_plan(commands: Any) -> None:
@@ -84,7 +84,7 @@ def _add_plan(commands: Any) -> None:
     add("--micro-batches", type=int, default=1, metavar="N", help="parts of a batch (default 1)")
     add("--card", default="h200", metavar="NAME|SIZE", help="such as 24GB (default h200)")
     _add_method(parser, default_rank=16)
-    _add_memory(parser, remat="auto")
+    _add_memory(parser, precision="bf16", remat="auto")
     cli_quantize.add_options(parser)
     parser.set_defaults(run=_plan)
 
@@ -191,7 +191,7 @@ def _add_finetune(commands: Any) -> None:
     add("--eval-every", type=int, metavar="N", help="steps (default: ten times in all)")
     add("--save-every", type=int, metavar="N", help="steps (default: with each evaluation)")
     add("--seed", type=int, metavar="N", help="of adapters and of the order of the data")
-    _add_memory(parser, remat="none")
+    _add_memory(parser, precision="bf16 on a GPU, fp32 on a CPU", remat="none")
     group = parser.add_argument_group("seeing")
     group.add_argument("--log", choices=("tensorboard", "wandb"), help="beside JSONL and CSV")
     group.add_argument(
@@ -205,7 +205,7 @@ def _add_finetune(commands: Any) -> None:
         "--no-compile-cache",
         dest="compile_cache",
         action="store_false",
-        help="do not keep compiled programs in ~/.cache/jaxllm",
+        help="do not keep compiled programs in ~/.cache/jaxllm (or $XDG_CACHE_HOME/jaxllm)",
     )
     parser.set_defaults(run=_finetune)
 

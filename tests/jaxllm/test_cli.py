@@ -238,6 +238,16 @@ def test_what_a_checkpoint_says_of_sampling_is_looked_at(talker, tmp_path, capsy
     assert main([*arguments, "--top-k", "3"]) == 0  # it is not what is done
 
 
+def test_what_says_nothing_at_a_temperature_of_0_is_refused_in_chats_too(
+    talker, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    arguments = ["chat", str(talker), "--max-new-tokens", "2", NO_CACHE, "--temperature", "0"]
+    assert main([*arguments, "--top-k", "3"]) == 2
+    assert "--top-k needs --temperature above 0" in capsys.readouterr().err
+    assert main(arguments) == 0  # what the checkpoint says of top_k is no setting of the user
+
+
 def test_inspect_says_what_is_there_and_what_would_run(stories, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["inspect", str(stories)]) == 0
