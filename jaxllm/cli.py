@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 import jax
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
 
 import jaxllm
@@ -26,6 +25,7 @@ from jaxllm.cache import KV_DTYPES
 from jaxllm.checkpoint.shipped import shipped_checkpoint
 from jaxllm.compile_cache import enable_compile_cache
 from jaxllm.config import DTYPES, Runtime
+from jaxllm.console import Lines
 from jaxllm.quantize import on_host
 
 DEFAULT_PROMPT = "ROMEO:\n"
@@ -37,17 +37,7 @@ CUT_SHORT = {
 }
 
 
-class _Console(Console):
-    """Prints brackets as they are, for a path may hold them; `main` handles a closed pipe."""
-
-    def __init__(self, **options: Any):
-        super().__init__(highlight=False, markup=False, **options)
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
-errors = _Console(stderr=True)
+errors = Lines(stderr=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -486,5 +476,5 @@ def _answer(pieces: jaxllm.TextStream, terminal: bool) -> str | None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    cli_inspect.inspect(args, _path(args), _dtype(args.dtype), _Console())
+    cli_inspect.inspect(args, _path(args), _dtype(args.dtype), Lines())
     return 0

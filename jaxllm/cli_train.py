@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm import cli_quantize, metrics
+from jaxllm import cli_quantize
 from jaxllm.checkpoint.folder import find_folder, read_config, read_json, read_quantization
 from jaxllm.config import REMAT, ModelConfig
+from jaxllm.console import Lines
 from jaxllm.families import from_hf
 from jaxllm.precision import POLICIES
 from jaxllm.records import ON_LONG
@@ -249,7 +250,7 @@ def _finetune(args: argparse.Namespace) -> int:
 
 
 def _say(sentence: str) -> None:
-    metrics.Lines().print(sentence, soft_wrap=True)
+    Lines(stderr=True).print(sentence, soft_wrap=True)
 
 
 def _of_losses(before: float | None, after: float, step: int) -> str:

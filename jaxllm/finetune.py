@@ -27,6 +27,7 @@ from jaxllm.checkpoint import hf
 from jaxllm.checkpoint.folder import find_folder, read_config, read_quantization, stated_dtype
 from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.config import DTYPES, ModelConfig, Runtime
+from jaxllm.console import Lines
 from jaxllm.generate import generate
 from jaxllm.model import Transformer
 from jaxllm.quantize import QLORA_GROUP_SIZE, on_host, quantize
@@ -46,7 +47,12 @@ HELD_OUT = 256  # records held out at most, where no file of them is given
 SAMPLE = 64  # tokens of a sample
 RUN = "run.json"
 # What `jaxllm finetune` calls a field, where it is no field's name with dashes
-OPTIONS = {"rank": "--lora", "rows": "--batch", "length": "--seq"}
+OPTIONS = {
+    "method": "--lora, --qlora, --full",
+    "rank": "--lora",
+    "rows": "--batch",
+    "length": "--seq",
+}
 FREE = ("model", "data", "held_out", "eval_every", "save_every")  # compared by content, or free
 
 
@@ -155,7 +161,7 @@ def finetune(
     if profile < 0:
         raise ValueError(f"finetune: profile must be at least 0 steps, got {profile}")
     out = Path(out).expanduser()
-    console = console or metrics.Lines()
+    console = console or Lines(stderr=True)
     _check_out(out, resume)
     if Path(recipe.model).expanduser().is_dir():  # for an export from another working directory
         folder = Path(recipe.model).expanduser().resolve()

@@ -27,18 +27,6 @@ COLUMNS: Sequence[str] = (
 ).split()
 
 
-class Lines(Console):
-    """What a run says, on standard error, brackets as they are; a closed pipe is an error there, as
-    it is for what prints without a console.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(stderr=True, highlight=False, markup=False)
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
 class Rows:
     """`metrics.jsonl` and `metrics.csv` of a run: a row a step, each written at once.
 

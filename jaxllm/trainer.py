@@ -32,6 +32,7 @@ from rich.console import Console
 
 from jaxllm import metrics, trace, train
 from jaxllm.checkpoint.native import Checkpoints, host_device
+from jaxllm.console import Lines
 from jaxllm.flops import flops_a_token, peak_flops
 from jaxllm.model import Transformer
 from jaxllm.precision import NoScale, Scale
@@ -156,7 +157,7 @@ class Trainer:
         self.save_every = save_every or self.eval_every
         self.held_out, self.sample = list(held_out), sample
         self.schedule, self.writers = schedule, writers
-        self.console = console or metrics.Lines()
+        self.console = console or Lines(stderr=True)
         self.step = train.make_train_step(
             model,
             optimizer,

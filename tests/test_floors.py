@@ -435,11 +435,12 @@ MAY_IMPORT = {
         "jaxllm.families jaxllm.model jaxllm.quantize jaxllm.tokenizer pallas_kernels.packed"
     ),
     "jaxllm.checkpoint.native": "jaxllm.train",
+    "jaxllm.console": "",
     "jaxllm.metrics": "",
     "jaxllm.trace": "",
     "jaxllm.trainer": (
-        "jaxllm.checkpoint.native jaxllm.flops jaxllm.metrics jaxllm.model jaxllm.precision "
-        "jaxllm.trace jaxllm.train"
+        "jaxllm.checkpoint.native jaxllm.console jaxllm.flops jaxllm.metrics jaxllm.model "
+        "jaxllm.precision jaxllm.trace jaxllm.train"
     ),
     "jaxllm.checkpoint.peft": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file jaxllm.checkpoint.tensor_names"
@@ -455,8 +456,8 @@ MAY_IMPORT = {
     "jaxllm.dpo": "jaxllm.data jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
     "jaxllm.finetune": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.checkpoint.native jaxllm.config "
-        "jaxllm.data jaxllm.fp8 jaxllm.generate jaxllm.lora jaxllm.metrics jaxllm.model "
-        "jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.records jaxllm.tokenizer "
+        "jaxllm.console jaxllm.data jaxllm.fp8 jaxllm.generate jaxllm.lora jaxllm.metrics "
+        "jaxllm.model jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.records jaxllm.tokenizer "
         "jaxllm.train jaxllm.trainer"
     ),
     "jaxllm.cli_quantize": "pallas_kernels.packed",
@@ -466,8 +467,8 @@ MAY_IMPORT = {
         "jaxllm.quantize"
     ),
     "jaxllm.cli_train": (
-        "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.families "
-        "jaxllm.finetune jaxllm.plan jaxllm.precision jaxllm.records jaxllm.trainer"
+        "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.console "
+        "jaxllm.families jaxllm.finetune jaxllm.plan jaxllm.precision jaxllm.records jaxllm.trainer"
     ),
     "jaxllm.checkpoint": "jaxllm.checkpoint.*",
     "jaxllm": "jaxllm.*",

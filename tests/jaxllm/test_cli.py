@@ -22,6 +22,7 @@ import jaxllm
 from jaxllm import cli, cli_inspect
 from jaxllm.cli import main
 from jaxllm.config import Runtime
+from jaxllm.console import Lines
 from pallas_kernels import _compat
 
 NO_CACHE = "--no-compile-cache"
@@ -380,7 +381,7 @@ def test_inspect_asks_with_packed_tables():
 
 
 def test_brackets_in_a_path_are_printed(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "errors", cli._Console(stderr=True, force_terminal=True, width=200))
+    monkeypatch.setattr(cli, "errors", Lines(stderr=True, force_terminal=True, width=200))
     with cli._bar("loading a[bold]b/[/x]", cli.MofNCompleteColumn()) as progress:
         progress(1, 2)
     assert "loading a[bold]b/[/x]" in capsys.readouterr().err

@@ -173,9 +173,15 @@ def test_ctrl_c_and_resume(tune, tmp_path, monkeypatch):
     before = {p: p.read_bytes() for p in (tmp_path / "cut").rglob("*") if p.is_file()}
     for more, words in (
         ((), "holds a run; --resume goes on with it, another --out begins one"),
-        (("--resume", "--batch", "8"), "the run began with rows 2, and not 8"),  # the default
-        (("--resume", "--lora", "8"), "the run began with method full, and not lora"),
-        (("--resume", "--seed", "1"), "the run began with seed 0, and not 1"),
+        (
+            ("--resume", "--batch", "8"),
+            "the run began with rows (--batch) 2, and not 8",
+        ),  # the default
+        (
+            ("--resume", "--lora", "8"),
+            "the run began with method (--lora, --qlora, --full) full, and not lora",
+        ),
+        (("--resume", "--seed", "1"), "the run began with seed (--seed) 0, and not 1"),
     ):
         method = () if "--lora" in more else ("--full",)
         code, _, err = tune(tmp_path / "cut", *method, *more)

@@ -1,10 +1,8 @@
 """What a run writes and shows of itself; the whole of it stands in `test_trainer.py`."""
 
-import contextlib
 import csv
 import io
 import json
-import os
 import sys
 import types
 
@@ -50,17 +48,6 @@ def test_rows_hold_any_sample_and_a_character_may_be_cut_off(tmp_path):
         stream.write('{"step": 2, "sample": "ü'.encode()[:-1])
     with metrics.Rows(tmp_path, resume_at=1) as rows:
         assert rows.rows == [{"step": step, "sample": sample} for step in range(2)]
-
-
-def test_a_closed_pipe_is_an_error_to_what_prints():
-    reader, writer = os.pipe()
-    os.close(reader)
-    console = metrics.Lines()
-    console.file = os.fdopen(writer, "w")
-    with pytest.raises(BrokenPipeError):
-        console.print("[a line]")
-    with contextlib.suppress(BrokenPipeError):
-        console.file.close()
 
 
 def test_the_bar_says_loss_speed_mfu_and_memory():
