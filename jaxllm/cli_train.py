@@ -258,13 +258,16 @@ def _of_losses(before: float | None, after: float, step: int) -> str:
     if before is None:
         return f"held-out loss: {after:.4f} after (step {step}); the one before is lost"
     found = f"held-out loss: {before:.4f} before, {after:.4f} after (step {step})"
-    change = 100 * (after / before - 1)
-    if change > 0:
-        return (
-            f"{found}: {change:.1f} % more\nThe model was better before at these records; what is "
-            "written is the best of the steps. A lower --learning-rate, or more records, may help."
-        )
-    return f"{found}: {abs(change):.1f} % less"
+    if not before:
+        return found
+    change = round(100 * (after / before - 1), 1)
+    if change <= 0:
+        return f"{found}: {abs(change):.1f} % less"
+    return (
+        f"{found}: {change:.1f} % more\nThe model was better at these records before training; what "
+        "is written is the best of the steps that were evaluated. A lower --learning-rate, or more "
+        "records, may help."
+    )
 
 
 def _held_out(text: str | None) -> str | float | None:

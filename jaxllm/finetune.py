@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import importlib.util
 import json
 import math
@@ -53,6 +54,7 @@ OPTIONS = {
     "rows": "--batch",
     "length": "--seq",
 }
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 FREE = ("model", "data", "held_out", "eval_every", "save_every")  # compared by content, or free
 
 
@@ -103,14 +105,17 @@ class Recipe:
         ):
             if getattr(self, name) not in names:
                 raise ValueError(
-                    f"finetune: {name} {getattr(self, name)!r} is not one of {', '.join(names)}"
+                    f"finetune: {_named(name)} {getattr(self, name)!r} is not one of "
+                    f"{', '.join(names)}"
                 )
         for name in "rank epochs steps rows length micro_batches eval_every save_every".split():
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"finetune: {_named(name)} must be at least 1, got {value}")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"finetune: seed must be from 0 to 2**32 - 1, got {self.seed}")
+            raise ValueError(
+                f"finetune: {_named('seed')} must be from 0 to 2**32 - 1, got {self.seed}"
+            )
         rate = self.learning_rate
         if rate is not None and not 0 < rate < math.inf:
             raise ValueError(
@@ -118,15 +123,16 @@ class Recipe:
             )
         if self.method == "full" and self.targets != "all-linear":
             raise ValueError(
-                f"finetune: targets {self.targets!r} are of adapters, and method 'full' has none"
+                f"finetune: {_named('targets')} {self.targets!r} are of adapters, and method 'full' "
+                "has none"
             )
         if self.epochs is not None and self.steps is not None:
-            raise ValueError("finetune: give epochs or steps, not both")
+            raise ValueError(f"finetune: give {_named('epochs')} or {_named('steps')}, not both")
         policy = None if self.precision is None else precision.policy(self.precision)
         if policy is not None and policy.fp8 and self.method == "qlora":
             raise ValueError(
-                f"finetune: precision {self.precision!r} is of plain weights, and method 'qlora' "
-                "packs them in int4; take precision 'bf16', or method 'lora'"
+                f"finetune: {_named('precision')} {self.precision!r} is of plain weights, and "
+                "method 'qlora' packs them in int4; take precision 'bf16', or method 'lora'"
             )
 
 
@@ -224,9 +230,9 @@ def finetune(
             profile=profile,
             console=console,
         )
-        if not resume:
-            _write_json(out / RUN, dataclasses.asdict(recipe))
         with _naming(out):
+            if not resume:
+                _write_json(out / RUN, dataclasses.asdict(recipe))
             fitted = trainer.fit(resume=resume)
     if fitted.loss is None:
         raise ValueError(
@@ -277,23 +283,22 @@ def export(
                 "parameter now"
             )
     train.update(model, {**own, **{n: x.astype(own[n].dtype) for n, x in params.items()}})
-    if adapter:
-        lora.save_peft(model, folder, base_model_name=recipe.model)
-    else:
-        lora.merge(model)
-        hf.save(model, tokenizer, folder)
+    with _naming(folder):
+        if adapter:
+            lora.save_peft(model, folder, base_model_name=recipe.model)
+        else:
+            lora.merge(model)
+            hf.save(model, tokenizer, folder)
     return step
 
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[Path]:
-    """With the folder in an error of the system that names no file, as a full disk is."""
+    """With the folder in an error of its disk that names no file, as a full one is."""
     try:
         yield folder
-    except BrokenPipeError:
-        raise
     except OSError as error:
-        if error.strerror is None or error.filename is not None:
+        if error.errno not in DISK or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(folder)) from error
 

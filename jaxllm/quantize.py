@@ -189,8 +189,10 @@ def quantize(
         heads = [name for name in every if any(_named(name, head) for head in _HEADS)]
         if not heads:
             raise ValueError("quantize: the model has no head that is not packed")
-        if heads[0] in keep:
-            raise ValueError(f"quantize: keep names {heads[0]!r}, and head packs it in {head!r}")
+        if kept := [pattern for pattern in keep if _named(heads[0], pattern)]:
+            raise ValueError(
+                f"quantize: keep names {kept[0]!r}, which is the head, and head packs it in {head!r}"
+            )
         wanted[heads[0]] = (head, None)
     if not wanted:
         raise ValueError("quantize: the model has no linear layer that is not packed or kept")

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +39,10 @@ from jaxllm.precision import NoScale, Scale
 from jaxllm.train import Batch, Params
 
 LAG = 2  # steps between a dispatch and a look at its numbers: the device always has one to do
-PLACE = ("__next__", "state", "restore")  # of `Batches`
 SMOOTHED = 20  # steps that a speed is the mean of
 
 
+@runtime_checkable
 class Batches(Protocol):
     """What a Trainer reads: an iterator of batches that can say, and take, how far it has got."""
 
@@ -55,9 +55,9 @@ class Batches(Protocol):
 class Fitted:
     """How a run ended.
 
-    params: those of the step, the last or one that was evaluated, with the lowest held-out loss, or
+    params: those of the step, the last or one that was saved, with the lowest held-out loss, or
         the last ones if nothing is held out; with the frozen ones. `step` is theirs.
-    unsaved: what could not be kept, in a sentence, where saving has failed; else None.
+    unsaved: where saving has failed, what could not be kept, in a sentence; else None.
     base_loss, loss: held-out nats a token before training and with `params` (None: nothing is held
         out). `before`, `after`: samples of text at the same places (None without `sample`).
     """
@@ -99,7 +99,8 @@ class Trainer:
     writers: `metrics.tensorboard(...)` and the like; one with a `close` is closed after `fit`.
     profile: how many steps, from the third on, are traced into `out/profile`; 0: none.
     Raises: ValueError for numbers below what they must be, batches that cannot say how far they
-    have got, settings that JSON cannot say, and without matplotlib.
+    have got, a schedule that cannot be traced, settings that JSON cannot say, and without
+    matplotlib.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Trainer:
         eval_every: int | None = None,
         save_every: int | None = None,
         keep: int = 2,
-        schedule: Callable[[jax.Array], Any] | None = None,
+        schedule: optax.Schedule | None = None,
         settings: Mapping[str, Any] | None = None,
         writers: Sequence[metrics.Writer] = (),
         profile: int = 0,
@@ -136,10 +137,10 @@ class Trainer:
         ):
             if value is not None and value < least:
                 raise ValueError(f"trainer: {name} must be at least {least}, got {value}")
-        if missing := [name for name in PLACE if not hasattr(batches, name)]:
+        if not isinstance(batches, Batches):
             raise ValueError(
-                f"trainer: batches must be an iterator with state() and restore(), as data.Loader "
-                f"is; {type(batches).__name__} has no {' and no '.join(missing)}"
+                "trainer: batches must be an iterator with state() and restore(), as data.Loader "
+                f"is, got a {type(batches).__name__}"
             )
         try:  # as a checkpoint will have them
             said = json.loads(json.dumps(dict(settings or {}), allow_nan=False))
@@ -156,7 +157,7 @@ class Trainer:
         self.eval_every = eval_every or -(-steps // 10)
         self.save_every = save_every or self.eval_every
         self.held_out, self.sample = list(held_out), sample
-        self.schedule, self.writers = schedule, writers
+        self.rates, self.writers = self._rates(schedule, steps), writers
         self.console = console or Lines(stderr=True)
         self.step = train.make_train_step(
             model,
@@ -229,10 +230,7 @@ class Trainer:
         ready = self._next_batch(begun + 1) if begun < self.steps else None
         pending: collections.deque[tuple[dict[str, Any], dict[str, Any]]] = collections.deque()
         skipped = int(self.state.skipped)
-        losses = [row.get("held_out_loss") for row in rows.rows if row["step"]]
-        lowest = min((loss for loss in losses if loss is not None), default=math.inf)
         speed = _Speed(self.model, trains_all=not self.state.frozen)
-        rates = self._rates()
         per_epoch = getattr(self.batches, "batches_per_epoch", None)
         progress, move = metrics.bar(self.steps, completed=begun, console=self.console)
 
@@ -241,7 +239,7 @@ class Trainer:
             nonlocal skipped
             while len(pending) > leave:
                 row, numbers = pending.popleft()
-                row["learning_rate"] = rates[row["step"] - 1 - skipped]
+                row["learning_rate"] = self.rates[row["step"] - 1 - skipped]
                 row |= {name: x.item() for name, x in jax.device_get(numbers).items()}
                 skipped = row["skipped"]
                 if "work" in row:
@@ -279,8 +277,7 @@ class Trainer:
                     jax.block_until_ready(numbers)
                     row |= speed.of(row.pop("work"))
                     row |= self._measure(i)
-                    loss = row.get("held_out_loss", math.inf)
-                    saves, lowest = saves or loss < lowest, min(lowest, loss)
+                    saves = saves or self._is_best(row, checkpoints)
                 saves = saves or stop.is_set()  # which may have come during the evaluation
                 if evaluates or saves:
                     read(0)  # its rows are there before the checkpoint that goes on from them
@@ -312,15 +309,22 @@ class Trainer:
             )
         return jax.device_put(dict(batch)), _Work.of(batch), self.batches.state()
 
-    def _rates(self) -> Sequence[float | None]:
+    @staticmethod
+    def _rates(schedule: optax.Schedule | None, steps: int) -> Sequence[float | None]:
         """The schedule's values by the count of updates, before there is a step that one of them
         would wait for.
         """
-        if self.schedule is None:
-            return [None] * self.steps
+        if schedule is None:
+            return [None] * steps
         with jax.default_device(host_device()):
-            rates = jax.vmap(self.schedule)(jnp.arange(self.steps))
-            return np.broadcast_to(np.asarray(rates, np.float64), self.steps).tolist()
+            try:
+                rates = jax.vmap(schedule)(jnp.arange(steps))
+            except jax.errors.JAXTypeError:
+                raise ValueError(
+                    "trainer: schedule must be one that JAX can trace, as optax's are; it has an "
+                    "`if`, or a function of NumPy, of the count (jnp.where does that)"
+                ) from None
+            return np.asarray(rates, np.float64).tolist()
 
     def _say_skipped(self) -> None:
         skipped, steps = int(self.state.skipped), int(self.state.step)
@@ -333,6 +337,15 @@ class Trainer:
             self._say(
                 f"{skipped} of {steps} steps changed nothing, for a loss or gradient was not finite"
             )
+
+    def _is_best(self, row: Mapping[str, Any], checkpoints: Checkpoints) -> bool:
+        """Whether an evaluation found a lower loss than any checkpoint there is was saved with."""
+        loss = row.get("held_out_loss")
+        if loss is None or not math.isfinite(loss):
+            return False
+        best = checkpoints.best_step
+        saved = None if best is None else checkpoints.loss(best)
+        return saved is None or loss < saved
 
     def _measure(self, i: int) -> dict[str, Any]:
         """Held-out loss and sample of the parameters as they are."""
@@ -358,8 +371,10 @@ class Trainer:
         losses = {
             i: loss for i, row in by_step.items() if (loss := row.get("held_out_loss")) is not None
         }
-        if best is not None and losses.get(step, math.inf) < losses.get(best, math.inf):
-            best = step  # which is here, and could not be saved
+        if best is not None and (loss := checkpoints.loss(best)) is not None:
+            losses[best] = loss  # its row may be gone
+            if losses.get(step, math.inf) < loss:
+                best = step  # which is here, and could not be saved
         kept = step if best is None else best
         lowest = min((i for i in losses if i), key=losses.__getitem__, default=kept)
         unsaved = None
@@ -369,7 +384,10 @@ class Trainer:
                 f"be saved; what is kept is step {kept}"
             )
         elif kept not in checkpoints.steps:
-            unsaved = f"no checkpoint of step {kept} could be saved, only what is made of it now"
+            unsaved = (
+                f"the checkpoint of step {kept} could not be saved, so nothing can go on from it; "
+                "the parameters themselves are here"
+            )
         # What is not needed any more goes first, for its room
         self.state = dataclasses.replace(self.state, opt_state=_deleted(self.state.opt_state))
         if best is not None and best != step:
@@ -386,7 +404,7 @@ class Trainer:
             params,
             step,
             base_loss=first.get("held_out_loss"),
-            loss=last.get("held_out_loss"),
+            loss=losses.get(step),
             before=first.get("sample"),
             after=last.get("sample"),
             unsaved=unsaved,

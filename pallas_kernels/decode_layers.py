@@ -73,6 +73,7 @@ from pallas_kernels.ternary_matmul import (
 )
 
 NAME = "decode_layers"
+FORMAT = "'s format"  # behind a product's name: how its arrays lie together
 # Of a launch, which is told where each lies: compiled with 960, run with 288
 MOST_ARRAYS = 1024
 # On their way to a multiprocessor. H200, us a layer with 32 and 48 KiB: Qwen2.5-0.5B in bfloat16
@@ -195,7 +196,7 @@ def why_not(
     first = _kind(layers[0])
     for i, layer in enumerate(layers):
         kind = _kind(layer)
-        for name in sorted({*first, *kind}):
+        for name in sorted({*first, *kind}, key=lambda name: (name.endswith(FORMAT), name)):
             if first.get(name) != kind.get(name):
                 return f"layer {i} is not like layer 0 in {name}"
     if reason := why_not_between(_heads(x, token), x, layers[0].link(token), device=device):
@@ -291,7 +292,7 @@ def _kind(layer: Layer) -> dict[str, Any]:
     for name in NAMES:
         leaves, tree = jax.tree.flatten_with_path(numbers_of(getattr(layer, name)))
         found |= {f"{name}{keystr(path)}": of_leaf(leaf) for path, leaf in leaves}
-        found[f"{name}'s format"] = tree
+        found[f"{name}{FORMAT}"] = tree  # told last: what it holds has names of its own
     return found
 
 

@@ -457,8 +457,8 @@ MAY_IMPORT = {
     "jaxllm.finetune": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.checkpoint.native jaxllm.config "
         "jaxllm.console jaxllm.data jaxllm.fp8 jaxllm.generate jaxllm.lora jaxllm.metrics "
-        "jaxllm.model jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.records jaxllm.tokenizer "
-        "jaxllm.train jaxllm.trainer"
+        "jaxllm.model jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.records "
+        "jaxllm.tokenizer jaxllm.train jaxllm.trainer"
     ),
     "jaxllm.cli_quantize": "pallas_kernels.packed",
     "jaxllm.cli_inspect": (

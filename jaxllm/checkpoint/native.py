@@ -133,7 +133,12 @@ class Checkpoints:
         """The step of the checkpoint with the lowest loss; None if none has one."""
         self.wait()
         step = self._manager.best_step()
-        return None if step is None or self._loss(step) is None else step
+        return None if step is None or self.loss(step) is None else step
+
+    def loss(self, step: int) -> float | None:
+        """What the checkpoint of a step was saved with; None if it has no loss that is finite."""
+        loss = (self._manager.metrics(step) or {}).get("loss", math.inf)
+        return loss if math.isfinite(loss) else None
 
     def save(
         self,
@@ -294,11 +299,7 @@ class Checkpoints:
         key = jax.random.wrap_key_data(restored.pop("key"), impl=notes["key"])
         leaves = [restored[name] for name in _names(like)]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
-        return Saved(state, key, notes["position"], self._loss(step))
-
-    def _loss(self, step: int) -> float | None:
-        loss = (self._manager.metrics(step) or {}).get("loss", math.inf)
-        return loss if math.isfinite(loss) else None
+        return Saved(state, key, notes["position"], self.loss(step))
 
     @contextlib.contextmanager
     def _torn(self, step: int) -> Iterator[None]:
@@ -430,9 +431,10 @@ def _is_not_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname and "orbax" not in record.getMessage()
 
 
-class _Late:
+class _LateWriteHook:
     """A hook in place of `sys.unraisablehook`: when a write of a save has failed, Orbax's loop is
-    closed, and each that ends later would print a traceback from tensorstore's threads.
+    closed, and each that ends later would print a traceback from tensorstore's threads. They have
+    no Python of their own, so what they raise is of no object; all else goes to the hook there was.
     """
 
     def __init__(self, hook: Callable[[Any], Any]):
@@ -445,5 +447,5 @@ class _Late:
 
 
 def _pass_over_late_writes() -> None:
-    if not isinstance(sys.unraisablehook, _Late):
-        sys.unraisablehook = _Late(sys.unraisablehook)
+    if not isinstance(sys.unraisablehook, _LateWriteHook):
+        sys.unraisablehook = _LateWriteHook(sys.unraisablehook)

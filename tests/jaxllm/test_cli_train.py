@@ -5,6 +5,7 @@ import errno
 import importlib.util
 import json
 import os
+import re
 import signal
 
 import jax
@@ -14,7 +15,7 @@ import quantised_checkpoints
 import tiny_models
 
 import jaxllm
-from jaxllm import cli, cli_train, lora, metrics, plan, train
+from jaxllm import cli, cli_train, finetune, lora, metrics, plan, train
 from jaxllm.checkpoint import native
 from jaxllm.finetune import Recipe, _sample
 from jaxllm.trainer import Fitted, Trainer
@@ -241,7 +242,7 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
     [
         (("--full", "--lora", "4"), "--full trains all weights; give it without"),
         (("--steps", "0"), "steps (--steps) must be at least 1, got 0"),
-        (("--epochs", "2"), "give epochs or steps, not both"),
+        (("--epochs", "2"), "give epochs (--epochs) or steps (--steps), not both"),
         (("--lora", "0"), "rank (--lora) must be at least 1, got 0"),
         (("--seq", "999"), "length (--seq) 999 is more than the model's 128 positions"),
         (("--resume",), "there is no run to go on with; begin one without --resume"),
@@ -251,13 +252,13 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--profile", "-1"), "profile must be at least 0 steps, got -1"),
         (("--targets", "nothing"), "'nothing' matches no Linear"),
         (("--prompt-key", "{a"), "the format '{a' cannot be read"),
-        (("--qlora", "int4", "--precision", "fp8"), "precision 'fp8' is of plain weights"),
+        (("--qlora", "int4", "--precision", "fp8"), "precision (--precision) 'fp8' is of plain weights"),
         (("--batch", "3", "--micro-batches", "2"), "rows (--batch) 3 cannot be split into 2 equal"),
         (("--eval-every", "0"), "eval_every (--eval-every) must be at least 1, got 0"),
         (("--save-every", "0"), "save_every (--save-every) must be at least 1, got 0"),
-        (("--seed", "-1"), "seed must be from 0 to 2**32 - 1, got -1"),
-        (("--seed", f"{2**32}"), "seed must be from 0 to 2**32 - 1, got 4294967296"),
-        (("--full", "--targets", "q_proj"), "targets 'q_proj' are of adapters"),
+        (("--seed", "-1"), "seed (--seed) must be from 0 to 2**32 - 1, got -1"),
+        (("--seed", f"{2**32}"), "(--seed) must be from 0 to 2**32 - 1, got 4294967296"),
+        (("--full", "--targets", "q_proj"), "targets (--targets) 'q_proj' are of adapters"),
     ],
 )
 def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):
@@ -266,6 +267,17 @@ def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):
     assert words in err
     assert len([line for line in err.splitlines() if line.startswith("jaxllm: ")]) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_fields_are_named_as_their_options(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["finetune", "--help"])
+    options = re.findall(r"--[a-z-]+", capsys.readouterr().out)
+    for field in dataclasses.fields(Recipe):
+        if field.name != "model":
+            named = re.findall(r"--[a-z-]+", finetune._named(field.name))
+            assert named
+            assert set(named) <= set(options)
 
 
 @pytest.mark.parametrize("method", [("--full",), ("--qlora", "int4")])
@@ -479,8 +491,6 @@ def test_a_prompt_that_takes_all_positions_has_a_sample(folder):
 
 
 def test_a_base_to_pack_is_loaded_into_the_hosts_memory(folder, monkeypatch):
-    from jaxllm import finetune
-
     where = []
     load = finetune.hf.load
 
@@ -498,7 +508,8 @@ def test_a_base_to_pack_is_loaded_into_the_hosts_memory(folder, monkeypatch):
     ("before", "said"),
     [
         (4.0, "held-out loss: 4.0000 before, 3.0000 after (step 7): 25.0 % less"),
-        (3.0, "held-out loss: 3.0000 before, 3.0000 after (step 7): 0.0 % less"),
+        (2.9999, "held-out loss: 2.9999 before, 3.0000 after (step 7): 0.0 % less"),
+        (0.0, "held-out loss: 0.0000 before, 3.0000 after (step 7)"),
         (2.0, "held-out loss: 2.0000 before, 3.0000 after (step 7): 50.0 % more\nThe model was"),
         (None, "held-out loss: 3.0000 after (step 7); the one before is lost"),
     ],
@@ -506,4 +517,4 @@ def test_a_base_to_pack_is_loaded_into_the_hosts_memory(folder, monkeypatch):
 def test_what_became_of_the_loss_is_said(before, said):
     found = cli_train._of_losses(before, 3.0, 7)
     assert found.startswith(said)
-    assert ("was better before" in found) == (before == 2.0)
+    assert ("was better at these records before" in found) == (before == 2.0)

@@ -274,7 +274,7 @@ def test_one_table_serves_gather_and_head():
 
 def test_the_table_that_is_the_head_is_not_kept_and_packed():
     model = tiny_models.build(dataclasses.replace(EVEN, tie_word_embeddings=True))
-    with pytest.raises(ValueError, match="^quantize: keep names 'embed_tokens', and head packs it"):
+    with pytest.raises(ValueError, match="^quantize: keep names 'embed_tokens', which is the head"):
         jaxllm.quantize(model, "int4", head="int8", keep=("embed_tokens",))
     assert not packed_weights(model)
 
@@ -334,8 +334,9 @@ def test_a_model_of_shapes_alone_is_packed_too():
         (
             ("int8",),
             {"head": "int8", "keep": ("lm_head",)},
-            "keep names 'lm_head', and head packs it in 'int8'",
+            "keep names 'lm_head', which is the head, and head packs it in 'int8'",
         ),
+        (("int8",), {"head": "int8", "keep": "lm_*"}, r"keep names 'lm_\*', which is the head, and"),
         (("int4", 8), {"keep": ("up",)}, "keep names 'up', which no projection is called"),
         (("int4", 8), {"keep": PROJECTIONS}, "the model has no linear layer that is not packed"),
     ],

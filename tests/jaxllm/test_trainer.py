@@ -211,13 +211,66 @@ def test_the_best_parameters_are_saved_returned_and_left_in_the_model(tmp_path):
     assert all(x.is_deleted() for x in moments)
 
 
+def without_saves(monkeypatch, *steps):
+    """As a disk that was full at these steps."""
+    save = Checkpoints.save
+
+    def saving(self, state, **more):
+        if int(state.step) not in steps:
+            save(self, state, **more)
+
+    monkeypatch.setattr(Checkpoints, "save", saving)
+
+
+def measuring(run, *losses):
+    """The run with these held-out losses, one after the other."""
+    found = iter(losses)
+    run.evaluate = lambda *_: (next(found), 1)
+    return run
+
+
 def test_a_last_step_that_is_the_best_needs_no_checkpoint(tmp_path, monkeypatch):
-    """Of a disk that was full by then: the parameters are here, those of another step are worse."""
-    monkeypatch.setattr(Checkpoints, "best_step", property(lambda self: 4))
-    fitted = trainer(tmp_path, steps=8, eval_every=4, save_every=4).fit()
-    losses = {row["step"]: row.get("held_out_loss") for row in rows_of(tmp_path)}
-    assert losses[8] < losses[4]
-    assert (fitted.step, fitted.loss) == (8, losses[8])
+    assert trainer(tmp_path / "saved").fit().unsaved is None
+    without_saves(monkeypatch, 8)
+    fitted = measuring(trainer(tmp_path / "not"), 3.0, 2.0, 1.0).fit()
+    assert (fitted.step, fitted.loss) == (8, 1.0)
+    assert fitted.unsaved == (
+        "the checkpoint of step 8 could not be saved, so nothing can go on from it; the parameters "
+        "themselves are here"
+    )
+
+
+def test_a_better_step_that_could_not_be_saved_is_said(tmp_path, monkeypatch):
+    without_saves(monkeypatch, 4)
+    fitted = measuring(trainer(tmp_path), 3.0, 1.0, 2.0).fit()
+    assert (fitted.step, fitted.loss) == (8, 2.0)
+    assert fitted.unsaved == (
+        "step 4 had the lowest held-out loss, 1.0000, but could not be saved; "
+        "what is kept is step 8"
+    )
+
+
+def test_behind_a_failed_save_what_is_better_than_what_is_saved_is_saved(tmp_path, monkeypatch):
+    without_saves(monkeypatch, 4)
+    run = trainer(tmp_path, eval_every=2, save_every=8)
+    fitted = measuring(run, 3.0, 2.0, 1.0, 1.5, 2.5).fit()
+    assert (fitted.step, fitted.loss) == (6, 1.5)
+    assert "what is kept is step 6" in fitted.unsaved
+
+
+def test_a_run_whose_rows_are_lost_still_knows_its_best(tmp_path):
+    class Stopping(Counting):
+        def __next__(self):
+            if self.at == 4:
+                signal.raise_signal(signal.SIGINT)
+            return super().__next__()
+
+    with pytest.raises(StoppedError):
+        measuring(trainer(tmp_path, batches=Stopping()), 3.0, 1.0).fit()
+    (tmp_path / "metrics.jsonl").unlink()
+    fitted = measuring(trainer(tmp_path), 2.0).fit(resume=True)
+    assert (fitted.step, fitted.loss, fitted.base_loss) == (4, 1.0, None)
+    assert fitted.unsaved is None
 
 
 def test_no_number_is_read_before_the_next_steps_are_dispatched(tmp_path, monkeypatch):
@@ -287,38 +340,13 @@ def test_ctrl_c_during_an_evaluation_that_is_no_better_saves_too(tmp_path, whole
     assert_same(arrays(fitted.params), whole[1])
 
 
-def test_a_better_step_that_could_not_be_saved_is_said(tmp_path, monkeypatch):
-    assert trainer(tmp_path / "saved").fit().unsaved is None
-    save = Checkpoints.save
-
-    def failing(self, state, **more):
-        if int(state.step) != 4:
-            save(self, state, **more)
-
-    monkeypatch.setattr(Checkpoints, "save", failing)
-    run = trainer(tmp_path / "not", steps=8, eval_every=4)
-    losses = iter([3.0, 1.0, 2.0])
-    run.evaluate = lambda *_: (next(losses), 1)
-    fitted = run.fit()
-    assert (fitted.step, fitted.loss) == (8, 2.0)
-    assert fitted.unsaved == (
-        "step 4 had the lowest held-out loss, 1.0000, but could not be saved; "
-        "what is kept is step 8"
-    )
-    monkeypatch.setattr(Checkpoints, "save", lambda *_, **__: None)
-    fitted = trainer(tmp_path / "none", steps=4, eval_every=4, held_out=()).fit()
-    assert fitted.unsaved == "no checkpoint of step 4 could be saved, only what is made of it now"
-
-
 def test_a_loss_that_is_not_finite(tmp_path):
     """Before training it is an error; later it is no best step's, and nothing is sampled of it."""
     sampled = []
 
     def run(name, *losses):
         found = trainer(tmp_path / name, sample=lambda _: sampled.append(name) or name)
-        iterator = iter(losses)
-        found.evaluate = lambda *_: (next(iterator), 1)
-        return found
+        return measuring(found, *losses)
 
     with pytest.raises(ValueError, match="^trainer: the held-out loss is nan before training"):
         run("first", math.nan).fit()
@@ -329,8 +357,16 @@ def test_a_loss_that_is_not_finite(tmp_path):
     assert run("all", 3.0, math.nan, math.inf).fit().loss is None
 
 
+def test_a_schedule_must_be_one_that_jax_can_trace(tmp_path):
+    for schedule in (lambda i: 1.0 if i < 2 else 0.5, lambda i: np.sin(i)):
+        with pytest.raises(ValueError, match="^trainer: schedule must be one that JAX can trace"):
+            trainer(tmp_path, schedule=schedule)
+    assert trainer(tmp_path, schedule=lambda _: 0.5).rates == [0.5] * 8
+    assert not list(tmp_path.iterdir())
+
+
 def test_batches_must_say_how_far_they_are(tmp_path):
-    with pytest.raises(ValueError, match="; list_iterator has no state and no restore$"):
+    with pytest.raises(ValueError, match=r"state\(\) and restore\(\), .*, got a list_iterator$"):
         trainer(tmp_path, batches=iter([1]))
 
 

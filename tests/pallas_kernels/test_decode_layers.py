@@ -132,12 +132,18 @@ def in_another_format() -> dict[str, Any]:
     return unlike(down=SMALL("int8")["layers"][1].down)
 
 
+def with_a_bias() -> dict[str, Any]:
+    qkv = changed()["layers"][1].qkv
+    return unlike(qkv=qkv._replace(bias=jnp.ones(128, jnp.bfloat16)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "phrase"),
     [
         (changed(), None),
         (changed("ternary", gate="relu2_glu"), None),
-        (in_another_format(), "layer 1 is not like layer 0 in down"),
+        (in_another_format(), "layer 1 is not like layer 0 in down.weight"),
+        (with_a_bias(), "layer 1 is not like layer 0 in qkv.bias"),
         (changed(layers=[]), "there are no layers"),
         (changed(x=jnp.ones((2, 128), jnp.bfloat16)), "takes one row of x, got 2"),
         (changed(x=jnp.ones((1, 128), jnp.float16)), "takes bfloat16, got x float16"),
