@@ -60,10 +60,15 @@ def percent(row: dict[str, Any], us: float, ceilings: dict[str, Any] | None) -> 
 
 
 def figures(row: dict[str, Any], ceilings: dict[str, Any] | None) -> dict[str, Any]:
-    """What a row says of ours: us, percent, best rival, its us, ratio (above 1: ours is faster)."""
+    """What a row says of ours: us, percent, best rival, its us, ratio (above 1: ours is faster).
+
+    A variant of ours that was tried beside it ("ours, ...") is no rival.
+    """
     times = {name: time_us(timing) for name, timing in row["times"].items()}
     ours = times.pop("ours", None)
-    rivals = {name: us for name, us in times.items() if us is not None}
+    rivals = {
+        name: us for name, us in times.items() if us is not None and not name.startswith("ours, ")
+    }
     best = min(rivals, key=lambda name: rivals[name], default=None)
     found: dict[str, Any] = {"us": ours, "percent": None, "best": best, "ratio": None}
     found["best_us"] = None if best is None else rivals[best]

@@ -47,14 +47,12 @@ def main(args: argparse.Namespace) -> None:
         )
     if args.batch_tokens < args.context:
         sys.exit(f"pretrain: --batch-tokens is less than one window, --context {args.context}")
-    prompt = args.prompt or text.lstrip().split("\n")[0] + "\n"
-    if len(begin := tokenizer.encode(prompt)) >= args.context:
-        if args.prompt:
-            sys.exit(
-                f"pretrain: --prompt has {len(begin)} tokens, and a window of {args.context} has "
-                "no room for one behind it"
-            )
-        prompt = tokenizer.decode(begin[: args.context // 2])
+    prompt = args.prompt or text.lstrip().split("\n")[0][:40] + "\n"
+    if (taken := len(tokenizer.encode(prompt))) >= args.context:
+        sys.exit(
+            f"pretrain: the prompt has {taken} tokens, and a window of {args.context} has no room "
+            "for another; give a shorter --prompt"
+        )
 
     config = jaxllm.ModelConfig(
         model_type="llama",

@@ -78,7 +78,7 @@ def _find_device() -> None:
         jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # the latter where a plugin is not installed
         asked = jax.config.values["jax_platforms"]
-        place = f", with JAX_PLATFORMS={asked}" if asked else ""
+        place = f" with JAX_PLATFORMS={asked}" if asked else ""
         found = str(error).partition("\n")[0] or "there is no plugin for it"
         raise ValueError(f"JAX cannot start{place}: {found}") from None
 

@@ -264,9 +264,9 @@ def _of_losses(before: float | None, after: float, step: int) -> str:
     if change <= 0:
         return f"{found}: {abs(change):.1f} % less"
     return (
-        f"{found}: {change:.1f} % more\nThe model was better at these records before training; what "
-        "is written is the best of the steps that were evaluated. A lower --learning-rate, or more "
-        "records, may help."
+        f"{found}: {change:.1f} % more\nThe model was better at these records before training; "
+        "what is written is the best of the steps that were evaluated. A lower --learning-rate, or "
+        "more records, may help."
     )
 
 

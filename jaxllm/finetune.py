@@ -123,8 +123,8 @@ class Recipe:
             )
         if self.method == "full" and self.targets != "all-linear":
             raise ValueError(
-                f"finetune: {_named('targets')} {self.targets!r} are of adapters, and method 'full' "
-                "has none"
+                f"finetune: {_named('targets')} {self.targets!r} are of adapters, and method "
+                "'full' has none"
             )
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"finetune: give {_named('epochs')} or {_named('steps')}, not both")

@@ -90,19 +90,19 @@ class Plan:
 
     def __str__(self) -> str:
         """A table of the kinds, and in sentences what it means for the card."""
-        lines = [f"{kind:12} {_size(size):>12}" for kind, size in self.rows()]
+        notes = {
+            "weights": f" ({_size(self.packed)} of them packed)" if self.packed else "",
+            "gradients": "" if self.gradients else " (in the space of activations that are done)",
+        }
+        lines = [f"{kind:12} {_size(size):>12}{notes.get(kind, '')}" for kind, size in self.rows()]
         lines[-1:] = ["-" * 25, lines[-1]]
-        if not self.gradients:
-            lines[3] += " (in the place of activations that are gone)"
-        if self.packed:
-            lines[0] += f" ({_size(self.packed)} of them packed)"
         if self.host:
             lines.append(f"{'on the host':12} {_size(self.host):>12}")
         unit, word = (1e9, "billion") if self.parameters >= 1e8 else (1e6, "million")
         trained = f"{self.trained / self.parameters:.2%} of {self.parameters / unit:.2f} {word}"
         lines += ["", f"Trained: {trained} parameters. Remat policy: {self.remat}."]
         gib = f"{self.card_bytes / 2**30:.2f}".rstrip("0").rstrip(".")
-        room = f"{self.card} ({gib} GiB, 1 of them for CUDA itself)"
+        room = f"{self.card} ({gib} GiB, of which CUDA itself takes 1)"
         verdict = "fits on" if self.fits else "does not fit on"
         lines.append(f"The step {verdict} {room}.")
         for name, size in self.tried:
@@ -212,7 +212,7 @@ def plan(
         with _as_if_on(target):
             step = _Step(recipe, name, optimizer, batch, seq, micro_batches)
         # Not the activations, of which XLA computes some again where that costs little
-        least = step.weights + step.moments
+        least = max(step.weights + step.moments, step.packing)
         if name != names[-1] and least + RESERVED > card_bytes:
             tried.append((name, least))  # nothing to compile for
             continue

@@ -191,7 +191,8 @@ def quantize(
             raise ValueError("quantize: the model has no head that is not packed")
         if kept := [pattern for pattern in keep if _named(heads[0], pattern)]:
             raise ValueError(
-                f"quantize: keep names {kept[0]!r}, which is the head, and head packs it in {head!r}"
+                f"quantize: keep names {kept[0]!r}, which is the head, and head packs that in "
+                f"{head!r}"
             )
         wanted[heads[0]] = (head, None)
     if not wanted:

@@ -301,9 +301,9 @@ class Run:
                 logprob = float(out.logprobs[i, j])
                 if math.isnan(logprob):
                     raise ValueError(
-                        f"generate: the logits of row {i} are not finite behind "
-                        f"{len(row.prompt) + len(row.tokens)} tokens; look at the weights, or take "
-                        "a wider dtype"
+                        f"generate: the logits of row {i} for position "
+                        f"{len(row.prompt) + len(row.tokens)} are not finite; look at the weights, "
+                        "or take a wider dtype"
                     )
                 row.push(int(out.tokens[i, j]), logprob, list(top), last)
             row.finish(int(out.ended[i]))

@@ -28,7 +28,7 @@ from pallas_kernels.lane_code import (
     asm,
     further,
     less,
-    load,
+    load_four,
     load_shared,
     load_shared_part,
     mma,
@@ -240,8 +240,7 @@ class TernaryTiles(Tiles):
         """The norm's words."""
         if "norm" not in self.pointers:
             return None
-        read = functools.partial(load, words=4)
-        return ternary.read_row(self.pointers["norm"], self._inputs, self.config.warps, read)
+        return ternary.read_row(self.pointers["norm"], self._inputs, self.config.warps, load_four)
 
     def keep(self, early: Any, barrier: Callable[[], None]) -> None:
         """As in `Tiles`."""

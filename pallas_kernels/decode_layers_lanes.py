@@ -23,7 +23,7 @@ from pallas_kernels.decode_layers_config import MEETINGS, NAMES, REGISTERS, STRE
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import asm, equal, further, times, word
 
-# Of each product, what the block has at which of `Layers.at`
+# For each product: the names of its arguments, and where in `Layers.at` the block has them
 AROUND: dict[str, dict[str, str]] = {
     "qkv": {"cos": "cos", "sin": "sin", "slots": "slots", "out": "q"},
     "out": {"x": "heads", "out": "middle"},

@@ -51,7 +51,8 @@ class Device:
 
 # What kernels are told in the interpreter: a Hopper GPU so small that each block has several tiles
 INTERPRETED = Device("gpu", "NVIDIA H200", 9.0, 2)
-# And those whose blocks divide whole layers, of which the interpreter runs one op after the other
+# Kernels that the interpreter replaces by one op after the other divide whole layers among blocks,
+# and take those of real models only with as many multiprocessors as there are
 INTERPRETED_OP_BY_OP = dataclasses.replace(INTERPRETED, num_sms=132)
 
 

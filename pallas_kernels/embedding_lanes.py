@@ -8,7 +8,6 @@ Imported only by the modules of embedding.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ from pallas_kernels.lane_code import (
     further,
     less,
     load,
+    load_four,
     load_late,
     only_where,
     store,
@@ -151,7 +151,7 @@ def words_in(dtype: str, floats: list[Any]) -> list[Any]:
 
 def load_piece(address: Any, size_bytes: int, *, late: bool = False) -> list[Any]:
     """The words of a piece, or of several side by side; late: as `load_late`."""
-    read = load_late if late else functools.partial(load, words=4)
+    read = load_late if late else load_four
     return [x for offset in range(0, size_bytes, ACCESS_BYTES) for x in read(address, offset)]
 
 

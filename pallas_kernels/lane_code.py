@@ -149,6 +149,11 @@ def load(address: Any, offset: int, words: int = 1, *, once: bool = False) -> An
     return asm(text, "rrrr", address, effects=True)
 
 
+def load_four(address: Any, offset: int) -> list[Any]:
+    """Four words of global memory that no one writes."""
+    return load(address, offset, words=4)
+
+
 def load_late(address: Any, offset: int, words: int = 4) -> list[Any]:
     """Two or four words of global memory, not before a barrier or a store that stands before it
     here.

@@ -10,7 +10,6 @@ quantized_digits.py.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,11 +25,19 @@ from pallas_kernels.lane_arithmetic import (
     shuffled,
     sum_of_squares,
 )
-from pallas_kernels.lane_code import asm, further, less, load, load_late, only_where, times, word
+from pallas_kernels.lane_code import (
+    asm,
+    further,
+    less,
+    load_four,
+    load_late,
+    only_where,
+    times,
+    word,
+)
 from pallas_kernels.quantized_matmul_config import ACROSS, PART_BYTES
 
 AT_ONCE = 8  # accesses of a thread to x on their way
-_load = functools.partial(load, words=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +69,7 @@ class Rows:
         there.
         """
         starts = {start for _, start in self._places()[:AT_ONCE]} if "norm" in self.at else ()
-        return {start: self._read(_load, self.at["norm"], start) for start in sorted(starts)}
+        return {start: self._read(load_four, self.at["norm"], start) for start in sorted(starts)}
 
     def keep(self, first: Callable[[], None], early: Mapping[int, Any] | None = None) -> None:
         """Brings the rows on chip, then zeros; a barrier must follow.
@@ -75,13 +82,13 @@ class Rows:
         squares: list[Any] = [None] * self.m
         for begin in range(0, len(places), AT_ONCE):
             some = places[begin : begin + AT_ONCE]
-            read_x = load_late if self.late else _load
+            read_x = load_late if self.late else load_four
             loaded = [self._read(read_x, self._row(one), start) for one, start in some]
             weights = dict(early or {})
             if normed:
                 for _, start in some:
                     if start not in weights:
-                        weights[start] = self._read(_load, self.at["norm"], start)
+                        weights[start] = self._read(load_four, self.at["norm"], start)
             if begin == 0:
                 first()
             for (one, start), words in zip(some, loaded, strict=True):

@@ -8,7 +8,6 @@ ternary_matmul_kernel.py and between_attentions_tiles.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +26,7 @@ from pallas_kernels.lane_code import (
     accesses_of_thread,
     asm,
     further,
-    load,
+    load_four,
     load_late,
     only_where,
     times,
@@ -52,9 +51,6 @@ def read_row(address: Any, k: int, warps: int, read: Callable[..., list[Any]]) -
     return found
 
 
-_load = functools.partial(load, words=4)
-
-
 def quantise_rows(
     at: Mapping[str, Any],
     m: int,
@@ -76,7 +72,7 @@ def quantise_rows(
     """
     kind = KINDS[dtype]
     mine = accesses_of_thread(k // EACH, warps * LANES)
-    load_x = load_late if late else _load
+    load_x = load_late if late else load_four
 
     def joined(values: list[Any], operation: str, which: int, first: int) -> list[Any]:
         """Of some rows, over the block."""
@@ -84,7 +80,7 @@ def quantise_rows(
         return over_block(values, operation, marks, warps, barrier)
 
     if weight is None and "norm" in at:
-        weight = read_row(at["norm"], k, warps, _load)
+        weight = read_row(at["norm"], k, warps, load_four)
     step = max(1, MOST_WORDS // (EACH // 2 * len(mine)))
     scales, sums = [], []
     for first in range(0, m, step):

@@ -11,7 +11,7 @@ from pallas_kernels import _compat
 def interpreted(f: Callable[..., Any], *args: Any) -> Any:
     """The result of f(*args), which calls kernels with interpret=True; no race was seen."""
     if not _compat.INTERPRETS_CUT_COPIES:
-        import pytest  # which benchmarks, that take truths from here, do without
+        import pytest  # here, for the benchmarks take truths from this file without pytest
 
         pytest.skip("the interpreter of jax 0.10 copies nothing that passes the end of an array")
     result = jax.block_until_ready(jax.jit(f)(*args))

@@ -28,9 +28,10 @@ from pallas_kernels.device import INTERPRETED_OP_BY_OP
 from pallas_kernels.packed import PLAIN, Packed
 
 # (scheme, numbers of a group, zero points) whose layer is faster in one launch. H200, us of
-# Llama-3.1-8B's against a launch a product: 103.7 and 109.0, int8 54.2 and 62.1, in groups 56.1 and
-# 67.9, int4 33.2 and 40.9, in groups of 32 42.4 and 46.5, with zeros 44.8 and 45.2, fp8 57.0 and
-# 65.0, nvfp4 50.6 and 53.1, mxfp4 46.4 and 49.2; ternary 1058 and 1250 a token; mxfp8 79.1 and 69.1
+# Llama-3.1-8B's against a launch a product (2026-11-25-h200-awaited-numbers.json): 103.7 and 110.1,
+# int8 55.4 and 61.9, in groups 57.1 and 67.5, int4 34.0 and 41.2, in groups of 32 41.3 and 46.5,
+# with zeros 40.7 and 45.0, fp8 57.7 and 66.4, nvfp4 45.6 and 52.8, mxfp4 41.9 and 49.0; ternary
+# 1058 and 1250 a token; but mxfp8 71.8 and 70.3
 FASTER = (
     *((PLAIN, None, False), ("ternary", None, False)),
     *(("int8", None, False), ("int8", 128, False)),

@@ -86,6 +86,9 @@ def test_figures():
     matmul = report.figures(results()["rows"][1], CEILINGS)
     assert matmul["percent"] == pytest.approx(100 * 2 * 4096**3 / 200e-6 / 8e14)
     assert matmul["ratio"] == pytest.approx(0.95)
+    tried = row()
+    tried["times"]["ours, in another way"] = timing(60.0)
+    assert report.figures(tried, CEILINGS)["best"] == "liger"
     decode = {**results()["rows"][1], "ceiling": "read"}
     assert report.figures(decode, CEILINGS)["percent"] == pytest.approx(100 * 5e11 / 4.5e12)
 

@@ -450,7 +450,7 @@ def test_a_platform_that_is_not_there_gets_one_sentence(platform):
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if line.startswith("jaxllm: ")]
     assert len(said) == 1
-    assert f"JAX cannot start, with JAX_PLATFORMS={platform}: " in said[0]
+    assert f"JAX cannot start with JAX_PLATFORMS={platform}: " in said[0]
     assert "Traceback" not in done.stderr
 
 

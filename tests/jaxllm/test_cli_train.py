@@ -252,7 +252,10 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--profile", "-1"), "profile must be at least 0 steps, got -1"),
         (("--targets", "nothing"), "'nothing' matches no Linear"),
         (("--prompt-key", "{a"), "the format '{a' cannot be read"),
-        (("--qlora", "int4", "--precision", "fp8"), "precision (--precision) 'fp8' is of plain weights"),
+        (
+            ("--qlora", "int4", "--precision", "fp8"),
+            "(--precision) 'fp8' is of plain weights",
+        ),
         (("--batch", "3", "--micro-batches", "2"), "rows (--batch) 3 cannot be split into 2 equal"),
         (("--eval-every", "0"), "eval_every (--eval-every) must be at least 1, got 0"),
         (("--save-every", "0"), "save_every (--save-every) must be at least 1, got 0"),

@@ -367,7 +367,7 @@ def test_logits_that_are_not_finite_are_said(settings):
     table = model.embed_tokens.weight
     table[...] = table[...].at[7].set(jnp.nan)
     assert len(jaxllm.generate(model, None, [[5, 9]], max_new_tokens=1, stop_ids=[]).tokens[0]) == 1
-    with pytest.raises(ValueError, match="the logits of row 1 are not finite behind 1 tokens"):
+    with pytest.raises(ValueError, match="the logits of row 1 for position 1 are not finite"):
         jaxllm.generate(model, None, [[5], [7]], max_new_tokens=4, stop_ids=[], **settings)
 
 

@@ -198,14 +198,14 @@ def test_what_is_printed():
         "peak            19.00 GiB",
         "",
         "Trained: 1.00% of 1.00 billion parameters. Remat policy: none.",
-        "The step fits on 24GB (22.35 GiB, 1 of them for CUDA itself).",
+        "The step fits on 24GB (22.35 GiB, of which CUDA itself takes 1).",
         "JAX takes three quarters of a card unless XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.",
         "Compiled for an H200, not run.",
     ]
     assert not dataclasses.replace(ours, peak=22 * gib).fits
     within = str(dataclasses.replace(ours, gradients=0, card="h200", card_bytes=card_size("h200")))
-    assert "gradients               0 (in the place of activations that are gone)" in within
-    assert "The step fits on h200 (139 GiB, 1 of them for CUDA itself)." in within
+    assert "gradients               0 (in the space of activations that are done)" in within
+    assert "The step fits on h200 (139 GiB, of which CUDA itself takes 1)." in within
     small = dataclasses.replace(ours, weights=gib // 10, moments=gib // 10 + 1, parameters=87654321)
     lines = str(small).splitlines()
     assert lines[:2] == ["weights        102.40 MiB", "moments          0.10 GiB"]

@@ -334,9 +334,13 @@ def test_a_model_of_shapes_alone_is_packed_too():
         (
             ("int8",),
             {"head": "int8", "keep": ("lm_head",)},
-            "keep names 'lm_head', which is the head, and head packs it in 'int8'",
+            "keep names 'lm_head', which is the head, and head packs that in 'int8'",
         ),
-        (("int8",), {"head": "int8", "keep": "lm_*"}, r"keep names 'lm_\*', which is the head, and"),
+        (
+            ("int8",),
+            {"head": "int8", "keep": "lm_*"},
+            r"keep names 'lm_\*', which is the head",
+        ),
         (("int4", 8), {"keep": ("up",)}, "keep names 'up', which no projection is called"),
         (("int4", 8), {"keep": PROJECTIONS}, "the model has no linear layer that is not packed"),
     ],
