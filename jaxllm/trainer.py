@@ -19,7 +19,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -376,18 +376,7 @@ class Trainer:
             if losses.get(step, math.inf) < loss:
                 best = step  # which is here, and could not be saved
         kept = step if best is None else best
-        lowest = min((i for i in losses if i), key=losses.__getitem__, default=kept)
-        unsaved = None
-        if losses.get(lowest, math.inf) < losses.get(kept, math.inf):
-            unsaved = (
-                f"step {lowest} had the lowest held-out loss, {losses[lowest]:.4f}, but could not "
-                f"be saved; what is kept is step {kept}"
-            )
-        elif kept not in checkpoints.steps:
-            unsaved = (
-                f"the checkpoint of step {kept} could not be saved, so nothing can go on from it; "
-                "the parameters themselves are here"
-            )
+        unsaved = _unsaved(kept, losses, checkpoints.steps)
         # What is not needed any more goes first, for its room
         self.state = dataclasses.replace(self.state, opt_state=_deleted(self.state.opt_state))
         if best is not None and best != step:
@@ -409,6 +398,25 @@ class Trainer:
             after=last.get("sample"),
             unsaved=unsaved,
         )
+
+
+def _unsaved(kept: int, losses: Mapping[int, float], saved: Collection[int]) -> str | None:
+    """What could not be saved of a run whose step `kept` is its result; None: nothing.
+
+    losses: held out, by step. saved: the steps that have a checkpoint.
+    """
+    lowest = min((step for step in losses if step), key=losses.__getitem__, default=kept)
+    if losses.get(lowest, math.inf) < losses.get(kept, math.inf):
+        return (
+            f"step {lowest} had the lowest held-out loss, {losses[lowest]:.4f}, but could not be "
+            f"saved; what is kept is step {kept}"
+        )
+    if kept not in saved:
+        return (
+            f"the checkpoint of step {kept} could not be saved, so nothing can go on from it; the "
+            "parameters themselves are here"
+        )
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
