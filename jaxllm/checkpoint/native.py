@@ -64,7 +64,8 @@ class Checkpoints:
 
     A checkpoint is written while training goes on, and gets its name when it is whole: a run that
     dies while it writes leaves those before. A save that fails (a full disk) is said with `say`, in
-    one sentence, and leaves them too; the next save tries again.
+    one sentence, and leaves them too; the next save tries again. The first save sets a hook in
+    `sys.unraisablehook`, for writes that end behind a failed one.
     keep: how many of the latest are kept. Two, so that a torn one has one before it.
     Raises: ValueError if the folder is a file.
     """
