@@ -29,6 +29,7 @@ class RopeRules:
 # Keys that a kind does not read, harmless at these values; the length says nothing by itself.
 ROPE_INERT_AT = {"factor": 1, "attention_factor": 1, "partial_rotary_factor": 1}
 ROPE_INERT = {"original_max_position_embeddings"}
+YARN_SCALES = ("mscale", "mscale_all_dim")
 
 
 def read_ropes(hf: Keys, rules: RopeRules) -> dict[str, Rope]:
@@ -97,16 +98,15 @@ def _rope(hf: Keys, spec: Mapping[str, Any], *, theta: float, rules: RopeRules) 
             values[key] = rope.number(key)
     if kind in ("yarn", "longrope"):
         factor = rope.number("factor", positions / original)
-        attention = 1.0
         if kind == "yarn":
             values["factor"] = factor
             for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
                 values[key] = rope.number(key, default) or default
             values["truncate"] = rope.flag("truncate", True)
-            if factor > 1:
-                attention = 0.1 * math.log(factor) + 1.0
+            attention = _yarn_attention(factor, *map(rope.number, YARN_SCALES, (0.0, 0.0)))
         else:
             values |= {key: rope.numbers(key) for key in ("short_factor", "long_factor")}
+            attention = 1.0
             if factor > 1 and original > 1:  # Rope refuses an original of 1
                 attention = math.sqrt(1 + math.log(factor) / math.log(original))
         values["attention_factor"] = rope.number("attention_factor", attention)
@@ -127,6 +127,17 @@ def _rope(hf: Keys, spec: Mapping[str, Any], *, theta: float, rules: RopeRules) 
         return Rope(**values)
     except ValueError as error:
         raise ValueError(f"{hf.owner}: {error}") from None
+
+
+def _yarn_attention(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    """What yarn multiplies cos and sin with, where the config does not say; of the two scales
+    (DeepSeek's) one alone says nothing. Source: Peng 2023, arXiv:2309.00071, and transformers'
+    modeling_rope_utils.py.
+    """
+    of = 0.1 * math.log(max(factor, 1.0))
+    if not (mscale and mscale_all_dim):
+        return of + 1.0
+    return (mscale * of + 1.0) / (mscale_all_dim * of + 1.0)
 
 
 def _written(rope: Rope, rules: RopeRules) -> dict[str, Any]:

@@ -337,6 +337,34 @@ def test_reading_changes_nothing_in_the_dictionary(base):
 # ---------------------------------------------------------------------------- keys not understood
 
 
+YARN_SCALES = (
+    (
+        {"mscale": 0.707, "mscale_all_dim": 1.0},
+        (0.0707 * math.log(4) + 1) / (0.1 * math.log(4) + 1),
+    ),
+    ({"mscale": 0.707}, 0.1 * math.log(4) + 1),
+    ({"mscale": 0.707, "mscale_all_dim": 1.0, "attention_factor": 1.5}, 1.5),
+    ({"mscale": 0.707, "mscale_all_dim": 1.0, "factor": 0.5}, 1.0),
+)
+
+
+@pytest.mark.parametrize(("more", "factor"), YARN_SCALES)
+def test_the_scales_of_yarn_say_what_it_multiplies_with(more, factor):
+    config = from_hf({**LLAMA, "rope_parameters": {**YARN_ROPE, "rope_theta": 1e4, **more}})
+    assert config.rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    assert from_hf(to_hf(config)).rope == config.rope
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("more", "factor"), YARN_SCALES)
+def test_transformers_makes_the_same_of_the_scales_of_yarn(transformers, more, factor):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {**YARN_ROPE, "rope_theta": 1e4, **more}
+    theirs = transformers.LlamaConfig(**{**LLAMA, "rope_parameters": rope})
+    assert ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")[1] == pytest.approx(factor, rel=1e-12)
+
+
 def test_an_unknown_key_stops_the_load():
     with pytest.raises(ValueError, match="could change the result: clip_qkv=8") as error:
         from_hf({**LLAMA, "clip_qkv": 8, "zebra": False}, owner="x/config.json")
