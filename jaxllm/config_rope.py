@@ -103,7 +103,13 @@ def _rope(hf: Keys, spec: Mapping[str, Any], *, theta: float, rules: RopeRules) 
             for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
                 values[key] = rope.number(key, default) or default
             values["truncate"] = rope.flag("truncate", True)
-            attention = _yarn_attention(factor, *map(rope.number, YARN_SCALES, (0.0, 0.0)))
+            scales = [rope.number(key, 0.0) for key in YARN_SCALES]
+            if min(scales) < 0:
+                raise ValueError(
+                    f"{rope.owner}: {' and '.join(YARN_SCALES)} must be 0 or more, got "
+                    f"{' and '.join(map(str, scales))}"
+                )
+            attention = _yarn_attention(factor, *scales)
         else:
             values |= {key: rope.numbers(key) for key in ("short_factor", "long_factor")}
             attention = 1.0

@@ -64,8 +64,9 @@ class Checkpoints:
 
     A checkpoint is written while training goes on, and gets its name when it is whole: a run that
     dies while it writes leaves those before. A save that fails (a full disk) is said with `say`, in
-    one sentence, and leaves them too; the next save tries again. The first save sets a hook in
-    `sys.unraisablehook`, for writes that end behind a failed one.
+    one sentence, and leaves them too; the next save tries again.
+    For the whole process, and not undone: the loggers `absl` and `asyncio` leave out Orbax's
+    messages, and `sys.unraisablehook` the tracebacks of writes that end after a save has failed.
     keep: how many of the latest are kept. Two, so that a torn one has one before it.
     Raises: ValueError if the folder is a file.
     """

@@ -343,6 +343,8 @@ YARN_SCALES = (
         (0.0707 * math.log(4) + 1) / (0.1 * math.log(4) + 1),
     ),
     ({"mscale": 0.707}, 0.1 * math.log(4) + 1),
+    ({"mscale": None, "mscale_all_dim": 1.0}, 0.1 * math.log(4) + 1),
+    ({"mscale": 0.0, "mscale_all_dim": 1.0}, 0.1 * math.log(4) + 1),
     ({"mscale": 0.707, "mscale_all_dim": 1.0, "attention_factor": 1.5}, 1.5),
     ({"mscale": 0.707, "mscale_all_dim": 1.0, "factor": 0.5}, 1.0),
 )
@@ -590,6 +592,10 @@ def test_gemma_3_has_no_soft_cap_of_attention():
         (
             {**QWEN, "rope_scaling": {**YARN_ROPE, "truncate": "no"}},
             "the yarn rope: truncate must be true or false, got 'no'",
+        ),
+        (
+            {**QWEN, "rope_scaling": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": -7.2}},
+            "the yarn rope: mscale and mscale_all_dim must be 0 or more, got 1.0 and -7.2",
         ),
         (
             {**QWEN, "rope_scaling": YARN_ROPE, "rope_parameters": {"rope_theta": 1e6}},
