@@ -251,10 +251,13 @@ def faults(facts: Facts, limit: Limit) -> list[str]:
 
 
 XLA = {op: "xla" for op in ops.OPS if op != "attention"}
+# Who names these is told what keeps a model from them, as that it is not fused
+FUSED_OPS = ("fused_linear", "between_attentions", "decode_layers")
+PALLAS = {op: name for op, name in kernels().items() if op not in FUSED_OPS}
 # What `Runtime` takes for those implementations whose name it does not
 CHOICES: dict[str, Any] = {
     "xla": XLA,
-    "pallas": kernels(),
+    "pallas": PALLAS,
     "cudnn": {"attention": "cudnn"},
     "pallas attention": {"attention": "pallas"},
     "one launch": {"between_attentions": "pallas"},
@@ -262,11 +265,9 @@ CHOICES: dict[str, Any] = {
     "gemv": {"fused_linear": "pallas", "between_attentions": "xla"},
     "packed": {"fused_linear": "pallas", "between_attentions": "xla"},
 }
-FUSED_OPS = ("fused_linear", "between_attentions", "decode_layers")
 # The ops whose kernels such an implementation names
 CHOSEN = {
-    # but what takes a fused model
-    "pallas": [op for op in kernels() if op not in FUSED_OPS],
+    "pallas": list(PALLAS),
     "pallas attention": ["attention"],
     "one launch": ["attention", "between_attentions"],
     "all layers": ["decode_layers"],
