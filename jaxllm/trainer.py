@@ -277,7 +277,8 @@ class Trainer:
                     jax.block_until_ready(numbers)
                     row |= speed.of(row.pop("work"))
                     row |= self._measure(i)
-                    saves = saves or self._is_best(row, checkpoints)
+                    loss = row.get("held_out_loss", math.inf)
+                    saves = saves or loss < checkpoints.best_loss
                 saves = saves or stop.is_set()  # which may have come during the evaluation
                 if evaluates or saves:
                     read(0)  # its rows are there before the checkpoint that goes on from them
@@ -338,15 +339,6 @@ class Trainer:
                 f"{skipped} of {steps} steps changed nothing, for a loss or gradient was not finite"
             )
 
-    def _is_best(self, row: Mapping[str, Any], checkpoints: Checkpoints) -> bool:
-        """Whether an evaluation found a lower loss than any checkpoint there is was saved with."""
-        loss = row.get("held_out_loss")
-        if loss is None or not math.isfinite(loss):
-            return False
-        best = checkpoints.best_step
-        saved = None if best is None else checkpoints.loss(best)
-        return saved is None or loss < saved
-
     def _measure(self, i: int) -> dict[str, Any]:
         """Held-out loss and sample of the parameters as they are."""
         measured: dict[str, Any] = {}
@@ -371,29 +363,28 @@ class Trainer:
         losses = {
             i: loss for i, row in by_step.items() if (loss := row.get("held_out_loss")) is not None
         }
-        if best is not None and (loss := checkpoints.loss(best)) is not None:
-            losses[best] = loss  # its row may be gone
-            if losses.get(step, math.inf) < loss:
-                best = step  # which is here, and could not be saved
-        kept = step if best is None else best
+        kept = step
+        if best is not None:
+            losses[best] = checkpoints.best_loss  # its row may be gone
+            if losses.get(step, math.inf) >= losses[best]:  # else the last, though only here
+                kept = best
         unsaved = _unsaved(kept, losses, checkpoints.steps)
         # What is not needed any more goes first, for its room
         self.state = dataclasses.replace(self.state, opt_state=_deleted(self.state.opt_state))
-        if best is not None and best != step:
-            step = best
-            of_best = checkpoints.parameters(step=best)
+        if kept != step:
+            of_best = checkpoints.parameters(step=kept)
             places = {name: x.sharding for name, x in self.state.params.items()}
             _deleted(self.state.params)
             placed = jax.device_put({name: of_best[name] for name in places}, places)
             self.state = dataclasses.replace(self.state, params=placed)
         params = self.state.all_params
         train.update(self.model, params)
-        first, last = by_step.get(0, {}), by_step.get(step, {})
+        first, last = by_step.get(0, {}), by_step.get(kept, {})
         return Fitted(
             params,
-            step,
+            kept,
             base_loss=first.get("held_out_loss"),
-            loss=losses.get(step),
+            loss=losses.get(kept),
             before=first.get("sample"),
             after=last.get("sample"),
             unsaved=unsaved,

@@ -135,12 +135,14 @@ class Checkpoints:
         """The step of the checkpoint with the lowest loss; None if none has one."""
         self.wait()
         step = self._manager.best_step()
-        return None if step is None or self.loss(step) is None else step
+        return None if step is None or self._loss(step) is None else step
 
-    def loss(self, step: int) -> float | None:
-        """What the checkpoint of a step was saved with; None if it has no loss that is finite."""
-        loss = (self._manager.metrics(step) or {}).get("loss", math.inf)
-        return loss if math.isfinite(loss) else None
+    @property
+    def best_loss(self) -> float:
+        """The lowest loss that a checkpoint was saved with; infinite if none has one."""
+        step = self.best_step
+        loss = None if step is None else self._loss(step)
+        return math.inf if loss is None else loss
 
     def save(
         self,
@@ -301,7 +303,11 @@ class Checkpoints:
         key = jax.random.wrap_key_data(restored.pop("key"), impl=notes["key"])
         leaves = [restored[name] for name in _names(like)]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
-        return Saved(state, key, notes["position"], self.loss(step))
+        return Saved(state, key, notes["position"], self._loss(step))
+
+    def _loss(self, step: int) -> float | None:
+        loss = (self._manager.metrics(step) or {}).get("loss", math.inf)
+        return loss if math.isfinite(loss) else None
 
     @contextlib.contextmanager
     def _torn(self, step: int) -> Iterator[None]:
