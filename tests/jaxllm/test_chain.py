@@ -293,13 +293,18 @@ def test_a_name_for_all_ops_is_that_of_the_products(monkeypatch: pytest.MonkeyPa
     with absent():  # a GPU that has a launch for other sizes
         for how in ("pallas", "pallas-interpret"):
             assert chain.decode(*asked(made(ODD, how=how))[1]) is None
-        if _compat.VERSION >= (0, 11):
-            given = asked(made(WIDE, how="pallas"))[1]
-            assert jax.eval_shape(lambda: chain.decode(*given)) is not None
     monkeypatch.undo()
     model = made(ODD, how={"between_attentions": "pallas-interpret"})
     with pytest.raises(NotImplementedError, match="takes inputs in multiples of 32, got 72|0.11"):
         decoded(model)
+
+
+def test_a_name_for_all_ops_is_that_of_a_launch_that_can_be_had():
+    if not _compat.WRITES_REFERENCES:
+        pytest.skip("jax 0.10 writes into no array that is there")
+    with absent():
+        given = asked(made(WIDE, how="pallas"))[1]
+        assert jax.eval_shape(lambda: chain.decode(*given)) is not None
 
 
 # A ring of keys, keys in 8 bits, soft-capped scores
