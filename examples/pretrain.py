@@ -47,6 +47,7 @@ def main(args: argparse.Namespace) -> None:
         )
     if args.batch_tokens < args.context:
         sys.exit(f"pretrain: --batch-tokens is less than one window, --context {args.context}")
+    # Of a line that is a paragraph so much as leaves room in a window
     prompt = args.prompt or text.lstrip().split("\n")[0][:40] + "\n"
     if (taken := len(tokenizer.encode(prompt))) >= args.context:
         sys.exit(

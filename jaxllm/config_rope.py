@@ -140,10 +140,10 @@ def _yarn_attention(factor: float, mscale: float, mscale_all_dim: float) -> floa
     (DeepSeek's) one alone says nothing. Source: Peng 2023, arXiv:2309.00071, and transformers'
     modeling_rope_utils.py.
     """
-    of = 0.1 * math.log(max(factor, 1.0))
+    growth = 0.1 * math.log(max(factor, 1.0))
     if not (mscale and mscale_all_dim):
-        return of + 1.0
-    return (mscale * of + 1.0) / (mscale_all_dim * of + 1.0)
+        return growth + 1.0
+    return (mscale * growth + 1.0) / (mscale_all_dim * growth + 1.0)
 
 
 def _written(rope: Rope, rules: RopeRules) -> dict[str, Any]:

@@ -101,8 +101,8 @@ class Plan:
         unit, word = (1e9, "billion") if self.parameters >= 1e8 else (1e6, "million")
         trained = f"{self.trained / self.parameters:.2%} of {self.parameters / unit:.2f} {word}"
         lines += ["", f"Trained: {trained} parameters. Remat policy: {self.remat}."]
-        gib = f"{self.card_bytes / 2**30:.2f}".rstrip("0").rstrip(".")
-        room = f"{self.card} ({gib} GiB, of which CUDA itself takes 1)"
+        gib = round(self.card_bytes / 2**30, 2)
+        room = f"{self.card} ({gib:g} GiB, of which CUDA itself takes 1)"
         verdict = "fits on" if self.fits else "does not fit on"
         lines.append(f"The step {verdict} {room}.")
         for name, size in self.tried:

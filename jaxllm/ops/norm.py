@@ -57,7 +57,7 @@ RMS_NORM: Table = {
     "triton": Implementation(
         triton_rms_norm.rms_norm,
         triton_rms_norm.why_not,
-        lambda *args, **kwargs: "runs only by name: timed on Hopper only, where 'pallas' leads",
+        lambda *args, **kwargs: "runs only by name: timed on Hopper only, which 'pallas' is for",
     ),
     "xla": Implementation(rms_norm_reference),
 }

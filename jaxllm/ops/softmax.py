@@ -46,7 +46,7 @@ SCALE_SOFTMAX: Table = {
     "triton": Implementation(
         triton_softmax.scale_softmax,
         triton_softmax.why_not,
-        lambda *args, **kwargs: "runs only by name: timed on Hopper only, where 'pallas' leads",
+        lambda *args, **kwargs: "runs only by name: timed on Hopper only, which 'pallas' is for",
     ),
     "xla": Implementation(kernels.scale_softmax_reference),
 }
