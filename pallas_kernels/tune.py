@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import fnmatch
 import functools
 import importlib
 import importlib.metadata
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="name", help="a kernel: rms_norm, matmul, ...")
     parser.add_argument("--out", type=Path, help="the file to write (default: tuned/<gpu>.json)")
+    parser.add_argument(
+        "--keys", default="*", metavar="PATTERN", help="only these: --keys 'int8-*-m1-*'"
+    )
     parser.add_argument("--calls", type=int, default=20, help="timed calls of a config")
     args = parser.parse_args(argv)
     device = device_lib.current()
@@ -58,10 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch = measure.Stopwatch()
     for name, module in modules.items():
         found = []
-        for key, row in tune(module, name, device, watch, calls=args.calls):
+        for key, row in tune(module, name, device, watch, keys=args.keys, calls=args.calls):
             rows = [] if row is None else [row]
             write(path, device.name, name, {key}, rows)
             found.append(len(rows))
+        if not found:
+            print(f"tune: no key of {name} matches {args.keys!r}", file=sys.stderr)
+            return 2
         print(f"{path}: {sum(found)} rows of {name}, {len(found)} keys tried", flush=True)
     return 0
 
@@ -72,13 +79,19 @@ def tune(
     device: Device,
     watch: measure.Stopwatch,
     *,
+    keys: str = "*",
     calls: int = 20,
     say: Callable[[str], None] = functools.partial(print, flush=True),
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Each key as soon as it was tried, with its row if one earns its place."""
+    """Each key as soon as it was tried, with its row if one earns its place.
+
+    keys: the pattern, as of a shell, of those that are tried.
+    """
     tried = set()
     for call in module.tuning_calls():
         key = module.bucket(*call.arguments, **call.keywords)
+        if not fnmatch.fnmatchcase(key, keys):
+            continue
         if key in tried:
             say(f"{name} {key}: passed over, a call of the same key went before")
             continue

@@ -49,7 +49,7 @@ class Clock:
 
     def time(self, f, sets, *, calls):
         assert len(sets) == measure.FEW_SETS
-        rows = round(float(f(jnp.ones(8, jnp.float32))[0]) / 2.0)
+        rows = round(float(f(jnp.ones_like(sets[0][0]))[0]) / 2.0)
         return measure.Timing(self.us[rows], self.spread, self.us[rows], "made up", calls, None)
 
 
@@ -204,3 +204,18 @@ def test_the_command_writes_the_file(tmp_path, monkeypatch, capsys):
     assert tune.main(["toy", "--out", str(tmp_path / "x.json")]) == 0
     assert tuned.read(tmp_path / "x.json")[0]["config"] == {"rows": 3}
     assert "1 rows of toy, 1 keys tried" in capsys.readouterr().out
+
+
+def test_only_the_keys_that_are_named(tmp_path, monkeypatch, capsys):
+    [call] = toy().tuning_calls()
+    calls = [dataclasses.replace(call, arguments=(X.update(shape=(n,)),)) for n in (8, 16, 18)]
+    monkeypatch.setattr("pallas_kernels.device.current", lambda: H200)
+    monkeypatch.setattr(
+        "pallas_kernels.tune.importlib.import_module", lambda name: toy(calls=calls)
+    )
+    monkeypatch.setattr(measure, "Stopwatch", lambda: Clock({1: 10.0, 2: 9.0, 3: 8.0, 4: 11.0}))
+    path = tmp_path / "x.json"
+    assert tune.main(["toy", "--out", str(path), "--keys", "float32 1*"]) == 0
+    assert [row["key"] for row in tuned.read(path)] == ["float32 16", "float32 18"]
+    assert tune.main(["toy", "--out", str(path), "--keys", "Float32*"]) == 2
+    assert "tune: no key of toy matches 'Float32*'" in capsys.readouterr().err
