@@ -33,6 +33,7 @@ has a time for ours, and in an older one only if that has timed a rival that the
 # A sum of kernels this far below the wall clock leaves something out, such as a copy; of shorter
 # calls it may be the host, which takes longer to start them than they run.
 UNSEEN, LONG_US = 1.2, 1000.0
+LARGE_BYTES = 1_000_000  # less take a launch's time, of which a share of the ceiling says nothing
 
 
 def time_us(timing: dict[str, Any]) -> float | None:
@@ -328,11 +329,13 @@ def _why(result: dict[str, Any] | None) -> str:
 
 def _largest(runs: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(row, run) of each GPU's and op's call of the most work, forward and backward; of each call
-    the newest run. Work is operations where there are some, else bytes.
+    the newest run. Work is operations where there are some, else bytes; calls whose time is a
+    launch's are left out.
     """
     calls: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["date"]):
-        timed = (row for row in run["rows"] if time_us(row["times"].get("ours", {})) is not None)
+        large = (row for row in run["rows"] if row["bytes"] >= LARGE_BYTES)
+        timed = (row for row in large if time_us(row["times"].get("ours", {})) is not None)
         name = run["gpu"].get("name", "")
         calls |= {(name, row["op"], row["label"]): (row, run) for row in timed}
     found: dict[tuple[str, str, bool], tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -357,31 +360,36 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     drawn = _largest([run for run in runs if "copy" in (run.get("ceilings") or {})])
     if not drawn:
         raise ValueError("report: no file has rows and ceilings to draw")
-    figure, axis = pyplot.subplots(figsize=(12, 0.36 * len(drawn) + 1.4))
-    for y, (row, run) in enumerate(drawn):
-        f = figures(row, run["ceilings"])
-        best = "" if f["best_us"] is None else f"{f['best']} "
-        for at, us, name, color in (
-            (y - 0.19, f["us"], "", "#1f77b4"),
-            (y + 0.19, f["best_us"], best, "#b5b5b5"),
-        ):
-            if us is not None:
-                share = percent(row, us, run["ceilings"]) or 0.0
-                axis.barh(at, share, 0.36, color=color)
-                axis.text(share + 0.5, at, f"{name}{us:.1f} us", va="center", fontsize=7)
-    gpus = [run["gpu"].get("name", "") for _, run in drawn]
-    several = len(set(gpus)) > 1
-    labels = [
-        f"{f'{gpu}, ' if several else ''}{row['op']}: {row['label']}"
-        for gpu, (row, _) in zip(gpus, drawn, strict=True)
-    ]
-    axis.set_yticks(range(len(drawn)), labels, fontsize=8)
-    axis.invert_yaxis()
-    axis.margins(x=0.12, y=0.01)
+    gpus = list(dict.fromkeys(run["gpu"].get("name", "") for _, run in drawn))
+    ticks: list[tuple[int, str]] = []  # several GPUs: each one's name stands above its calls
+    figure, axis = pyplot.subplots(figsize=(12, 0.36 * (len(drawn) + len(gpus)) + 1.4))
+    for gpu in gpus:
+        if len(gpus) > 1:
+            ticks.append((len(ticks), gpu))
+        for row, run in drawn:
+            if run["gpu"].get("name", "") != gpu:
+                continue
+            y, f = len(ticks), figures(row, run["ceilings"])
+            ticks.append((y, f"{row['op']}: {row['label']}"))
+            best = "" if f["best_us"] is None else f"{f['best']} "
+            for at, us, name, color in (
+                (y - 0.19, f["us"], "", "#1f77b4"),
+                (y + 0.19, f["best_us"], best, "#b5b5b5"),
+            ):
+                if us is not None:
+                    share = percent(row, us, run["ceilings"]) or 0.0
+                    axis.barh(at, share, 0.36, color=color)
+                    axis.text(share + 0.5, at, f"{name}{us:.1f} us", va="center", fontsize=7)
+    axis.set_yticks(*zip(*ticks, strict=True), fontsize=8)
+    for label in axis.get_yticklabels():
+        if len(gpus) > 1 and label.get_text() in gpus:
+            label.set_fontweight("bold")
+    axis.set_ylim(len(ticks) - 0.4, -0.6)
+    axis.margins(x=0.12)
     axis.axvline(100, color="#c8c8c8", linewidth=0.8, zorder=0)
     axis.set_xlabel("percent of the run's own ceiling: copy, read or bf16 matmul rate")
     title = "each op's largest call: ours (blue), best rival (grey)"
-    axis.set_title(title if several else f"{gpus[0]}, {title}", fontsize=10)
+    axis.set_title(title if len(gpus) > 1 else f"{gpus[0]}, {title}", fontsize=10)
     figure.savefig(path, dpi=110, bbox_inches="tight")  # long labels pass the figure's edge
     pyplot.close(figure)
 

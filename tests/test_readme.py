@@ -122,6 +122,8 @@ def test_the_table_of_the_readme_is_of_committed_results():
     figures = {}
     runs = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
     for results in sorted(runs, key=lambda run: run["date"]):  # the last is what counts
+        if results["gpu"]["name"] != "NVIDIA H200":
+            continue
         for row in results["rows"]:
             figures[f"{row['op']}: {row['label']}"] = row, report.figures(row, results["ceilings"])
     table = re.findall(
@@ -141,3 +143,37 @@ def test_the_table_of_the_readme_is_of_committed_results():
 
 def is_rounded(text, number):
     return f"{number:.{len(text.partition('.')[2])}f}" == text
+
+
+# By the first words of a row: the section of a run; of Qwen2.5-0.5B and of Llama-3.1-8B.
+DECODED = {
+    "fused: all layers in one launch": "decode/auto, fused",
+    "fused, two launches a layer": "decode/auto, fused, two launches a layer",
+    "fused, a launch a product": "decode/auto, fused, a launch a product",
+    "XLA alone, not fused": "decode/xla",
+    **{f"{name}, ": f"packed-decode/{name}" for name in ("bfloat16", "int8", "int4", "ternary")},
+}
+GPUS = {"NVIDIA H200": 0, "NVIDIA H100 80GB HBM3": 1}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_decoding_tables_of_the_readme_are_of_committed_results(gpu):
+    runs = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    sections, read = {}, {}
+    for run in sorted(runs, key=lambda run: run["date"]):
+        if run["gpu"]["name"] == gpu:
+            sections |= run["sections"]
+            read |= dict.fromkeys(run["sections"], (run["ceilings"] or {}).get("read"))
+    lines = [line for line in README.read_text().splitlines() if line.startswith("| ")]
+    for words, key in DECODED.items():
+        [line] = [line for line in lines if line.startswith(f"| {words}")]
+        cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
+        cells = cells[GPUS[gpu] * len(cells) // 2 :][: len(cells) // 2]
+        keys = [key, f"{key}, 4 rows", f"{key}, 16 rows"]
+        if key.startswith("packed"):
+            share = sections[key]["bytes_a_token"] * sections[key]["tokens_per_s"] / read[key]
+            assert cells.pop(1) == f"{100 * share:.0f} %", words
+            keys[1] = f"{key}, a launch a product"
+        for cell, each in zip(cells, keys, strict=True):
+            assert cell == "" or is_rounded(cell, sections[each]["tokens_per_s"]), (words, each)
+        assert cells[0] != ""

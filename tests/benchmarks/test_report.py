@@ -149,7 +149,8 @@ def test_what_is_drawn():
         rows = []
         for op, label, size, timed in calls:
             times = {"ours": timing(1.0) if timed else {"failed": "x"}}
-            work = {"bytes": size, "operations": 10 * size if op == "matmul" else 0}
+            size_bytes = size * report.LARGE_BYTES
+            work = {"bytes": size_bytes, "operations": 10 * size if op == "matmul" else 0}
             rows.append({"op": op, "label": label, "times": times, **work})
         return {"date": date, "gpu": {"name": gpu}, "rows": rows}
 
@@ -160,6 +161,7 @@ def test_what_is_drawn():
     )
     new = run("2026-01-02", "one", ("a", "large", 9, True), ("a", "largest", 10, False))
     other = run("2026-01-03", "two", ("matmul", "small", 1, True), ("matmul", "large", 2, True))
+    other["rows"] += run("", "", ("b", "of a launch's time", 0, True))["rows"]
     drawn = [
         (row["op"], row["label"], at["date"]) for row, at in report._largest([new, other, old])
     ]
