@@ -9,12 +9,14 @@ from benchmarks.lacking import complete
 
 
 def without_repeats(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs without the rows and sections that they had no time for and another run has, unless
-    that is older: it may have measured other code.
+    """The runs without the rows and sections that they had no time for and another run on the same
+    GPU has, unless that is older: it may have measured other code.
     """
     kept = []
     for run in runs:
-        done = {name for other in runs if other["date"] >= run["date"] for name in complete(other)}
+        gpu = run["gpu"].get("name")
+        same = [other for other in runs if other["gpu"].get("name") == gpu]
+        done = {name for other in same if other["date"] >= run["date"] for name in complete(other)}
         late = done - set(complete(run))
         rows = [row for row in run["rows"] if f"{row['op']}: {row['label']}" not in late]
         sections = {key: x for key, x in run["sections"].items() if key not in late}

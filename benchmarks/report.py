@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import re
 import sys
@@ -33,7 +34,7 @@ has a time for ours, and in an older one only if that has timed a rival that the
 # A sum of kernels this far below the wall clock leaves something out, such as a copy; of shorter
 # calls it may be the host, which takes longer to start them than they run.
 UNSEEN, LONG_US = 1.2, 1000.0
-LARGE_BYTES = 1_000_000  # less take a launch's time, of which a share of the ceiling says nothing
+LEAST_DRAWN_BYTES = 9_000_000  # of an H200's copy rate, what a kernel's start takes: 2 us
 
 
 def time_us(timing: dict[str, Any]) -> float | None:
@@ -329,12 +330,12 @@ def _why(result: dict[str, Any] | None) -> str:
 
 def _largest(runs: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(row, run) of each GPU's and op's call of the most work, forward and backward; of each call
-    the newest run. Work is operations where there are some, else bytes; calls whose time is a
-    launch's are left out.
+    the newest run. Work is operations where there are some, else bytes; what moves less than
+    LEAST_DRAWN_BYTES is left out.
     """
     calls: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["date"]):
-        large = (row for row in run["rows"] if row["bytes"] >= LARGE_BYTES)
+        large = (row for row in run["rows"] if row["bytes"] >= LEAST_DRAWN_BYTES)
         timed = (row for row in large if time_us(row["times"].get("ours", {})) is not None)
         name = run["gpu"].get("name", "")
         calls |= {(name, row["op"], row["label"]): (row, run) for row in timed}
@@ -360,17 +361,20 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     drawn = _largest([run for run in runs if "copy" in (run.get("ceilings") or {})])
     if not drawn:
         raise ValueError("report: no file has rows and ceilings to draw")
-    gpus = list(dict.fromkeys(run["gpu"].get("name", "") for _, run in drawn))
-    ticks: list[tuple[int, str]] = []  # several GPUs: each one's name stands above its calls
-    figure, axis = pyplot.subplots(figsize=(12, 0.36 * (len(drawn) + len(gpus)) + 1.4))
-    for gpu in gpus:
-        if len(gpus) > 1:
-            ticks.append((len(ticks), gpu))
-        for row, run in drawn:
-            if run["gpu"].get("name", "") != gpu:
-                continue
-            y, f = len(ticks), figures(row, run["ceilings"])
-            ticks.append((y, f"{row['op']}: {row['label']}"))
+    gpus = [
+        (gpu, list(calls))
+        for gpu, calls in itertools.groupby(drawn, lambda call: call[1]["gpu"].get("name", ""))
+    ]
+    several = len(gpus) > 1
+    figure, axis = pyplot.subplots(figsize=(12, 0.36 * (len(drawn) + several * len(gpus)) + 1.4))
+    labels, headings = [], []  # several GPUs: each one's name stands above its calls
+    for gpu, calls in gpus:
+        if several:
+            headings.append(len(labels))
+            labels.append(gpu)
+        for row, run in calls:
+            y, f = len(labels), figures(row, run["ceilings"])
+            labels.append(f"{row['op']}: {row['label']}")
             best = "" if f["best_us"] is None else f"{f['best']} "
             for at, us, name, color in (
                 (y - 0.19, f["us"], "", "#1f77b4"),
@@ -380,16 +384,15 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
                     share = percent(row, us, run["ceilings"]) or 0.0
                     axis.barh(at, share, 0.36, color=color)
                     axis.text(share + 0.5, at, f"{name}{us:.1f} us", va="center", fontsize=7)
-    axis.set_yticks(*zip(*ticks, strict=True), fontsize=8)
-    for label in axis.get_yticklabels():
-        if len(gpus) > 1 and label.get_text() in gpus:
-            label.set_fontweight("bold")
-    axis.set_ylim(len(ticks) - 0.4, -0.6)
+    ticks = axis.set_yticks(range(len(labels)), labels, fontsize=8)
+    for at in headings:
+        ticks[at].label1.set_fontweight("bold")
+    axis.set_ylim(len(labels) - 0.4, -0.6)
     axis.margins(x=0.12)
     axis.axvline(100, color="#c8c8c8", linewidth=0.8, zorder=0)
     axis.set_xlabel("percent of the run's own ceiling: copy, read or bf16 matmul rate")
     title = "each op's largest call: ours (blue), best rival (grey)"
-    axis.set_title(title if len(gpus) > 1 else f"{gpus[0]}, {title}", fontsize=10)
+    axis.set_title(title if several else f"{gpus[0][0]}, {title}", fontsize=10)
     figure.savefig(path, dpi=110, bbox_inches="tight")  # long labels pass the figure's edge
     pyplot.close(figure)
 

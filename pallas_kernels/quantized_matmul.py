@@ -322,15 +322,19 @@ def default_config(
     apart = _apart(packed, epilogue=epilogue, rotary=rotary)
     wide = o * splits >= 4 * 32 * device.num_sms
     grain = sizes.grain(packed, halves=1 + (apart > 0))
-    # Tiles of 32 rows where there are several a block; else 16, that each has one (H200)
+    # Tiles of 32 rows where there are several a block; else 16, that each has one (H200). Those
+    # that hold x have the fewest there can be.
     tile_n = 32 if wide or gated else max(16, grain)
     tile_n = tile_n if (2 * apart or o) % tile_n == 0 else grain
     rounds = -(-sizes.turns(packed) // (8 * splits))
     found = []
-    if packed.scheme == "int4" and splits == 1 and (rounds == 2 or (wide and rounds == 1)):
-        # H100, 1 to 16 rows, K of 3072 to 4096, where not wide: 9 % less time than by the next
-        found.append(Config(grain, 8, 3 if wide else 2, 1, held=True))
-    found += [Config(tile_n, 8, 2, 1)] if wide and packed.scheme == "int4" else []
+    if packed.scheme == "int4" and wide:
+        # H200, 16 rows, 28672 x 4096: 23.1 us, and 27.9 by the next; other shapes: not measured
+        found = [Config(grain, 8, 3, 1, held=True)] if m > sizes.MMA_COLUMNS else []
+        found.append(Config(tile_n, 8, 2, 1))
+    elif packed.scheme == "int4" and m <= sizes.MMA_COLUMNS and rounds == 2:
+        # H100, K of 3072, 3584 and 4096, groups of 128: 0.9 of the next one's time (notes.md)
+        found.append(Config(grain, 8, 2, 1, held=True))
     found += [Config(tile_n, 4, min(2, rounds), 4)] if packed.shape[1] <= 1024 else []
     found += [Config(tile_n, 8, ahead, blocks) for blocks in (2, 1) for ahead in (2, 1)]
     found += [Config(tile_n, 4, 2, 1), SMALLEST]

@@ -36,12 +36,15 @@ FINALISTS = 3  # of a first, short round; timed again in turns with the default
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 2 if it cannot run here."""
+    """The command. 2 if it cannot run here, or if no key is as `--keys` says."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="name", help="a kernel: rms_norm, matmul, ...")
     parser.add_argument("--out", type=Path, help="the file to write (default: tuned/<gpu>.json)")
     parser.add_argument(
-        "--keys", default="*", metavar="PATTERN", help="only these: --keys 'int8-*-m1-*'"
+        "--keys",
+        default="*",
+        metavar="PATTERN",
+        help="only keys that a shell's pattern matches, such as 'int8-*-m1-*'",
     )
     parser.add_argument("--calls", type=int, default=20, help="timed calls of a config")
     args = parser.parse_args(argv)
@@ -58,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             print(f"tune: {name!r} is no kernel that can be tuned: {error}", file=sys.stderr)
             return 2
+    if not any(_calls(module, args.keys) for module in modules.values()):
+        print(f"tune: no key of {', '.join(modules)} matches {args.keys!r}", file=sys.stderr)
+        return 2
     path = args.out or tuned.FOLDER / tuned.file_name(device.name)
     watch = measure.Stopwatch()
     for name, module in modules.items():
@@ -66,9 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = [] if row is None else [row]
             write(path, device.name, name, {key}, rows)
             found.append(len(rows))
-        if not found:
-            print(f"tune: no key of {name} matches {args.keys!r}", file=sys.stderr)
-            return 2
         print(f"{path}: {sum(found)} rows of {name}, {len(found)} keys tried", flush=True)
     return 0
 
@@ -88,15 +91,18 @@ def tune(
     keys: the pattern, as of a shell, of those that are tried.
     """
     tried = set()
-    for call in module.tuning_calls():
-        key = module.bucket(*call.arguments, **call.keywords)
-        if not fnmatch.fnmatchcase(key, keys):
-            continue
+    for key, call in _calls(module, keys):
         if key in tried:
             say(f"{name} {key}: passed over, a call of the same key went before")
             continue
         tried.add(key)
         yield key, _row(module, name, key, call, device, watch, calls, say)
+
+
+def _calls(module: ModuleType, keys: str) -> list[tuple[str, tuned.Call]]:
+    """What there is to tune of a kernel, with its key, if the pattern matches that."""
+    calls = ((module.bucket(*c.arguments, **c.keywords), c) for c in module.tuning_calls())
+    return [(key, call) for key, call in calls if fnmatch.fnmatchcase(key, keys)]
 
 
 def _row(module, name, key, call, device, watch, calls, say) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+from matplotlib import pyplot
 
 from benchmarks import lacking, repeats, report
 
@@ -149,7 +150,7 @@ def test_what_is_drawn():
         rows = []
         for op, label, size, timed in calls:
             times = {"ours": timing(1.0) if timed else {"failed": "x"}}
-            size_bytes = size * report.LARGE_BYTES
+            size_bytes = size * report.LEAST_DRAWN_BYTES
             work = {"bytes": size_bytes, "operations": 10 * size if op == "matmul" else 0}
             rows.append({"op": op, "label": label, "times": times, **work})
         return {"date": date, "gpu": {"name": gpu}, "rows": rows}
@@ -188,6 +189,12 @@ def test_the_command_writes_tables_and_plot(tmp_path, capsys):
     assert report.main(arguments) == 0
     assert tables.read_text() == once
     assert "1 runs" in capsys.readouterr().out
+    height = pyplot.imread(plot).shape[0]
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(results(gpu={"name": "NVIDIA H100"})))
+    assert report.main([str(other), *arguments]) == 0
+    assert "## other.json\n\nNVIDIA H100, " in tables.read_text()
+    assert pyplot.imread(plot).shape[0] > height  # as many calls again, and the GPUs' names
 
 
 def test_what_cannot_be_reported(tmp_path, capsys):
@@ -268,6 +275,8 @@ def test_what_one_run_had_no_time_for_is_in_the_tables_of_another():
     assert alone == [first]  # nobody has it
     older = {**second, "date": "2000-01-01T00:00:00+00:00"}
     assert repeats.without_repeats([first, older]) == [first, older]  # of other code, perhaps
+    elsewhere = {**second, "gpu": {"name": "two"}}
+    assert repeats.without_repeats([first, elsewhere]) == [first, elsewhere]
     spent = row(label="spent", correct=lacking.SPENT, times={"ours": lacking.NO_RESULT})
     text = "\n".join(report.lines(results(rows=[row(), spent])))
     assert "1 more had no time in this run." in text

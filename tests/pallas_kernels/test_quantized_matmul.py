@@ -279,9 +279,22 @@ def test_x_that_registers_hold_as_compiled():
         assert compiled.spill_store_bytes == 0
 
 
-def test_many_rows_and_a_wide_weight_hold_x():
-    found = default_config(shape(16, 4096), shaped(28672, 4096), epilogue="swiglu", device=H200)
-    assert found == Config(16, 8, 3, 1, held=True)
+@pytest.mark.parametrize(
+    ("m", "o", "i", "form", "config"),
+    [
+        (16, 28672, 4096, "int4", Config(16, 8, 3, 1, held=True)),
+        (8, 28672, 4096, "int4", Config(32, 8, 2, 1)),
+        (16, 57344, 8192, "int4", Config(16, 8, 3, 1, 2, held=True)),
+        (8, 4096, 4096, "int4", Config(16, 8, 2, 1, held=True)),
+        (1, 5120, 3072, "int4", Config(16, 8, 2, 1, held=True)),
+        (9, 4096, 4096, "int4", Config(16, 8, 1, 2)),
+        (8, 4096, 2048, "int4", Config(16, 8, 2, 2)),
+        (8, 4096, 14336, "int4", Config(16, 8, 2, 1, 2)),
+        (8, 4096, 4096, "int8", Config(16, 8, 2, 2)),
+    ],
+)
+def test_which_weights_hold_x(m, o, i, form, config):
+    assert default_config(shape(m, i), shaped(o, i, form), device=H200) == config
 
 
 def test_warps_take_few_rows():
