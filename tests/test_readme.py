@@ -152,7 +152,7 @@ def is_rounded(text, number):
 DECODED = {
     "Qwen2.5-0.5B": "decode/auto, fused",
     "Qwen2.5-0.5B, XLA alone, not fused": "decode/xla",
-    "Llama-3.1-8B, 16.1 GB": "packed-decode/bfloat16",
+    "Llama-3.1-8B, bfloat16, 16.1 GB": "packed-decode/bfloat16",
     "Llama-3.1-8B, int8, 8.6 GB": "packed-decode/int8",
     "Llama-3.1-8B, int4, 5.2 GB": "packed-decode/int4",
     "Llama-3.1-8B, ternary, 3.3 GB": "packed-decode/ternary",
