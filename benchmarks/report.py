@@ -16,11 +16,14 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import decoding, step_kernels, training
 from benchmarks.lacking import LATE, names_of
 from benchmarks.repeats import newest_first, without_repeats
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).resolve().parent / "results"
 HEAD = """# Results
@@ -330,8 +333,8 @@ def _why(result: dict[str, Any] | None) -> str:
 
 def _largest(runs: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(row, run) of each GPU's and op's call of the most work, forward and backward; of each call
-    the newest run. Work is operations where there are some, else bytes; what moves less than
-    LEAST_DRAWN_BYTES is left out.
+    the newest run; by GPU and op. Work is operations where there are some, else bytes; what moves
+    less than LEAST_DRAWN_BYTES is left out.
     """
     calls: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["date"]):
@@ -351,39 +354,36 @@ def _work(row: dict[str, Any]) -> tuple[int, int]:
     return row["operations"] or 0, row["bytes"]
 
 
-def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Percent of the ceiling, ours and the best rival, of the calls of `_largest`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def plot(runs: Sequence[dict[str, Any]]) -> Figure:
+    """Percent of the ceiling, ours and the best rival, of the calls of `_largest`; above those of
+    each GPU its name.
+    """
+    from matplotlib.figure import Figure
 
     drawn = _largest([run for run in runs if "copy" in (run.get("ceilings") or {})])
     if not drawn:
         raise ValueError("report: no file has rows and ceilings to draw")
-    gpus = [
-        (gpu, list(calls))
-        for gpu, calls in itertools.groupby(drawn, lambda call: call[1]["gpu"].get("name", ""))
-    ]
-    several = len(gpus) > 1
-    figure, axis = pyplot.subplots(figsize=(12, 0.36 * (len(drawn) + several * len(gpus)) + 1.4))
-    labels, headings = [], []  # several GPUs: each one's name stands above its calls
-    for gpu, calls in gpus:
-        if several:
-            headings.append(len(labels))
-            labels.append(gpu)
+    labels: list[str] = []
+    bars, headings = [], []
+    for gpu, calls in itertools.groupby(drawn, lambda call: call[1]["gpu"].get("name", "")):
+        headings.append(len(labels))
+        labels.append(gpu)
         for row, run in calls:
-            y, f = len(labels), figures(row, run["ceilings"])
+            bars.append((len(labels), row, run["ceilings"]))
             labels.append(f"{row['op']}: {row['label']}")
-            best = "" if f["best_us"] is None else f"{f['best']} "
-            for at, us, name, color in (
-                (y - 0.19, f["us"], "", "#1f77b4"),
-                (y + 0.19, f["best_us"], best, "#b5b5b5"),
-            ):
-                if us is not None:
-                    share = percent(row, us, run["ceilings"]) or 0.0
-                    axis.barh(at, share, 0.36, color=color)
-                    axis.text(share + 0.5, at, f"{name}{us:.1f} us", va="center", fontsize=7)
+    figure = Figure(figsize=(12, 0.36 * len(labels) + 1.4))
+    axis = figure.subplots()
+    for y, row, ceilings in bars:
+        f = figures(row, ceilings)
+        best = "" if f["best_us"] is None else f"{f['best']} "
+        for at, us, name, color in (
+            (y - 0.19, f["us"], "", "#1f77b4"),
+            (y + 0.19, f["best_us"], best, "#b5b5b5"),
+        ):
+            if us is not None:
+                share = percent(row, us, ceilings) or 0.0
+                axis.barh(at, share, 0.36, color=color)
+                axis.text(share + 0.5, at, f"{name}{us:.1f} us", va="center", fontsize=7)
     ticks = axis.set_yticks(range(len(labels)), labels, fontsize=8)
     for at in headings:
         ticks[at].label1.set_fontweight("bold")
@@ -391,10 +391,8 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     axis.margins(x=0.12)
     axis.axvline(100, color="#c8c8c8", linewidth=0.8, zorder=0)
     axis.set_xlabel("percent of the run's own ceiling: copy, read or bf16 matmul rate")
-    title = "each op's largest call: ours (blue), best rival (grey)"
-    axis.set_title(title if several else f"{gpus[0][0]}, {title}", fontsize=10)
-    figure.savefig(path, dpi=110, bbox_inches="tight")  # long labels pass the figure's edge
-    pyplot.close(figure)
+    axis.set_title("each op's largest call: ours (blue), best rival (grey)", fontsize=10)
+    return figure
 
 
 def document(runs: Sequence[dict[str, Any]]) -> str:
@@ -432,7 +430,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         runs = [_read(path) for path in args.files]
-        plot(without_repeats(runs), args.plot)
+        # Long labels pass the figure's edge
+        plot(without_repeats(runs)).savefig(args.plot, dpi=110, bbox_inches="tight")
         args.tables.write_text(document(runs))
     except ValueError as error:
         print(error, file=sys.stderr)

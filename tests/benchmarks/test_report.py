@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import pytest
-from matplotlib import pyplot
 
 from benchmarks import lacking, repeats, report
 
@@ -189,12 +188,21 @@ def test_the_command_writes_tables_and_plot(tmp_path, capsys):
     assert report.main(arguments) == 0
     assert tables.read_text() == once
     assert "1 runs" in capsys.readouterr().out
-    height = pyplot.imread(plot).shape[0]
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(results(gpu={"name": "NVIDIA H100"})))
-    assert report.main([str(other), *arguments]) == 0
-    assert "## other.json\n\nNVIDIA H100, " in tables.read_text()
-    assert pyplot.imread(plot).shape[0] > height  # as many calls again, and the GPUs' names
+
+
+def test_the_plot_has_a_part_a_gpu():
+    runs = [results(), results(gpu={"name": "NVIDIA H100"})]
+    [axis] = report.plot(runs).axes
+    calls = [f"{row['op']}: {row['label']}" for row, _ in report._largest(runs[:1])]
+    labels = axis.get_yticklabels()
+    assert [x.get_text() for x in labels] == ["NVIDIA H100", *calls, "NVIDIA H200", *calls]
+    bold = [x.get_text() for x in labels if x.get_fontweight() == "bold"]
+    assert bold == ["NVIDIA H100", "NVIDIA H200"]
+    last, first = axis.get_ylim()  # all of them between
+    assert first < axis.get_yticks()[0] < axis.get_yticks()[-1] < last
+    bars = [bar.get_y() + bar.get_height() / 2 for bar in axis.patches]
+    places = {round(at) for at in bars}
+    assert places == {i for i, x in enumerate(labels) if x.get_text() in calls}
 
 
 def test_what_cannot_be_reported(tmp_path, capsys):
