@@ -61,11 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             print(f"tune: {name!r} is no kernel that can be tuned: {error}", file=sys.stderr)
             return 2
-    if not any(_calls(module, args.keys) for module in modules.values()):
-        print(f"tune: no key of {', '.join(modules)} matches {args.keys!r}", file=sys.stderr)
-        return 2
     path = args.out or tuned.FOLDER / tuned.file_name(device.name)
-    watch = measure.Stopwatch()
+    watch, tried = measure.Stopwatch(), 0
     for name, module in modules.items():
         found = []
         for key, row in tune(module, name, device, watch, keys=args.keys, calls=args.calls):
@@ -73,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             write(path, device.name, name, {key}, rows)
             found.append(len(rows))
         print(f"{path}: {sum(found)} rows of {name}, {len(found)} keys tried", flush=True)
-    return 0
+        tried += len(found)
+    if not tried:
+        print(f"tune: no key of {', '.join(modules)} matches {args.keys!r}", file=sys.stderr)
+    return 0 if tried else 2
 
 
 def tune(
@@ -91,18 +91,15 @@ def tune(
     keys: the pattern, as of a shell, of those that are tried.
     """
     tried = set()
-    for key, call in _calls(module, keys):
+    for call in module.tuning_calls():
+        key = module.bucket(*call.arguments, **call.keywords)
+        if not fnmatch.fnmatchcase(key, keys):
+            continue
         if key in tried:
             say(f"{name} {key}: passed over, a call of the same key went before")
             continue
         tried.add(key)
         yield key, _row(module, name, key, call, device, watch, calls, say)
-
-
-def _calls(module: ModuleType, keys: str) -> list[tuple[str, tuned.Call]]:
-    """What there is to tune of a kernel, with its key, if the pattern matches that."""
-    calls = ((module.bucket(*c.arguments, **c.keywords), c) for c in module.tuning_calls())
-    return [(key, call) for key, call in calls if fnmatch.fnmatchcase(key, keys)]
 
 
 def _row(module, name, key, call, device, watch, calls, say) -> dict[str, Any] | None:
