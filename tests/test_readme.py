@@ -148,7 +148,7 @@ def is_rounded(text, number):
     return f"{number:.{len(text.partition('.')[2])}f}" == text
 
 
-# Of the README's decoding tables, by the first words of a row: the section of a run
+# Of the README's decoding tables, by the first cell of a row: the section of a run
 DECODED = {
     "Qwen2.5-0.5B": "decode/auto, fused",
     "Qwen2.5-0.5B, XLA alone, not fused": "decode/xla",
@@ -158,7 +158,7 @@ DECODED = {
     "Llama-3.1-8B, ternary, 3.3 GB": "packed-decode/ternary",
 }
 GPUS = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
-WITH_ROWS = ("", ", a launch a product", ", 4 rows", ", 16 rows")
+COLUMNS = ("", ", a launch a product", ", 4 rows", ", 16 rows")
 
 
 def wrong_figures(readme, name):
@@ -170,15 +170,15 @@ def wrong_figures(readme, name):
     table = readme[readme.index(f"| on an {name}") :].partition("\n\n")[0]
     lines = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
     assert [cells[0] for cells in lines[2:]] == list(DECODED)
-    for words, one, share, *others in lines[2:]:
-        found, ceilings = sections[DECODED[words]]
+    for model, one, share, *others in lines[2:]:
+        found, ceilings = sections[DECODED[model]]
         rate = found["bytes_a_token"] * found["tokens_per_s"] / ceilings["read"]
         if share != f"{100 * rate:.0f} %":
-            yield words, share
-        for cell, more in zip([one, *others], WITH_ROWS, strict=True):
-            found, _ = sections.get(DECODED[words] + more, ({}, None))
+            yield model, share
+        for cell, more in zip([one, *others], COLUMNS, strict=True):
+            found, _ = sections.get(DECODED[model] + more, ({}, None))
             if cell != (f"{found['tokens_per_s']:.0f}" if found else ""):
-                yield words, cell
+                yield model, cell
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +199,13 @@ def test_the_order_is_that_of_the_gpus_program(config, tokens, at_once):
     matrices = [name for name in names if name.endswith("_proj.weight")]
     once = set(matrices) if at_once else matrices
     assert sorted(name for name in read if name in matrices) == sorted(once)
+    layers = sum(
+        math.prod(leaf.shape)
+        for name, leaf in zip(names, jax.tree.leaves(nnx.state(model)), strict=True)
+        if name in matrices
+    )
+    head = config.vocab_size * config.hidden_size  # of one token
+    assert sum(x.operations for x in found) == 2 * (tokens * layers + head)
     assert sum(x.bytes for x in found) > 0.9 * sum(
         2 * leaf.size for leaf in jax.tree.leaves(nnx.state(model))
     ) - 2 * config.vocab_size * config.hidden_size * (not config.tie_word_embeddings)

@@ -283,18 +283,19 @@ def test_x_that_registers_hold_as_compiled():
     ("m", "o", "i", "form", "config"),
     [
         (16, 28672, 4096, "int4", Config(16, 8, 3, 1, held=True)),
-        (8, 28672, 4096, "int4", Config(32, 8, 2, 1)),
+        (8, 28672, 4096, "int4", None),
         (16, 57344, 8192, "int4", Config(16, 8, 3, 1, 2, held=True)),
         (8, 4096, 4096, "int4", Config(16, 8, 2, 1, held=True)),
         (1, 5120, 3072, "int4", Config(16, 8, 2, 1, held=True)),
-        (9, 4096, 4096, "int4", Config(16, 8, 1, 2)),
-        (8, 4096, 2048, "int4", Config(16, 8, 2, 2)),
-        (8, 4096, 14336, "int4", Config(16, 8, 2, 1, 2)),
-        (8, 4096, 4096, "int8", Config(16, 8, 2, 2)),
+        (9, 4096, 4096, "int4", None),
+        (8, 4096, 2048, "int4", None),
+        (8, 4096, 14336, "int4", None),
+        (8, 4096, 4096, "int8", None),
     ],
 )
 def test_which_weights_hold_x(m, o, i, form, config):
-    assert default_config(shape(m, i), shaped(o, i, form), device=H200) == config
+    found = default_config(shape(m, i), shaped(o, i, form), device=H200)
+    assert (found if found.held else None) == config
 
 
 def test_warps_take_few_rows():
