@@ -313,8 +313,8 @@ def default_config(
     device: Device,
 ) -> Config | Tiles:
     """As many rows a block as x's bytes ask for, and as still give each multiprocessor a block."""
-    del norm, bias, residual, cache, out_dtype
-    m, (o, _), gated = math.prod(x.shape[:-1]), packed.shape, epilogue == "swiglu"
+    del bias, residual, cache, out_dtype
+    m, (o, k), gated = math.prod(x.shape[:-1]), packed.shape, epilogue == "swiglu"
     if not _is_few(m, packed):
         return tiles.default_tiles(m, packed, gated=gated, num_sms=device.num_sms)
     splits = _fewest_splits(m, packed)
@@ -328,18 +328,24 @@ def default_config(
     tile_n = tile_n if (2 * apart or o) % tile_n == 0 else grain
     rounds = -(-sizes.turns(packed) // (8 * splits))
     found = []
-    if packed.scheme == "int4" and wide:
-        # H200, 16 rows, 28672 x 4096: 23.1 us, and 27.9 by the next; other shapes: not measured
-        found = [Config(grain, 8, 3, 1, held=True)] if m > sizes.MMA_COLUMNS else []
-        found.append(Config(tile_n, 8, 2, 1))
-    elif packed.scheme == "int4" and m <= sizes.MMA_COLUMNS and rounds == 2:
-        # H100, K of 3072, 3584 and 4096, groups of 128: 0.9 of the next one's time (notes.md)
-        found.append(Config(grain, 8, 2, 1, held=True))
-    found += [Config(tile_n, 4, min(2, rounds), 4)] if packed.shape[1] <= 1024 else []
+    if packed.scheme == "int4":
+        # H100, groups of 128, shapes of five models: notes.md
+        if (k > 2048 and m > 4) if m <= sizes.MMA_COLUMNS else (k > 1024 or wide):
+            # A norm and what is turned want whole rows of x
+            most = splits if norm is not None or rotary is not None else sizes.MOST_SPLITS
+            few_turns = (s for s in SPLITS if s >= splits and sizes.turns(packed) <= 16 * s)
+            parts = min(next(few_turns, most), most)
+            ahead = 3 if wide or parts > 1 else 2
+            found.append(Config(grain, 8, ahead, 1, parts, held=True, tma=True))
+        if wide:
+            found.append(Config(tile_n, 8, 2, 1))
+        elif m <= sizes.MMA_COLUMNS and rounds == 2:
+            found.append(Config(grain, 8, 2, 1, held=True))
+    found += [Config(tile_n, 4, min(2, rounds), 4)] if k <= 1024 else []
     found += [Config(tile_n, 8, ahead, blocks) for blocks in (2, 1) for ahead in (2, 1)]
     found += [Config(tile_n, 4, 2, 1), SMALLEST]
     for config in found:
-        config = dataclasses.replace(config, splits=splits)
+        config = config if config.tma else dataclasses.replace(config, splits=splits)
         if sizes.problem(config, m, packed, apart=apart) is None:
             return config
     raise AssertionError(f"quantized_matmul: no tile fits {m} rows of {packed.shape}")
@@ -351,8 +357,9 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
     # A launch more costs a decoding row more than splits gain
     few_splits = SPLITS[:1] if m == 1 else SPLITS[:3]
     found: list[Config | Tiles] = [
-        Config(tile_n, warps, ahead, blocks, splits, held)
-        for held in (False, True)
+        Config(tile_n, warps, ahead, blocks, splits, held, tma)
+        for held, tma in ((False, False), (True, False), (True, True))
+        if not tma or m > 1
         for splits in few_splits
         for tile_n in (16, 32)
         for warps in (4, 8, 16)

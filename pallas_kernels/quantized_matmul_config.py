@@ -14,7 +14,7 @@ from pallas_kernels.device import (
     THREAD_REGISTERS,
     WARPS,
 )
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import PLAIN, Packed
 
 MMA_ROWS, MMA_COLUMNS = 16, 8  # of the weight and of x, in one instruction
 ACROSS = 4  # lanes that share a row in it
@@ -22,6 +22,7 @@ PART_BYTES = ACROSS * ACCESS_BYTES  # of a row, which 4 lanes multiply at a time
 PARTS = 2
 TURN_BYTES = PARTS * PART_BYTES  # of a row, which a warp asks for at a time
 HELD_PART = 9 / 16  # of a thread's registers, that x and sums may take: with 144 of 255 some spill
+TMA_NUMBERS = 64  # of a row of x side by side on chip, as the copy engine brings it
 MOST_SPLITS = 8  # their float32 sums pass through memory
 PLACE_BYTES = 1024  # what lies on chip begins at a multiple of them; so many a block has no use of
 
@@ -33,7 +34,8 @@ class Config:
     A block has tile_n rows of the weight at a time (gate and up together) and `warps` that divide
     K, and asks for codes `ahead` turns before it needs them; `blocks` share a multiprocessor. Of
     `splits`, a block has one part of K and of x alone; their sums are added in a second launch.
-    held: a warp reads its part of x from the chip once, into registers.
+    held: a warp reads its part of x from the chip once, into registers. tma: the copy engine brings
+    it on chip, where x is held and meets codes.
     """
 
     tile_n: int = 32
@@ -42,6 +44,7 @@ class Config:
     blocks: int = 2
     splits: int = 1
     held: bool = False
+    tma: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,15 +140,28 @@ def warp_bytes(config: Config, packed: Packed) -> int:
     return codes + sum(group_bytes(config, packed).values())
 
 
+def numbers(config: Config, packed: Packed) -> int:
+    """Of a row of x, on chip: whole rounds."""
+    return rounds(config, packed) * config.warps * turn(packed.scheme)
+
+
 def x_bytes(config: Config, packed: Packed) -> int:
-    """On chip, of a row of x: whole rounds; rows side by side begin in other banks."""
-    return rounds(config, packed) * config.warps * turn(packed.scheme) * 2 + PART_BYTES
+    """On chip, of a row of x; rows side by side begin in other banks."""
+    return numbers(config, packed) * 2 + PART_BYTES
+
+
+def kept_bytes(config: Config, m: int, packed: Packed) -> dict[str, int]:
+    """On chip, by name: x, and of its norm the sums of squares, if they do not lie with it."""
+    if not config.tma:
+        return {"kept": m * x_bytes(config, packed)}
+    rows = columns(m)
+    return {"kept": rows * numbers(config, packed) * 2, "squares": rows * PART_BYTES}
 
 
 def held_words(config: Config, m: int, packed: Packed) -> int:
     """Of x, in the registers of a thread."""
-    numbers = rounds(config, packed) * turn(packed.scheme) * columns(m) // LANES
-    return numbers // 2 if config.held else 0
+    of_thread = rounds(config, packed) * turn(packed.scheme) * columns(m) // LANES
+    return of_thread // 2 if config.held else 0
 
 
 def sums_bytes(config: Config, m: int, packed: Packed) -> int:
@@ -159,7 +175,7 @@ def shared_bytes(config: Config, m: int, packed: Packed) -> int:
     c = config
     parts = (
         c.ahead * c.warps * warp_bytes(c, packed),
-        m * x_bytes(c, packed),
+        *kept_bytes(c, m, packed).values(),
         sums_bytes(c, m, packed),
         2 * c.warps * m * c.tile_n * 4,
     )
@@ -190,6 +206,7 @@ def problem(config: Config, m: int, packed: Packed, *, apart: int) -> str | None
         f"tile_n must be a multiple of {multiple} that divides {span * halves}": not whole,
         f"warps must be a multiple of {WARPS}, 16 at most": not warps,
         "ahead must be 1 at least": c.ahead < 1,
+        "tma is for x that is held, and codes": c.tma and not (c.held and packed.scheme != PLAIN),
         "blocks must be 1 at least": c.blocks < 1,
         f"splits must be 1 to {MOST_SPLITS}, each with turns of a row's {turns(packed)}": (
             not splits

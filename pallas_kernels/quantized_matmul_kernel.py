@@ -66,6 +66,12 @@ def warp_products(
     arrays |= {"bias": (bias, -1)}
     arrays = {name: x for name, x in arrays.items() if x[0] is not None}
 
+    # x as the copy engine brings it: see quantized_tma.py
+    as_copied = (
+        plgpu.TilingTransform((sizes.columns(m), sizes.TMA_NUMBERS)),
+        plgpu.SwizzleTransform(128),
+    )
+
     def body(x_ref, norm_ref, residual_ref, angle_refs, held, *refs, **scratch):
         *given, out_ref = refs
         given = dict(zip(arrays, given, strict=True))
@@ -120,14 +126,33 @@ def warp_products(
             optional |= dict(zip(("k", "v", "slots"), held, strict=True))
         refs |= {name: ref for name, ref in optional.items() if ref is not None}
 
-        types = jax.tree.map(lambda _: plgpu.RefType(), refs), plgpu.Layout.WG_SPLAT
+        arrived = refs.pop("arrived", None)
+        types = jax.tree.map(lambda _: plgpu.RefType(), refs)
+        if c.tma:
+            types["kept"] = plgpu.RefType(as_copied)
+        index = lax.axis_index("block")
 
-        @plgpu.inline_mgpu(arg_types=types)
-        def multiply(_: Any, refs: Any, block: Any) -> Any:
-            pointers = jax.tree.map(address_of, refs)
-            Block(static, x, packed, dtypes, pointers, block.registers.item()).run()
+        def of_block(do: Callable[[Block], None]) -> None:
+            @plgpu.inline_mgpu(arg_types=(types, plgpu.Layout.WG_SPLAT))
+            def run(_: Any, refs: Any, block: Any) -> Any:
+                pointers = jax.tree.map(address_of, refs)
+                do(Block(static, x, packed, dtypes, pointers, block.registers.item()))
 
-        multiply(refs, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
+            run(refs, index)  # pyright: ignore[reportCallIssue]
+
+        if c.tma:
+
+            @pl.when(lax.axis_index("group") == 0 if threads else True)
+            def _():
+                # Where it begins must be known to the run alone: it may pass the end of x
+                start = lax.rem(index, c.splits) * sizes.share(c, packed)
+                rows, numbers = scratch["kept"].shape
+                source = pl.ds(index * 0, rows), pl.ds(start * sizes.turn(packed.scheme), numbers)
+                plgpu.copy_gmem_to_smem(x_ref.at[*source], scratch["kept"], arrived)
+
+            of_block(Block.ask)
+            plgpu.barrier_wait(arrived)
+        of_block(Block.run)
 
     cos, sin = angles or (None, None)
     named = {"bias": bias, "cos": cos, "sin": sin}
@@ -137,14 +162,19 @@ def warp_products(
     threads: Any = {}
     if c.warps > WARPS and not interpret:
         threads = {"num_threads": c.warps // WARPS, "thread_name": "group"}
-    scratch = {}
+    scratch: dict[str, Any] = {}
     if not interpret:
-        scratch = {
-            "ring": plgpu.SMEM((c.ahead * c.warps * sizes.warp_bytes(c, packed),), jnp.uint8),
-            "kept": plgpu.SMEM((m * sizes.x_bytes(c, packed),), jnp.uint8),
-            "sums": plgpu.SMEM((sizes.sums_bytes(c, m, packed),), jnp.uint8),
-            "parts": plgpu.SMEM((2, c.warps, m, c.tile_n), jnp.float32),
+        sizes_bytes = {
+            "ring": c.ahead * c.warps * sizes.warp_bytes(c, packed),
+            "sums": sizes.sums_bytes(c, m, packed),
+            **sizes.kept_bytes(c, m, packed),
         }
+        scratch = {name: plgpu.SMEM((size,), jnp.uint8) for name, size in sizes_bytes.items()}
+        scratch["parts"] = plgpu.SMEM((2, c.warps, m, c.tile_n), jnp.float32)
+        if c.tma:
+            of_x = (sizes.columns(m), sizes.numbers(c, packed))
+            scratch["kept"] = plgpu.SMEM(of_x, x.dtype, transforms=as_copied)
+            scratch["arrived"] = plgpu.Barrier(num_arrivals=1)
     y = _compat.kernel(
         body,
         name=static.name,

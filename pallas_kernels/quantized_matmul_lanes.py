@@ -44,6 +44,7 @@ from pallas_kernels.quantized_matmul_config import (
     Static,
 )
 from pallas_kernels.quantized_rows import Rows
+from pallas_kernels.quantized_tma import CopiedRows
 
 GROUPED = ("scale", "zero")  # what a `Packed` has a number of for each group
 
@@ -144,8 +145,11 @@ class Block:
             summed=self.from_sums,
             late="x" in late,
         )
+        of_norm = pointers
+        if c.tma:  # rows of sums of squares alone
+            of_norm, row_bytes = {**pointers, "kept": pointers["squares"]}, PART_BYTES
         self.finish = Finish(
-            at=pointers,
+            at=of_norm,
             m=self.m,
             k=self.k,
             n=packed.shape[0] // (1 + static.gated),
@@ -364,25 +368,28 @@ class Block:
             part = [_fused(p, more, q) for p, q in zip(sums_of_x, part, strict=True)]
         return [_fused(p, wide, q) for p, q in zip(part, before, strict=True)]
 
+    def ask(self) -> None:
+        """Asks for the codes of the first turns."""
+        *first, _ = self._turns_ahead()
+        for slot, turn in enumerate(first):
+            self.copy(*turn, word(slot))
+
     def run(self) -> None:
-        c = self.config
-        block, zero = self.block, arith.constant(ir.F32Type.get(), 0.0)
-        # the turn that is asked for next: of which rows, and which
-        next_ = [(block, word(0))]
-
-        def ask() -> None:
-            for i in range(c.ahead):
-                self.copy(*next_[-1], word(i))
-                next_.append(self._next(*next_[-1]))
-
-        self.rows.keep(ask)
-        gpu.barrier()
+        """All of it; where the copy engine has brought x, `ask` has been before."""
+        c, block, zero = self.config, self.block, arith.constant(ir.F32Type.get(), 0.0)
         held: list[Any] = []  # of x, by round and part
-        if c.held:
+        if c.tma:
+            place = {"warp": self.warp, "row": self.row, "across": self.across}
+            held = CopiedRows(self.rows, self.rounds, **place).read()
+            gpu.barrier()
+        else:
+            self.rows.keep(self.ask)
+            gpu.barrier()
+        if c.held and not c.tma:
             rounds = [word(round_) for round_ in range(self.rounds)]
             held = [[self.x_of(at, which) for which in range(PARTS)] for at in rounds]
         roots = self.finish.roots()
-        tile, round_ = next_[-1]
+        *_, (tile, round_) = self._turns_ahead()
         count = 4 * c.tile_n // MMA_ROWS * len(self.x_at)
         # of the tiles, those that are this block's
         more = arith.subi(word(self.num_tiles + self.num_blocks - 1), block)
@@ -419,6 +426,13 @@ class Block:
             gpu.barrier()
             self.finish.run(parts, first, early, roots)
             return carry
+
+    def _turns_ahead(self) -> list[tuple[Any, Any]]:
+        """Of which rows and which: those on their way at a time, and the one behind."""
+        turns = [(self.block, word(0))]
+        for _ in range(self.config.ahead):
+            turns.append(self._next(*turns[-1]))
+        return turns
 
     def _next(self, tile: Any, round_: Any) -> tuple[Any, Any]:
         round_ = arith.addi(round_, word(1))

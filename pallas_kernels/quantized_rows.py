@@ -97,7 +97,7 @@ class Rows:
                 words = [arith.select(there, w, word(0)) for w in words]
                 if normed:
                     squares[one] = sum_of_squares(words, "bf16x2", squares[one])
-                    words = self._weighed(words, weights[start])
+                    words = self.weighed(words, weights[start])
                 made = self._made(words)
                 inside = None if start + threads <= units else less(place, units)
                 only_where(inside, self._write, one, place, made)
@@ -133,7 +133,15 @@ class Rows:
         row = further(self.at["x"], word(one * self.k * 2))
         return further(row, times(self.offset, 2))
 
-    def _weighed(self, words: list[Any], weights: list[Any]) -> list[Any]:
+    def pairs(self, words: list[Any]) -> list[Any]:
+        """An access to x in the order of the codes."""
+        half = unpack.per_word(self.scheme) // 2
+        found = []
+        for i in range(0, len(words), half):
+            found += unpack.pairs_of_x(words[i : i + half], self.scheme)
+        return found
+
+    def weighed(self, words: list[Any], weights: list[Any]) -> list[Any]:
         """x w, or x w + x, rounded once."""
         text = "mul.rn.bf16x2 $0, $1, $2;"
         if self.zero_centered:
@@ -161,10 +169,7 @@ class Rows:
 
     def _write(self, one: int, place: Any, made: Any) -> None:
         words, total = made
-        half = unpack.per_word(self.scheme) // 2
-        pairs = []
-        for i in range(0, 4, half):
-            pairs += unpack.pairs_of_x(words[i : i + half], self.scheme)
+        pairs = self.pairs(words)
         # a lane's accesses lie one below the other, those of the four lanes side by side
         count = sizes.part(self.scheme) * 2 // ACCESS_BYTES
         whole, inner = (f(place, word(count)) for f in (arith.divui, arith.remui))

@@ -89,6 +89,11 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic "
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
     ),
+    "pallas_kernels.quantized_tma": (
+        "pallas_kernels.device pallas_kernels.lane_arithmetic pallas_kernels.lane_code "
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_rows "
+        "pallas_kernels.quantized_unpack"
+    ),
     "pallas_kernels.quantized_finish": (
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic "
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
@@ -97,7 +102,7 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.lane_arithmetic pallas_kernels.lane_code "
         "pallas_kernels.packed pallas_kernels.quantized_finish "
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_rows "
-        "pallas_kernels.quantized_unpack"
+        "pallas_kernels.quantized_tma pallas_kernels.quantized_unpack"
     ),
     "pallas_kernels.quantized_digits": (
         "pallas_kernels.lane_arithmetic pallas_kernels.lane_code pallas_kernels.packed "

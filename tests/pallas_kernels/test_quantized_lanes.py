@@ -19,6 +19,7 @@ from pallas_kernels import (
     quantized_finish,
     quantized_matmul_lanes,
     quantized_rows,
+    quantized_tma,
     quantized_unpack,
 )
 from pallas_kernels import quantized_matmul_config as sizes
@@ -31,6 +32,7 @@ MODULES = (
     quantized_finish,
     quantized_matmul_lanes,
     quantized_rows,
+    quantized_tma,
     quantized_unpack,
 )
 
@@ -58,8 +60,8 @@ def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> An
     held["out"] = np.full((c.splits * m, n), np.nan, out)
     shared = {
         "ring": c.ahead * c.warps * sizes.warp_bytes(c, packed),
-        "kept": m * sizes.x_bytes(c, packed),
         "sums": sizes.sums_bytes(c, m, packed),
+        **sizes.kept_bytes(c, m, packed),
         "parts": 2 * c.warps * m * c.tile_n * 4,
     }
     machine = Machine(held, shared, c.warps * 32)
@@ -67,9 +69,15 @@ def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> An
     dtypes = {name: given[name].dtype for name in ("bias", "cos", "sin") if name in held}
     tiles = packed.shape[0] // c.tile_n
     for block in range(sizes.num_blocks(c, tiles, 2) * c.splits):
+        start = block % c.splits * sizes.share(c, packed) * sizes.turn(packed.scheme)
 
-        def code(at):
-            quantized_matmul_lanes.Block(static, x, packed, dtypes, machine.at, at).run()
+        def code(at, start=start):
+            of_block = quantized_matmul_lanes.Block(static, x, packed, dtypes, machine.at, at)
+            if c.tma:
+                of_block.ask()
+                kept = machine.memory["shared"]["kept"][1]
+                kept[:] = as_copied(x, start, sizes.numbers(c, packed))
+            of_block.run()
 
         machine.run(block, code)
     y = machine.content("out", out, (c.splits, m, n)).sum(0)
@@ -78,7 +86,22 @@ def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> An
     return y, *(machine.content(name, out, further[name].shape) for name in "kv")
 
 
+def as_copied(x: Any, start: int, numbers: int) -> np.ndarray:
+    """Where the copy engine puts the bytes of numbers start and further: lines of 128 bytes, all
+    rows of one side by side, row r's 16 bytes i where i ^ (r mod 8) would lie; zeros for what x has
+    not.
+    """
+    rows, columns = np.asarray(x), -(-len(x) // 8) * 8
+    wide = np.zeros((columns, start + numbers), rows.dtype)
+    inside = min(rows.shape[1], start + numbers)
+    wide[: len(rows), :inside] = rows[:, :inside]
+    found = wide[:, start:].view(np.uint8).reshape(columns, -1, 8, 16).swapaxes(0, 1)
+    r, i = np.arange(columns)[:, None], np.arange(8)
+    return found[:, r, i ^ r % 8].reshape(-1)
+
+
 HELD = partial(Config, held=True)  # x in registers
+TMA = partial(HELD, tma=True)
 
 CALLS: Any = {
     "int4": (Config(16, 4, 2, 1), partial(call, 1, 64, 896, "int4")),
@@ -162,6 +185,31 @@ CALLS: Any = {
         HELD(32, 4, 2, 1),
         partial(call, 16, 256, 512, "int4", BF16, "norm heads 2 1 64"),
     ),
+    "tma": (TMA(16, 4, 2, 1), partial(call, 16, 64, 1024, "int4", BF16, "residual")),
+    "tma, a norm and two rounds of which one is short": (
+        TMA(16, 4, 2, 1),
+        partial(call, 9, 64, 1152, "int4", BF16, "norm bias", epilogue="swiglu"),
+    ),
+    "tma, small groups": (
+        TMA(32, 4, 1, 1),
+        partial(call, 2, 64, 896, "int4, groups of 32", F16, "bias"),
+    ),
+    "tma, zero points": (TMA(32, 8, 1, 1), partial(call, 3, 64, 640, "int4, zero points")),
+    "tma, splits": (TMA(16, 4, 2, 1, 2), partial(call, 9, 64, 2304, "int4", out_dtype=F32)),
+    "tma, a norm that adds 1": (
+        TMA(32, 4, 1, 1),
+        partial(call, 9, 32, 640, "mxfp8", BF16, "norm centred"),
+    ),
+    "tma, int8": (TMA(32, 8, 2, 1), partial(call, 12, 64, 1920, "int8", F16)),
+    # Of 10 turns 4, 4 and 2; what lies behind a block's is another's
+    "tma, splits, of which one is short": (
+        TMA(32, 4, 1, 2, 3),
+        partial(call, 16, 64, 2432, "int4, groups of 64, zero points", F16, out_dtype=F32),
+    ),
+    "tma, heads": (
+        TMA(32, 4, 2, 1),
+        partial(call, 16, 256, 512, "int4", BF16, "norm heads 2 1 64"),
+    ),
     "16 bits": (Config(16, 4, 2, 1), partial(call, 5, 48, 992, PLAIN, BF16, "residual")),
     "16 bits, a gate": (
         Config(32, 4, 3, 1),
@@ -185,6 +233,19 @@ def test_lanes(name: str, monkeypatch: Any):
     arrays, keywords = make()
     with monkeypatch.context() as patched:
         ours = by_lanes(patched, arrays, keywords, config)
+    assert_right(arrays, keywords, ours)
+
+
+@pytest.mark.parametrize("make", [HELD, TMA])
+def test_codes_that_are_not_zeros_where_there_are_none(make: Any, monkeypatch: Any):
+    """Without groups code 0 is -8: x is 0 behind a block's 3 of 6 turns, where it has another's."""
+    arrays, keywords = call(9, 32, 1536, out_dtype=F32)
+    scale = arrays["packed"].scale[0].astype(F32)
+    arrays["packed"] = dataclasses.replace(
+        arrays["packed"], scale=None, row_scale=scale, group_size=None
+    )
+    with monkeypatch.context() as patched:
+        ours = by_lanes(patched, arrays, keywords, make(16, 4, 1, 1, 2))
     assert_right(arrays, keywords, ours)
 
 
@@ -232,6 +293,30 @@ def test_what_is_held_is_read_once(name: str, monkeypatch: Any):
         assert held * of_block == anew
     for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "tma" in name])
+def test_lanes_that_read_x_together_find_all_banks(name: str, monkeypatch: Any):
+    """Where the copy engine has put it: 8 lanes at a time, 16 bytes each."""
+    config, make = CALLS[name]
+    arrays, keywords = make()
+    banks, read = [], Machine.load
+
+    def watched(machine: Machine, space: str, addresses: Any, size: int, count: int) -> Any:
+        start, content = machine.memory["shared"]["kept"]
+        if space == "shared" and start <= addresses[0] < start + len(content):
+            banks.append(addresses.astype(np.int64).reshape(-1, 8) // 16 % 8)
+        return read(machine, space, addresses, size, count)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Machine, "load", watched)
+        by_lanes(patched, arrays, keywords, config)
+    for each in banks:
+        np.testing.assert_array_equal(np.sort(each), np.tile(np.arange(8), (len(each), 1)))
+    tiles = len(arrays["packed"].codes) // config.tile_n
+    blocks = sizes.num_blocks(config, tiles, 2) * config.splits
+    held = sizes.held_words(config, len(arrays["x"]), arrays["packed"])
+    assert len(banks) == blocks * held // 4  # and each access once
 
 
 def test_another_norm_is_seen(monkeypatch: Any):

@@ -111,7 +111,7 @@ def test_rows_that_do_not_lie_on_chip_are_split():
     """
     weight = shaped(64, 14336)
     found = [default_config(shape(m, 14336), weight, device=H200) for m in (1, 8, 16)]
-    assert [getattr(config, "splits", None) for config in found] == [1, 2, 4]
+    assert [getattr(config, "splits", None) for config in found] == [1, 4, 4]
     x, weight = shape(1, 1024), shaped(64, 1024)
     split = Config(16, 4, 1, 1, splits=2)
     assert why_not(x, weight, config=split, device=H200) is None
@@ -241,6 +241,7 @@ def test_wrong_calls(x: Any, keywords: dict[str, Any], sentence: str):
         (Config(blocks=0), "blocks must be 1 at least"),
         (Config(splits=0), "splits must be 1 to 8, each with turns of a row's 1"),
         (Config(splits=2), "splits must be 1 to 8, each"),
+        (Config(tma=True), "tma is for x that is held, and codes"),
         (Config(tile_n=64, ahead=60), "takes [0-9]+ of 232448 bytes on chip"),
     ],
 )
@@ -269,6 +270,8 @@ def test_x_that_registers_hold_as_compiled():
     """What they just hold does not spill."""
     for rows, i, config in (
         (16, 4096, Config(16, 8, 4, 1, held=True)),
+        (16, 4096, Config(16, 8, 3, 1, held=True, tma=True)),
+        (8, 8192, Config(16, 8, 3, 1, held=True, tma=True)),
         (16, 4096, Config(16, 4, 2, 1, splits=2, held=True)),
         (1, 4096, Config(32, 8, 2, 2, held=True)),
     ):
@@ -282,20 +285,31 @@ def test_x_that_registers_hold_as_compiled():
 @pytest.mark.parametrize(
     ("m", "o", "i", "form", "config"),
     [
-        (16, 28672, 4096, "int4", Config(16, 8, 3, 1, held=True)),
-        (8, 28672, 4096, "int4", None),
-        (16, 57344, 8192, "int4", Config(16, 8, 3, 1, 2, held=True)),
-        (8, 4096, 4096, "int4", Config(16, 8, 2, 1, held=True)),
+        (16, 28672, 4096, "int4", Config(16, 8, 3, 1, held=True, tma=True)),
+        (4, 28672, 4096, "int4", None),
+        (5, 28672, 4096, "int4", Config(16, 8, 3, 1, held=True, tma=True)),
+        (16, 57344, 8192, "int4", Config(16, 8, 3, 1, 2, held=True, tma=True)),
+        (8, 4096, 4096, "int4", Config(16, 8, 2, 1, held=True, tma=True)),
+        (4, 4096, 4096, "int4", Config(16, 8, 2, 1, held=True)),
         (1, 5120, 3072, "int4", Config(16, 8, 2, 1, held=True)),
-        (9, 4096, 4096, "int4", None),
+        (9, 4096, 2048, "int4", Config(16, 8, 2, 1, held=True, tma=True)),
         (8, 4096, 2048, "int4", None),
-        (8, 4096, 14336, "int4", None),
+        (8, 4096, 14336, "int4", Config(16, 8, 3, 1, 4, held=True, tma=True)),
+        (16, 8192, 28672, "int4", Config(16, 8, 3, 1, 8, held=True, tma=True)),
         (8, 4096, 4096, "int8", None),
     ],
 )
 def test_which_weights_hold_x(m, o, i, form, config):
     found = default_config(shape(m, i), shaped(o, i, form), device=H200)
     assert (found if found.held else None) == config
+
+
+def test_a_norm_wants_whole_rows_of_x():
+    """In more rounds then, without a second launch."""
+    x, weight = shape(8, 8192), shaped(57344, 8192)
+    config = default_config(x, weight, norm=norm(8192), device=H200)
+    assert config == Config(16, 8, 3, 1, held=True, tma=True)
+    assert default_config(x, weight, device=H200).splits == 2
 
 
 def test_warps_take_few_rows():
@@ -562,6 +576,27 @@ def test_x_in_registers_on_a_gpu(form: str):
         without = dataclasses.replace(config, held=False)
         again = quantized_matmul(**arrays, **keywords, config=without)
         np.testing.assert_array_equal(np.asarray(y), np.asarray(again))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 9, 16])
+@pytest.mark.parametrize("form", ["int4", "int4, groups of 64, zero points", "int8", "nvfp4"])
+def test_x_by_the_copy_engine_on_a_gpu(form: str, rows: int):
+    """Of whole rounds and others, and of parts of K."""
+    for i, what, splits, keywords in (
+        (2048, "norm bias residual", 1, {"epilogue": "swiglu"}),
+        (896, "norm heads 32 8 64", 1, {}),
+        (4864, "bias residual", 2, {}),
+        (4864, "", 3, {"out_dtype": F32}),
+    ):
+        arrays, keywords = call(rows, 3072, i, form, BF16, what, **keywords)
+        grain = sizes.grain(arrays["packed"], halves=1 if splits > 1 else 2)
+        config = Config(grain, 8, 1, 1, splits, held=True, tma=True)
+        y = quantized_matmul(**arrays, **keywords, config=config)
+        assert_right(arrays, keywords, y)
+        again = quantized_matmul(**arrays, **keywords, config=config)
+        for left, right in zip(jax.tree.leaves(y), jax.tree.leaves(again), strict=True):
+            np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
 @pytest.mark.gpu
