@@ -57,7 +57,7 @@ class CopiedRows:
     across: Any
 
     def read(self) -> list[list[list[list[Any]]]]:
-        """By round and part what `Block.x_of` gives. Sums of squares and of parts are on chip behind
+        """By round and part what `Block.x_of` gives; sums of squares and of parts are on chip behind
         the next barrier.
         """
         squares = [[None] * self._accesses for _ in range(self._groups)]
@@ -154,7 +154,7 @@ class CopiedRows:
         return [load_four(at, i * ACCESS_BYTES) for i in range(self._accesses)]
 
     def _write_sum(self, round_: int, which: int, group: int, pairs: list[Any]) -> None:
-        """Less the sum of a part of 8 rows, where `Rows` puts it."""
+        """Less the sum of a part of 8 rows, where `Rows` puts it; by each row's lanes the same."""
         ones, total = [unpack.minus_one(self.rows.dtype)] * 4, None
         for i in range(0, len(pairs), 2):
             total = added_products(total, ones, pairs[i : i + 2], self.rows.dtype)
@@ -164,7 +164,6 @@ class CopiedRows:
         to = arith.addi(times(turn, PARTS * columns * 4), times(self.across, 8))
         to = further(self.rows.at["sums"], to)
         offset = (which * columns + group * MMA_COLUMNS) * 4
-        # The same by all rows' lanes: a branch would keep the norm's next weights from being asked for
         text = f"st.shared.v2.f32 [$0 + {offset}], {{$1, $2}};"
         asm(text, "", to, *total[:2], effects=True)
 
