@@ -37,8 +37,9 @@ GRADIENT = jnp.float8_e5m2
 class Fp8Linear(Linear):
     """A `Linear` with the same parameters whose three products are of 8-bit numbers.
 
-    The parameters stay in their dtype and so do their gradients; the result is in the runtime's
-    dtype or `out_dtype`, as from `Linear`.
+    The parameters stay in their dtype and so do their gradients; the weight is cast to the
+    runtime's dtype before it is quantised; the result is in that dtype or `out_dtype`, as from
+    `Linear`.
     """
 
     def __init__(self, linear: Linear):
@@ -116,7 +117,8 @@ def _product(out_dtype: Any, implementation: str, x, weight):
 
 def _product_forward(out_dtype, implementation, x, weight):
     rows = _operand(x.reshape(-1, x.shape[-1]), FORWARD, implementation)
-    small = _operand(weight, FORWARD, implementation)
+    # As a training step casts it, so that every program quantises the same
+    small = _operand(weight.astype(x.dtype), FORWARD, implementation)
     y = _dot(rows.rows, small.rows, rows.scale * small.scale, out_dtype)
     saved = [(operand.columns, operand.scale) for operand in (rows, small)]
     like = jnp.zeros((0,), x.dtype), jnp.zeros((0,), weight.dtype)

@@ -65,7 +65,8 @@ class BitLinear(Linear):
 
     def __call__(self, x: Float[Array, "*B I"], *, out_dtype=None) -> Float[Array, "*B O"]:
         bias = None if self.bias is None else self.bias[...]
-        return ops.bit_linear(x.astype(self.dtype), self.weight[...], bias, out_dtype=out_dtype)
+        weight = self.weight[...].astype(self.dtype)  # first, as a training step casts it
+        return ops.bit_linear(x.astype(self.dtype), weight, bias, out_dtype=out_dtype)
 
 
 class Embedding(nnx.Module):

@@ -255,7 +255,10 @@ def _check(name: str, weight: Float[Array, "O I"], scheme: str, group_size: int 
 
 
 def _pack(module: Any, scheme: str, group_size: int | None) -> Any:
-    packed = pack(module.weight[...], scheme, group_size)
+    weight = module.weight[...]
+    if isinstance(module, BitLinear):
+        weight = weight.astype(module.dtype)  # first, as the layer does
+    packed = pack(weight, scheme, group_size)
     kwargs = {"dtype": module.dtype, "implementation": module.implementation}
     if isinstance(module, Embedding):
         return PackedEmbedding(packed, scale_by=module.scale, **kwargs)

@@ -89,7 +89,7 @@ def check_products(dtype: str, width: int, outputs: int, rows: tuple[int, ...], 
     size = 1.0 if dtype == "float16" else 1e-6
     d_y = draw(*rows, outputs, scale=size, dtype=dtype, seed=1)
     left = rounded(x, fp8.FORWARD).reshape(-1, width)
-    weight = rounded(linear.weight[...], fp8.FORWARD)
+    weight = rounded(linear.weight[...].astype(dtype), fp8.FORWARD)
     right = rounded(d_y, fp8.GRADIENT).reshape(-1, outputs)
     wanted = left @ weight.T, right @ weight, right.T @ left
     found = products(linear, x, d_y)

@@ -309,6 +309,18 @@ def test_a_bitnet_packed_computes_what_it_did():
     )
 
 
+def test_a_bitnet_is_packed_as_it_computes():
+    """Float32 weights round to bfloat16 first, which moves some over the edge of a ternary one."""
+    config = dataclasses.replace(EVEN, model_type="bitnet", sub_norms=True, bit_linear=True)
+    model = tiny_models.build(config, Runtime("bfloat16", "float32"))
+    weight = model.layers[0].mlp.down_proj.weight[...]
+    jaxllm.quantize(model, "ternary")
+    packed = model.layers[0].mlp.down_proj.packed
+    wanted, other = (pack(x, "ternary").row_scale for x in (weight.astype("bfloat16"), weight))
+    np.testing.assert_array_equal(packed.row_scale, wanted)
+    assert not np.array_equal(wanted, other)
+
+
 def test_a_model_of_shapes_alone_is_packed_too():
     def build():
         model = Transformer(TINY, Runtime("bfloat16"), rngs=nnx.Rngs(0))
