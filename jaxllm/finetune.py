@@ -266,7 +266,7 @@ def export(
         raise ValueError(f"{run}: a full fine-tuning has no adapter; leave --adapter out")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; give a new folder")
-    with Checkpoints(run / "checkpoints") as checkpoints:
+    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         step = checkpoints.best_step
         step = checkpoints.latest_step if step is None else step
         params = checkpoints.parameters(step=step)

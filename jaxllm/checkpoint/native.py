@@ -63,12 +63,15 @@ class Checkpoints:
     the lowest validation loss.
 
     A checkpoint is written while training goes on, and gets its name when it is whole: a run that
-    dies while it writes leaves those before. A save that fails (a full disk) is said with `say`, in
-    one sentence, and leaves them too; the next save tries again.
+    dies while it writes leaves those before, and what it has begun, which the next save removes. A
+    save that fails (a full disk) is said with `say`, in one sentence, and leaves them too; the next
+    save tries again.
     For the whole process, and not undone: the loggers `absl` and `asyncio` leave out Orbax's
     messages, and `sys.unraisablehook` the tracebacks of writes that end after a save has failed.
     keep: how many of the latest are kept. Two, so that a torn one has one before it.
-    Raises: ValueError if the folder is a file.
+    read_only: nothing in the folder is made, renamed or removed, for a run may be at work there.
+    Raises: ValueError if the folder is a file; TornError if a loss in it cannot be read and it may
+    not be set aside.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Checkpoints:
         folder: str | os.PathLike[str],
         *,
         keep: int = 2,
+        read_only: bool = False,
         say: Callable[[str], None] = _to_stderr,
     ):
         if keep < 1:
@@ -84,10 +88,12 @@ class Checkpoints:
         existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
         if not existing.is_dir():
             raise ValueError(f"checkpoints: {existing} is a file; give a folder")
-        self._say = say
+        self._say, self._read_only = say, read_only
         self._saving: int | None = None
         for step in self._broken_metrics():
-            self._say(f"{self._set_aside(step)}; it is left out")
+            if read_only:  # with it, Orbax would not open the folder
+                raise TornError(self._unreadable(step))
+            self._say(f"{self._unreadable(step)}{self._set_aside(step)}; it is left out")
         best = BestN(
             get_metric_fn=_measure, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
@@ -102,6 +108,9 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 best_fn=_measure,
                 best_mode="min",
+                read_only=read_only,
+                create=not read_only,
+                save_interval_steps=0 if read_only else 1,
                 preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
             ),
         )
@@ -158,14 +167,18 @@ class Checkpoints:
 
         The state's `frozen` parameters are not written. `key` is a typed random key. `position` is
         what else a resumed run needs, as JSON: how far it had read its data.
-        Raises: ValueError if the position is not JSON.
+        Raises: ValueError if the position is not JSON, or the folder is only read.
         """
+        if self._read_only:
+            raise ValueError(f"checkpoints: {self.folder} was opened to be read, not to save in")
         position = dict(position or {})
         try:
             json.dumps(position)
         except (TypeError, ValueError) as error:
             raise ValueError(f"checkpoints: position must be plain JSON values: {error}") from None
         self.wait()
+        for begun in self.folder.glob("*.orbax-checkpoint-tmp*"):  # by a run that was killed
+            shutil.rmtree(begun, ignore_errors=True)
         step = int(state.step)
         if step in self._manager.all_steps():
             return
@@ -202,7 +215,8 @@ class Checkpoints:
         """The checkpoint of a step, with the shapes, dtypes, placement and frozen parameters of
         `like`, which is not changed.
 
-        None: the newest that can be read. One that is torn is said, and set aside as `torn-STEP`.
+        None: the newest that can be read. One that is torn is said, and set aside as `torn-STEP`
+        (but not if the folder is only read).
         `check` is called with the position before any array is compared or read; it may raise.
         donate: the arrays of `like` but the frozen ones are deleted when all was compared and
         before any is read, so that there is room where a state does not fit twice.
@@ -238,7 +252,8 @@ class Checkpoints:
             except TornError:
                 if not steps:
                     raise
-            self._say(f"{self._set_aside(step)}; going back to step {steps[-1]}")
+            aside = "" if self._read_only else self._set_aside(step)
+            self._say(f"{self._unreadable(step)}{aside}; going back to step {steps[-1]}")
             self._manager.reload()
 
     def parameters(self, *, step: int | None = None) -> dict[str, Array]:
@@ -317,9 +332,14 @@ class Checkpoints:
             if not _is_torn(error):
                 raise
             raise TornError(
-                f"{self.folder / str(step)}: this checkpoint cannot be read, a part of it is "
-                "missing or broken; remove that folder to go back to the one before"
+                f"{self._unreadable(step)}; remove that folder to go back to the one before"
             ) from error
+
+    def _unreadable(self, step: int) -> str:
+        return (
+            f"{self.folder / str(step)}: this checkpoint cannot be read, a part of it is missing "
+            "or broken"
+        )
 
     def _broken_metrics(self) -> list[int]:
         """Steps whose loss is not JSON: Orbax would not open the folder."""
@@ -333,14 +353,11 @@ class Checkpoints:
         return sorted(broken)
 
     def _set_aside(self, step: int) -> str:
-        """Renames a torn checkpoint, so that its step can be saved again; the sentence's start."""
+        """Renames a torn checkpoint, so that its step can be saved again; says so."""
         torn = self.folder / f"torn-{step}"
         shutil.rmtree(torn, ignore_errors=True)
         (self.folder / str(step)).rename(torn)
-        return (
-            f"{self.folder / str(step)}: this checkpoint cannot be read, a part of it is missing "
-            f"or broken (it is now {torn.name})"
-        )
+        return f" (it is now {torn.name})"
 
     @contextlib.contextmanager
     def _saying_what_fails(self) -> Iterator[None]:

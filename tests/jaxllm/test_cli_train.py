@@ -327,6 +327,14 @@ def test_export_of_no_run(run, tmp_path):
     assert "there is no run here (run.json is missing)" in err
 
 
+def test_export_of_a_run_that_saved_nothing_leaves_its_folder_alone(run, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(dataclasses.asdict(Recipe("m", "d"))))
+    code, _, err = run("export", tmp_path, "--out", tmp_path / "new")
+    assert code == 2
+    assert "no training was saved here" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 @pytest.mark.slow
 def test_plan(run, folder):
     code, printed, err = run("plan", folder, "--seq", 64, "--batch", 2, "--lora", 4)

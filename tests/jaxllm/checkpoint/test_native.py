@@ -131,6 +131,55 @@ late_reports = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExcept
 PARTS = ("state", "notes", "state/manifest.ocdbt", "metrics/metrics", "_CHECKPOINT_METADATA")
 
 
+def test_what_a_killed_run_has_begun_is_removed_by_the_next_save(tmp_path):
+    state = save_two(tmp_path)
+    begun = tmp_path / "3.orbax-checkpoint-tmp"
+    (begun / "state").mkdir(parents=True)
+    (begun / "state" / "numbers").write_bytes(b"half of it")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step == 2
+        assert begun.exists()  # for who is refused leaves the folder as it was
+        checkpoints.save(dataclasses.replace(state, step=jnp.int32(4)), key=jax.random.key(0))
+        checkpoints.wait()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
+
+
+def entries(folder):
+    """All that is in a folder, with what each file was when it was last written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@late_reports
+def test_who_only_reads_changes_nothing(tmp_path):
+    with (
+        Checkpoints(tmp_path / "none", read_only=True) as checkpoints,
+        pytest.raises(FileNotFoundError, match="none: no training was saved here"),
+    ):
+        checkpoints.parameters()
+    assert not (tmp_path / "none").exists()
+
+    folder, said = tmp_path / "run", []
+    state = save_two(folder)
+    (folder / "3.orbax-checkpoint-tmp").mkdir()
+    tear(folder / "2" / "state")
+    before = entries(folder)
+    with Checkpoints(folder, read_only=True, say=said.append) as checkpoints:
+        assert checkpoints.steps == [1, 2]
+        assert_same(checkpoints.parameters(step=1), state.params)
+        assert checkpoints.restore(state).position == {"at": 1}
+        assert said == [
+            f"{folder / '2'}: this checkpoint cannot be read, a part of it is missing or broken; "
+            "going back to step 1"
+        ]
+        with pytest.raises(ValueError, match="^checkpoints: .*run was opened to be read, not to"):
+            checkpoints.save(state, key=jax.random.key(0))
+    assert entries(folder) == before
+    tear(folder / "1" / "metrics" / "metrics")
+    with pytest.raises(native.TornError, match="1: this checkpoint cannot be read"):
+        Checkpoints(folder, read_only=True)
+    gc.collect()
+
+
 @late_reports
 @pytest.mark.parametrize("part", PARTS[:3])
 def test_the_only_checkpoint_is_torn(tmp_path, part):
