@@ -216,7 +216,7 @@ def wandb(folder: Path, settings: Mapping[str, Any]) -> Writer:
 
     def open_at(first: int) -> tuple[Writer, Callable[[], None]]:
         file = folder / "wandb-id"
-        if first == 1 or not file.exists():
+        if first <= 1 or not file.exists():
             folder.mkdir(parents=True, exist_ok=True)
             file.write_text(secrets.token_hex(4), encoding="utf-8")
         run = client.init(

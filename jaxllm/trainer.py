@@ -89,7 +89,8 @@ class Trainer:
     trainable, scale: as in `train.init_state`; what is not trained is never written. loss,
         micro_batches, stochastic_rounding: as in `train.make_train_step`.
     held_out: batches whose loss is measured at the start, every `eval_every` steps (None: ten times
-        in all) and at the end. sample: text from the model at the same places.
+        in all) and at the end. sample: text from the model at the same places; what it raises ends
+        the run, when the step is saved.
     save_every: steps between two checkpoints (None: with each evaluation). An evaluation with the
         lowest loss so far is saved in any case. keep: how many are kept beside the best.
     schedule: the learning rate by the count of updates before, for the metrics; one that JAX can
@@ -244,14 +245,18 @@ class Trainer:
                 skipped = row["skipped"]
                 if "work" in row:
                     row |= speed.of(row.pop("work"))
-                rows.write(row)
                 move(row["step"], row)
-                for write in self.writers:
-                    write(row["step"], metrics.numbers(row))
+                tell(row)
+
+        def tell(row: dict[str, Any]) -> None:
+            rows.write(row)
+            for write in self.writers:
+                write(row["step"], metrics.numbers(row))
 
         with progress, _Profile(self, begun + 3) as profile:
             if begun == 0:
-                rows.write(row := {"step": 0, **self._measure(0)})
+                row = {"step": 0, **self._measure(0)}
+                tell(row | self._sample(row))
                 if not math.isfinite(loss := row.get("held_out_loss", 0.0)):
                     raise ValueError(
                         f"trainer: the held-out loss is {loss} before training: the model's "
@@ -272,6 +277,7 @@ class Trainer:
                 profile.after(i)
                 evaluates = i % self.eval_every == 0 or i == self.steps
                 saves = i % self.save_every == 0 or i == self.steps
+                failed: BaseException | None = None
                 if evaluates:
                     read(1)
                     jax.block_until_ready(numbers)
@@ -279,7 +285,12 @@ class Trainer:
                     row |= self._measure(i)
                     loss = row.get("held_out_loss", math.inf)
                     saves = saves or loss < checkpoints.best_loss
-                saves = saves or stop.is_set()  # which may have come during the evaluation
+                    try:
+                        row |= self._sample(row)
+                    except BaseException as error:  # of others' code: what is trained is kept first
+                        failed = error
+                # Ctrl-C may have come during the evaluation
+                saves = saves or stop.is_set() or failed is not None
                 if evaluates or saves:
                     read(0)  # its rows are there before the checkpoint that goes on from them
                     speed.pause()
@@ -288,6 +299,8 @@ class Trainer:
                     loss = row.get("held_out_loss")
                     key = jax.random.key(0)  # nothing draws: rounding takes its key from the step
                     checkpoints.save(self.state, key=key, position=notes, loss=loss)
+                if failed is not None:
+                    raise failed
                 if saves and stop.is_set() and i < self.steps:
                     checkpoints.wait()
                     raise StoppedError(checkpoints.latest_step)
@@ -340,21 +353,21 @@ class Trainer:
             )
 
     def _measure(self, i: int) -> dict[str, Any]:
-        """Held-out loss and sample of the parameters as they are."""
-        measured: dict[str, Any] = {}
-        if self.held_out:
-            total, count = self.evaluate(self.state.all_params, self.held_out)
-            if not count:
-                raise ValueError(
-                    "trainer: the held-out batches hold no target to measure a loss of"
-                )
-            measured["held_out_loss"] = total / count
-        if self.sample is not None and math.isfinite(measured.get("held_out_loss", 0.0)):
-            train.update(self.model, self.state.all_params)
-            measured["sample"] = self.sample(self.model)
-        if self.held_out:
-            self._say(f"step {i}: held-out loss {measured['held_out_loss']:.4f}")
-        return measured
+        """The held-out loss of the parameters as they are, if anything is held out."""
+        if not self.held_out:
+            return {}
+        total, count = self.evaluate(self.state.all_params, self.held_out)
+        if not count:
+            raise ValueError("trainer: the held-out batches hold no target to measure a loss of")
+        self._say(f"step {i}: held-out loss {total / count:.4f}")
+        return {"held_out_loss": total / count}
+
+    def _sample(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A sample of the parameters as they are, unless the row's loss of them is not finite."""
+        if self.sample is None or not math.isfinite(row.get("held_out_loss", 0.0)):
+            return {}
+        train.update(self.model, self.state.all_params)
+        return {"sample": self.sample(self.model)}
 
     def _end(self, checkpoints: Checkpoints, rows: list[dict[str, Any]]) -> Fitted:
         by_step = {row["step"]: row for row in rows}
@@ -479,7 +492,10 @@ class _Profile:
         if self.runs and i == self.last:
             jax.block_until_ready(self.trainer.state.step)
             self._stop()
-            kernels = trace.longest(self.folder)
+            try:
+                kernels = trace.longest(self.folder)
+            except FileNotFoundError as error:
+                return self.trainer._say(f"profile: {error}; the run goes on")
             self.trainer._say(f"{self.folder}: steps {self.first} to {i}; what took longest:")
             for kernel in kernels:
                 self.trainer._say(

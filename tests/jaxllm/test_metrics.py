@@ -105,11 +105,12 @@ def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
         return Run()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    for first in (1, 5, 1):  # a run, the same resumed, another one
+    for first in (0, 5, 1):  # a run, the same resumed, another one
         write = metrics.wandb(tmp_path / "run", {})
         write(first, {"loss": 1.0})
         write.close()
     assert len(finished) == 3
+    assert (tmp_path / "run/wandb-id").read_text() == opened[2][0]
     assert opened[0] == opened[1] != opened[2]
     assert all(resume == "allow" for _, resume in opened)
 

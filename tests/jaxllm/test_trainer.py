@@ -165,7 +165,7 @@ def test_a_run_writes_rows_curve_and_checkpoints(tmp_path, said):
     assert (rows[2]["tokens"], rows[2]["epoch"]) == (16, 0.5)
     assert all(row["memory_bytes"] > 1e6 and row["loss"] > 0 for row in rows[1:])
     assert all(rows[i]["tokens_per_s"] > 0 for i in (2, 3, 4, 6))
-    assert [step for step, _ in seen] == list(range(1, 9))
+    assert [step for step, _ in seen] == list(range(9))
     assert all(isinstance(x, int | float) for _, row in seen for x in row.values())
     with (out / "metrics.csv").open(newline="") as stream:
         table = list(csv.DictReader(stream))
@@ -363,6 +363,24 @@ def test_a_loss_that_is_not_finite(tmp_path):
     assert run("all", 3.0, math.nan, math.inf).fit().loss is None
 
 
+def test_a_sample_that_fails_loses_no_step_and_no_row(tmp_path, whole):
+    """Though no checkpoint was due."""
+
+    def sample(model):
+        if len(rows_of(tmp_path)) > 2:
+            raise MemoryError("no room to generate")
+        return "text"
+
+    run = trainer(tmp_path, sample=sample, eval_every=2, save_every=8)
+    with pytest.raises(MemoryError, match="no room to generate"):
+        measuring(run, 500.0, 300.0, 400.0).fit()
+    rows = rows_of(tmp_path)
+    assert [row.get("sample") for row in rows] == ["text", None, "text", None, None]
+    assert rows[4]["held_out_loss"] == 400
+    fitted = trainer(tmp_path, save_every=8).fit(resume=True)
+    assert_same(arrays(fitted.params), whole[1])
+
+
 def test_a_schedule_must_be_one_that_jax_can_trace(tmp_path):
     for schedule in (lambda i: 1.0 if i < 2 else 0.5, lambda i: np.sin(i)):
         with pytest.raises(ValueError, match="^trainer: schedule must be one that JAX can trace"):
@@ -523,9 +541,21 @@ def test_writers_are_closed_also_after_an_error(tmp_path):
     assert (first.closed, second.closed) == (1, 1)
 
 
-def test_a_folder_without_a_trace(tmp_path):
+def test_writers_see_the_loss_before_training(tmp_path):
+    seen = []
+    fitted = trainer(tmp_path, writers=[lambda *told: seen.append(told)]).fit()
+    assert [step for step, _ in seen] == list(range(9))
+    assert seen[0][1] == {"held_out_loss": fitted.base_loss}
+
+
+def test_a_folder_without_a_trace(tmp_path, said, monkeypatch):
     with pytest.raises(FileNotFoundError, match="there is no .*trace.json.gz here"):
         trace.longest(tmp_path)
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    assert trainer(tmp_path, said=said, profile=2).fit().step == 8
+    sentence = f"profile: {tmp_path}/profile: there is no *.trace.json.gz here; the run goes on"
+    assert sentence in said.text.splitlines()
 
 
 # Forks processes that begin with everything imported, and no device asked for: each trains until it
@@ -623,6 +653,7 @@ def test_killed_twenty_times_a_run_ends_with_the_same_weights(tmp_path):
             killed += 1
             torn += any("tmp" in path.name for path in (out / "checkpoints").glob("*"))
         assert nursery.run(out)
+        assert not list((out / "checkpoints").glob("*tmp*"))
     finally:
         nursery.close()
     assert torn > 0, "no kill fell into a save"
