@@ -450,10 +450,14 @@ def cover_windows(tokens: Sequence[int], *, rows: int, length: int, stride: int)
 def catch_interrupt() -> Iterator[threading.Event]:
     """Inside, the first Ctrl-C only sets the event, for a loop to look at between two steps: a step
     that is cut off has donated the old state and not returned the new one. The second one raises.
-    In a thread beside the main one, where Python lets nobody catch signals, the event is never set.
+    The event is never set where Ctrl-C is not ours to catch: in a thread beside the main one, in a
+    process that ignores it, as a shell's background jobs do, and below a handler that is not
+    Python's, which could not be put back.
     """
     event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or before in (signal.SIG_IGN, None):
         yield event
         return
 
@@ -461,7 +465,7 @@ def catch_interrupt() -> Iterator[threading.Event]:
         event.set()
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield event
     finally:

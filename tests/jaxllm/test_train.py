@@ -589,3 +589,26 @@ def test_in_another_thread_nothing_is_caught():
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert pool.submit(look).result() is False
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with train.catch_interrupt() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert not stop.is_set()
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_that_is_not_pythons_stays(monkeypatch):
+    """Python names it None, and could not put it back."""
+    installed = []
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None)
+        patch.setattr(signal, "signal", lambda number, handler: installed.append(handler))
+        with train.catch_interrupt() as stop:
+            assert not stop.is_set()
+    assert not installed
