@@ -38,22 +38,16 @@ def log_probs(model: Transformer, batch: Batch) -> Float[Array, " B"]:
     targets = jnp.asarray(batch["targets"])
     with jax.named_scope("log_probs"):
         if (factors := head_factors(model, hidden)) is None:
-            return jnp.sum(_log_probs(model.head(hidden), targets), axis=-1)
-        each = ops.linear_log_probs(
-            *factors,
-            targets,
-            ignore_index=IGNORE,
-            softcap=model.config.final_logit_softcapping,
-            implementation=model.runtime.implementation,
-        )
+            each = ops.log_probs(model.head(hidden), targets, ignore_index=IGNORE)
+        else:
+            each = ops.linear_log_probs(
+                *factors,
+                targets,
+                ignore_index=IGNORE,
+                softcap=model.config.final_logit_softcapping,
+                implementation=model.runtime.implementation,
+            )
         return jnp.sum(each, axis=-1)
-
-
-def _log_probs(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    counted = targets != IGNORE
-    chosen = jnp.where(counted, targets, 0)[..., None]
-    found = jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), chosen, axis=-1)
-    return jnp.where(counted, found[..., 0], jnp.float32(0))
 
 
 def make_loss(*, beta: float = 0.1, kind: str = "sigmoid", label_smoothing: float = 0.0) -> Loss:

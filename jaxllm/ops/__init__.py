@@ -37,7 +37,7 @@ from jaxllm.ops.fused_linear import (
 )
 from jaxllm.ops.glu import GLU, glu
 from jaxllm.ops.linear import EMBEDDING, LINEAR, embedding, linear
-from jaxllm.ops.log_probs import linear_log_probs
+from jaxllm.ops.log_probs import linear_log_probs, log_probs
 from jaxllm.ops.loss import LINEAR_CROSS_ENTROPY, cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm import LAYER_NORM, RMS_NORM, layer_norm, rms_norm
 from jaxllm.ops.rope import ROPE, rope
@@ -144,6 +144,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_log_probs",
+    "log_probs",
     "name_for",
     "no_meeting",
     "no_meeting_of_layers",

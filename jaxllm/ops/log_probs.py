@@ -1,4 +1,6 @@
-"""Log-probabilities of given tokens from hidden states, without an array of all logits."""
+"""Log-probabilities of given tokens: of logits, and from hidden states without an array of all
+logits.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.ops.linear import linear
-from jaxllm.ops.loss import check_linear, chunk_tokens, logits_at
+from jaxllm.ops.loss import check_linear, check_logits, chunk_tokens, logits_at
 from pallas_kernels.cross_entropy import as_int32
 from pallas_kernels.packed import Packed
+
+
+def log_probs(
+    logits: Float[Array, "*B V"], targets: Integer[Array, "*B"], *, ignore_index: int = -100
+) -> Float[Array, "*B"]:
+    """log softmax(logits)[target] in nats, and 0 where the target is `ignore_index`.
+
+    Dtypes: logits of any float; all is float32 inside, and so is the result. Targets are any
+    integers.
+    Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
+    a traced one makes its result NaN.
+    """
+    check_logits("log_probs", logits, targets, ignore_index)
+    logits, targets = logits.astype(jnp.float32), as_int32(targets)
+    counted = targets != ignore_index
+    found = logits_at(logits, targets, counted) - jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(counted, found, jnp.float32(0))
 
 
 def linear_log_probs(
@@ -24,12 +43,12 @@ def linear_log_probs(
     chunk: int | None = None,
     implementation: str | Mapping[str, str] = "auto",
 ) -> Float[Array, "*B"]:
-    """log softmax(hidden @ head.T)[target] in nats, and 0 where the target is `ignore_index`.
+    """`log_probs` of the logits hidden @ head.T, of which only a chunk is ever in memory.
 
-    What `linear_cross_entropy` sums, token by token, for losses that are no sum over tokens. A
-    chunk of logits is in memory at a time, and the backward pass makes it again. With `softcap`, a
-    logit x is softcap * tanh(x / softcap). `chunk`: tokens at a time (None: chosen by V).
-    `implementation`: as in `linear`, which makes the logits.
+    What `linear_cross_entropy` sums, token by token, for losses that are no sum over tokens. The
+    backward pass makes each chunk again. With `softcap`, a logit x is softcap * tanh(x / softcap).
+    `chunk`: tokens at a time (None: chosen by V). `implementation`: as in `linear`, which makes the
+    logits.
     Dtypes: hidden and head in bfloat16, float16 or float32; products in hidden's dtype with sums in
     float32, as is the result; targets any integers; a gradient has the dtype of what it is of, and
     the head's is summed over the chunks in that. A packed head is multiplied as `linear` does it,
@@ -50,9 +69,7 @@ def linear_log_probs(
         logits = linear(x, head, out_dtype=jnp.dtype(jnp.float32), implementation=implementation)
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
-        counted = wanted != ignore_index
-        found = logits_at(logits, wanted, counted) - jax.nn.logsumexp(logits, axis=1)
-        return jnp.where(counted, found, jnp.float32(0))
+        return log_probs(logits, wanted, ignore_index=ignore_index)
 
     chunks = rows.reshape(parts, size, rows.shape[-1]), padded.reshape(parts, size)
     return jax.lax.map(one, chunks).reshape(-1)[: len(ids)].reshape(targets.shape)

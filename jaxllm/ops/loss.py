@@ -45,12 +45,7 @@ def cross_entropy(
     Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
     a traced one makes the loss NaN.
     """
-    if not jnp.issubdtype(logits.dtype, jnp.floating) or logits.ndim < 1:
-        raise ValueError(
-            f"cross_entropy: logits must be floats [.., V], got {logits.dtype}{list(logits.shape)}"
-        )
-    check_targets("cross_entropy", targets, logits.shape[:-1], ignore_index)
-    _check_concrete("cross_entropy", targets, logits.shape[-1], ignore_index)
+    check_logits("cross_entropy", logits, targets, ignore_index)
     targets = as_int32(targets)
     counted = targets != ignore_index
     logits = logits.astype(jnp.float32)
@@ -92,6 +87,16 @@ def linear_cross_entropy(
     kwargs = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss, "chunk": chunk}
     run = select(op, LINEAR_CROSS_ENTROPY, implementation, hidden, head, targets, **kwargs)
     return run(hidden, head, targets, **kwargs)
+
+
+def check_logits(op: str, logits, targets, ignore_index) -> None:
+    """What `cross_entropy` and `log_probs` refuse, in the name of `op`."""
+    if not jnp.issubdtype(logits.dtype, jnp.floating) or logits.ndim < 1:
+        raise ValueError(
+            f"{op}: logits must be floats [.., V], got {logits.dtype}{list(logits.shape)}"
+        )
+    check_targets(op, targets, logits.shape[:-1], ignore_index)
+    _check_concrete(op, targets, logits.shape[-1], ignore_index)
 
 
 def chunk_tokens(tokens: int, vocab_size: int) -> int:

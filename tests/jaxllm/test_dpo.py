@@ -207,6 +207,12 @@ def test_a_head_that_is_more_than_a_matrix(head):
         params = train.parameters(model)
         train.update(model, {**params, "lm_head.lora_b": params["lm_head.lora_b"] + 1})
     graph, state = nnx.split(model)
-    ours = jax.jit(lambda state: dpo.log_probs(nnx.merge(graph, state), batch))(state)
+    sums = jax.jit(lambda state, batch: dpo.log_probs(nnx.merge(graph, state), batch))
+    ours = sums(state, batch)
     # Of log-probabilities of 3 a token in float32; fp8 rounds alike on both sides
     np.testing.assert_allclose(ours, oracle_sums(model, batch)[0], rtol=1e-4)
+    # A target outside the vocabulary shows, as it does where no logits are made
+    wrong = batch["targets"].copy()
+    wrong[1, 5] = -1
+    found = np.isnan(sums(state, batch | {"targets": wrong}))
+    np.testing.assert_array_equal(found, np.arange(len(found)) == 1)

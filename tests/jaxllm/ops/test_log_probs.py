@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numerics import assert_as_accurate
 
-from jaxllm.ops import linear_log_probs
+from jaxllm.ops import linear_log_probs, log_probs
 from pallas_kernels.quantize import dequantize, quantize
 
 V, D = 37, 12
@@ -128,17 +128,34 @@ def test_what_does_not_fit_is_one_sentence():
     for chunk in (0, -1):  # zero does not mean that it is chosen
         with pytest.raises(ValueError, match=f"chunk must be at least 1, got {chunk}"):
             linear_log_probs(hidden, head, targets, chunk=chunk)
+    with pytest.raises(ValueError, match=r"^log_probs: logits must be floats \[.., V\], got int32"):
+        log_probs(targets, targets[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_logits(dtype):
+    hidden, head, targets = make(dtype)
+    logits = hidden @ head.T
+    truth = plain(np.asarray(logits, np.float64), np.eye(V), np.asarray(targets), xp=np)
+    ours = log_probs(logits, targets)
+    assert_as_accurate(ours, plain(logits.astype("float32"), jnp.eye(V), targets), truth)
+    assert ours.dtype == jnp.float32
+    with pytest.raises(AssertionError):
+        assert_as_accurate(ours.at[1, 1].multiply(1.001), ours, truth)
 
 
 @pytest.mark.parametrize("outside", [V, -1])
-def test_a_target_outside_the_vocabulary(outside):
+@pytest.mark.parametrize("op", [linear_log_probs, log_probs])
+def test_a_target_outside_the_vocabulary(op, outside):
     """An error where it can be seen, and NaN for that token alone where it is traced."""
-    hidden, head, targets = make()
+    *arrays, targets = make()
+    if op is log_probs:
+        arrays = [arrays[0] @ arrays[1].T]
     wrong = targets.at[1, 1].set(outside)
-    with pytest.raises(ValueError, match=f"linear_log_probs: target {outside} is outside the voc"):
-        linear_log_probs(hidden, head, wrong)
+    with pytest.raises(ValueError, match=f"^{op.__name__}: target {outside} is outside the voc"):
+        op(*arrays, wrong)
     uncounted = jnp.where(wrong == -100, jnp.int32(outside), wrong)
-    assert np.all(np.isfinite(linear_log_probs(hidden, head, uncounted, ignore_index=outside)))
-    found = np.isnan(jax.jit(linear_log_probs)(hidden, head, wrong))
+    assert np.all(np.isfinite(op(*arrays, uncounted, ignore_index=outside)))
+    found = np.isnan(jax.jit(op)(*arrays, wrong))
     assert found[1, 1]
     assert found.sum() == 1
