@@ -5,9 +5,11 @@ from __future__ import annotations
 from jaxllm.config import ModelConfig
 
 # Dense peak in floating-point operations a second, 16 bits in and float32 accumulated, by what
-# `device_kind` contains; of NVIDIA's data sheets.
+# `device_kind` contains, the first row that does; of NVIDIA's data sheets.
 PEAK_FLOPS = {
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,

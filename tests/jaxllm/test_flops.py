@@ -29,4 +29,6 @@ def test_flops_of_a_token():
 
 def test_the_peak_of_a_device():
     assert peak_flops("NVIDIA H100 PCIe") == PEAK_FLOPS["H100 PCIe"] < peak_flops("NVIDIA H100 SXM")
+    assert peak_flops("NVIDIA H100 NVL") == peak_flops("NVIDIA H200 NVL") == 835e12
+    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("cpu") is None
