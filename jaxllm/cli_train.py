@@ -12,6 +12,8 @@ from jaxllm.checkpoint.folder import find_folder, read_config, read_json, read_q
 from jaxllm.config import REMAT, ModelConfig
 from jaxllm.console import Lines
 from jaxllm.families import from_hf
+from jaxllm.lora import RANK
+from jaxllm.optimizers import BY_NAME
 from jaxllm.precision import POLICIES
 from jaxllm.records import ON_LONG
 
@@ -35,10 +37,10 @@ def add_commands(commands: Any) -> None:
     _add_plan(commands)
 
 
-def _add_method(parser: argparse.ArgumentParser, *, default_rank: int) -> None:
-    method = parser.add_argument_group("what is trained (default: adapters of rank 16)")
+def _add_method(parser: argparse.ArgumentParser) -> None:
+    method = parser.add_argument_group(f"what is trained (default: adapters of rank {RANK})")
     method.add_argument(
-        "--lora", type=int, metavar="RANK", help=f"adapters of this rank (default {default_rank})"
+        "--lora", type=int, metavar="RANK", help=f"adapters of this rank (default {RANK})"
     )
     method.add_argument(
         "--qlora", choices=("int4",), metavar="int4", help="adapters beside packed base weights"
@@ -64,9 +66,7 @@ def _add_memory(parser: argparse.ArgumentParser, *, precision: str, remat: str) 
         choices=("auto", *REMAT) if remat == "auto" else REMAT,
         help=f"what the backward pass computes again (default {remat})",
     )
-    group.add_argument(
-        "--optimizer", choices=("adamw", "adamw_8bit"), help="adamw_8bit: 8-bit moments"
-    )
+    group.add_argument("--optimizer", choices=tuple(BY_NAME), help="adamw_8bit: 8-bit moments")
 
 
 def _add_plan(commands: Any) -> None:
@@ -84,7 +84,7 @@ def _add_plan(commands: Any) -> None:
     )
     add("--micro-batches", type=int, default=1, metavar="N", help="parts of a batch (default 1)")
     add("--card", default="h200", metavar="NAME|SIZE", help="such as 24GB (default h200)")
-    _add_method(parser, default_rank=16)
+    _add_method(parser)
     _add_memory(parser, precision="bf16", remat="auto")
     cli_quantize.add_options(parser)
     parser.set_defaults(run=_plan)
@@ -101,7 +101,7 @@ def _plan(args: argparse.Namespace) -> int:
             config,
             batch=args.batch,
             seq=min(1024, config.max_position_embeddings) if args.seq is None else args.seq,
-            lora=None if method == "full" else 16 if args.lora is None else args.lora,
+            lora=None if method == "full" else RANK if args.lora is None else args.lora,
             qlora=method == "qlora",
             quantize=cli_quantize.arguments(args),
             checkpoint=checkpoint,
@@ -144,7 +144,7 @@ def _add_finetune(commands: Any) -> None:
     )
     add("--out", required=True, metavar="DIR", help="a new folder for all that the run makes")
     add("--resume", action="store_true", help="go on from the newest checkpoint of --out")
-    _add_method(parser, default_rank=16)
+    _add_method(parser)
     parser.add_argument_group().add_argument(
         "--targets",
         metavar="PATTERN",

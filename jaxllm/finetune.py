@@ -37,7 +37,6 @@ from jaxllm.tokenizer import Tokenizer
 from jaxllm.trainer import Fitted, Trainer
 
 METHODS = ("lora", "qlora", "full")
-OPTIMIZERS = ("adamw", "adamw_8bit")
 LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # and the package of each
 # Learning rates at a width of 4096, as they are in use for models of 7 to 8 billion parameters.
 # Adam's best step size falls as 1 / width (Yang et al. 2022, arXiv:2203.03466), and so does ours.
@@ -81,7 +80,7 @@ class Recipe:
     prompt_key: str | Sequence[str] = "prompt"
     completion_key: str | Sequence[str] = "completion"
     method: str = "lora"
-    rank: int = 16
+    rank: int = lora.RANK
     targets: str = "all-linear"
     learning_rate: float | None = None
     epochs: int | None = None
@@ -100,7 +99,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, names in (
             ("method", METHODS),
-            ("optimizer", OPTIMIZERS),
+            ("optimizer", optimizers.BY_NAME),
             ("on_long", ON_LONG),
         ):
             if getattr(self, name) not in names:
@@ -430,8 +429,7 @@ def _optimizer(recipe: Recipe, steps: int) -> tuple[optax.Schedule, optax.Gradie
     rate = recipe.learning_rate
     assert rate is not None
     schedule = warmup_cosine(rate, steps)
-    make = optimizers.adamw_8bit if recipe.optimizer == "adamw_8bit" else optax.adamw
-    adam = make(schedule, weight_decay=0.0)
+    adam = optimizers.BY_NAME[recipe.optimizer](schedule, weight_decay=0.0)
     return schedule, optax.chain(optax.clip_by_global_norm(1.0), adam)
 
 

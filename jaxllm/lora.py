@@ -41,6 +41,7 @@ from jaxllm.quantize import PackedLinear
 
 KINDS = ("lora", "rslora", "dora")
 PARAMETERS = ("lora_a", "lora_b", "magnitude")
+RANK = 16  # where nobody gives one
 
 
 class Adapted(nnx.Module):
@@ -156,7 +157,7 @@ def is_adapter(name: str) -> bool:
 def add_adapters(
     model: Transformer,
     *,
-    rank: int = 16,
+    rank: int = RANK,
     alpha: float | None = None,
     targets: str | Sequence[str] = "all-linear",
     kind: str = "lora",

@@ -209,6 +209,9 @@ def adamw_8bit(
     )
 
 
+BY_NAME = {"adamw": optax.adamw, "adamw_8bit": adamw_8bit}
+
+
 def apply_updates_stochastically(
     params: optax.Params, updates: optax.Updates, key: Array
 ) -> optax.Params:

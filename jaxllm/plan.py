@@ -28,8 +28,9 @@ from jaxllm import aot, fp8, lora, train
 from jaxllm.byte_size import byte_size
 from jaxllm.checkpoint.hf import pack_as_stored
 from jaxllm.config import REMAT, ModelConfig, Runtime
+from jaxllm.lora import RANK
 from jaxllm.model import Transformer
-from jaxllm.optimizers import adamw_8bit
+from jaxllm.optimizers import BY_NAME
 from jaxllm.precision import policy as policy_named
 from jaxllm.quantize import QLORA_GROUP_SIZE, WORKING_BYTES, packed_weights
 from jaxllm.quantize import quantize as pack
@@ -40,11 +41,7 @@ ORDER = ("none", "dots", "save_attention", "full", "offload")
 CARDS = {"h200": 139 * 2**30, "h100": 79 * 2**30, "a100": 79 * 2**30, "rtx4090": 23 * 2**30}
 RESERVED = 2**30  # for CUDA's context, kernels, and the libraries' own
 
-_OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "adamw": lambda: optax.adamw(1e-4),
-    "adamw_8bit": lambda: adamw_8bit(1e-4),
-    "sgd": lambda: optax.sgd(1e-4),
-}
+_OPTIMIZERS = {**BY_NAME, "sgd": optax.sgd}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +143,7 @@ def plan(
 
     lora: the rank of adapters beside all linear layers (`adapters` goes to `lora.add_adapters`);
         all weights are trained if None. With it the base is frozen and in the compute dtype.
-    qlora: the base's linear layers packed in 4 bits; the rank is 16 if `lora` is None.
+    qlora: the base's linear layers packed in 4 bits; the rank is `lora.RANK` if `lora` is None.
     quantize: the arguments by which `jaxllm.quantize` packs the base, such as {"scheme": "int8"}.
         The base is taken to come from the host's memory, weight by weight, as `jaxllm finetune`
         loads one for qlora.
@@ -169,7 +166,7 @@ def plan(
             raise ValueError(
                 f"plan: optimizer {optimizer!r} is not one of {', '.join(_OPTIMIZERS)}"
             )
-        optimizer = _OPTIMIZERS[optimizer]()
+        optimizer = _OPTIMIZERS[optimizer](1e-4)
     for name, value in (("batch", batch), ("seq", seq), ("micro_batches", micro_batches)):
         if value < 1:
             raise ValueError(f"plan: {name} must be at least 1, got {value}")
@@ -196,7 +193,7 @@ def plan(
         )
     if target is not None and aot.why_not() is not None:
         target = None
-    rank = 16 if qlora and lora is None else lora
+    rank = RANK if qlora and lora is None else lora
     recipe = _Recipe(config, policy, rank, quantize, checkpoint, adapters)
     some = quantize is not None or checkpoint is not None
     if rank is None and some and packed_weights(recipe.model("none")):

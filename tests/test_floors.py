@@ -473,7 +473,8 @@ MAY_IMPORT = {
     ),
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.console "
-        "jaxllm.families jaxllm.finetune jaxllm.plan jaxllm.precision jaxllm.records jaxllm.trainer"
+        "jaxllm.families jaxllm.finetune jaxllm.lora jaxllm.optimizers jaxllm.plan "
+        "jaxllm.precision jaxllm.records jaxllm.trainer"
     ),
     "jaxllm.checkpoint": "jaxllm.checkpoint.*",
     "jaxllm": "jaxllm.*",
