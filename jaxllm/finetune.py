@@ -153,7 +153,7 @@ def finetune(
     """Fine-tune as the recipe says; afterwards `out` holds the result and all that led to it.
 
     `model/` (a Hugging Face folder) or `adapter/` (a PEFT folder), `metrics.jsonl`, `metrics.csv`,
-    `loss.png`, `checkpoints/`, and `run.json`, the recipe with nothing left open.
+    `loss.png`, `checkpoints/`, and `run.json`, the recipe as `read_recipe` returns it.
     given: the fields in which a run to resume must have begun alike (None: all that are not at
         their defaults); the others are taken from its recipe.
     log: "tensorboard" or "wandb" beside that.
@@ -186,6 +186,8 @@ def finetune(
 
     # What is cheap and can be wrong comes before the weights
     records = data.read_records(recipe.data)
+    if recipe.held_out is None:
+        recipe = dataclasses.replace(recipe, held_out=min(0.1, HELD_OUT / len(records)))
     training, held_out = _split(recipe, records)
     tokenizer = Tokenizer.from_folder(folder)
     keys = {"prompt_key": recipe.prompt_key, "completion_key": recipe.completion_key}
@@ -205,6 +207,8 @@ def finetune(
         model = _build(recipe)
     with data.Loader(encoded.examples, rows=recipe.rows, length=length, seed=recipe.seed) as loader:
         steps = _steps(recipe, loader.batches_per_epoch)
+        if recipe.epochs is None:
+            recipe = dataclasses.replace(recipe, steps=steps)
         assert recipe.micro_batches is not None
         schedule, optimizer = _optimizer(recipe, steps)
         prompt = prompt_tokens(measured.examples[0])
@@ -326,7 +330,8 @@ def _check_out(out: Path, resume: bool) -> None:
 
 
 def read_recipe(run: str | os.PathLike[str]) -> Recipe:
-    """What a run is made by, with nothing left open.
+    """What a run is made by, so that it goes on alike where defaults have changed: nothing is left
+    open but how often it is evaluated and saved, and `steps` where there are `epochs`.
 
     Raises: FileNotFoundError if there is no run; ValueError if it is of something else.
     """
@@ -392,10 +397,8 @@ def _steps(recipe: Recipe, batches_per_epoch: int) -> int:
 def _split(recipe: Recipe, records: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     if isinstance(recipe.held_out, str):
         return records, data.read_records(recipe.held_out)
-    fraction = recipe.held_out
-    if fraction is None:
-        fraction = min(0.1, HELD_OUT / len(records))
-    return data.hold_out(records, fraction=fraction, seed=recipe.seed)
+    assert recipe.held_out is not None
+    return data.hold_out(records, fraction=recipe.held_out, seed=recipe.seed)
 
 
 def _build(recipe: Recipe) -> Transformer:

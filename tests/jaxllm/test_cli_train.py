@@ -18,7 +18,7 @@ import jaxllm
 from jaxllm import cli, cli_train, finetune, lora, metrics, plan, train
 from jaxllm.checkpoint import native
 from jaxllm.finetune import Recipe, _sample
-from jaxllm.trainer import Fitted, Trainer
+from jaxllm.trainer import Fitted, StoppedError, Trainer
 
 pytest.importorskip("grain", reason="grain is not installed: pip install 'jaxllm[train]'")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'jaxllm[train]'")
@@ -294,6 +294,31 @@ def test_packed_weights_are_not_trained_nor_packed_again(run, tmp_path, method):
         f"'lora' (--lora 16), which trains adapters beside them, not '{name}'\n"
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_goes_on_as_it_began_where_defaults_have_changed(
+    run, folder, records, tmp_path, monkeypatch
+):
+    """`run.json` leaves open only how often it is evaluated and saved, and steps or epochs."""
+    begun = []
+
+    def fit(self, *, resume):
+        begun.append((self.steps, len(self.held_out), self.settings))
+        raise StoppedError(1)
+
+    monkeypatch.setattr(Trainer, "fit", fit)
+    out = tmp_path / "run"
+    command = "finetune", folder, "--data", records, "--out", out, "--no-compile-cache"
+    assert run(*command)[0] == 130
+    (out / "checkpoints" / "1").mkdir(parents=True)
+    recipe = dataclasses.asdict(finetune.read_recipe(out))
+    left = {name for name, value in recipe.items() if value is None}
+    assert left == {"epochs", "eval_every", "save_every"}
+    monkeypatch.setattr(finetune, "LEAST_STEPS", 77)
+    monkeypatch.setattr(finetune, "HELD_OUT", 1)
+    assert run(*command, "--resume")[0] == 130
+    assert begun[0] == begun[1]
+    assert dataclasses.asdict(finetune.read_recipe(out)) == recipe
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tune, tmp_path):
