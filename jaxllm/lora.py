@@ -105,13 +105,8 @@ class Adapted(nnx.Module):
 
     @property
     def weight(self) -> Float[Array, "O I"]:
-        """The base's weight with the adapter in it, in the base's dtype: what `merge` keeps.
-
-        Made at every use, for what multiplies by a weight itself: the loss at the head.
-        """
+        """The base's weight with the adapter in it, in the base's dtype: what `merge` keeps."""
         weight = _base_weight(self.base)
-        if not self.enabled:
-            return weight
         a, b = self.lora_a[...], self.lora_b[...]
         wide = weight.astype(jnp.float32) + self._product(b, a.T) * np.float32(self.scale)
         if self.magnitude is not None:
