@@ -145,11 +145,9 @@ def preference_batch(
     return batch
 
 
-def batches(
-    examples: Sequence[Example], *, rows: int, length: int, pack_rows: bool = True
-) -> list[Batch]:
+def batches(examples: Sequence[Example], *, rows: int, length: int) -> list[Batch]:
     """All examples once, in batches of `rows` rows; for `jaxllm.train.make_evaluate`."""
-    with Loader(examples, rows=rows, length=length, seed=0, epochs=1, pack=pack_rows) as loader:
+    with Loader(examples, rows=rows, length=length, seed=0, epochs=1) as loader:
         return list(loader)
 
 
@@ -266,11 +264,6 @@ class _Batches(Iterator[Batch]):
     def position(self) -> int:
         """How many batches have been handed out, over all epochs."""
         return int(self._iterator.get_state()["next_index"])
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch, from 0."""
-        return self.position // self.batches_per_epoch
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs to go on with the next batch; plain JSON values."""
