@@ -130,14 +130,15 @@ class Tokenizer:
             path.write_bytes(content)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, after the BOS if prompts of this checkpoint begin with one.
+        """The ids of a text, after the BOS, or what else prompts of this checkpoint begin with.
 
-        A BOS that the text itself begins with is not doubled; an EOS is never added.
+        What of that the text itself begins with is not doubled; an EOS is never added.
         """
-        ids = self._encode(text).ids
-        if add_special_tokens and ids[:1] != self._prefix[:1]:
-            return self._prefix + ids
-        return ids
+        ids, prefix = self._encode(text).ids, self._prefix
+        if not add_special_tokens:
+            return ids
+        there = next(n for n in range(len(prefix), -1, -1) if ids[:n] == prefix[:n])
+        return prefix + ids[there:]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; ids that the tokenizer does not know have none.

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_tokenizers
+from tokenizers import processors
 
 from jaxllm import records, train
 from jaxllm.records import Example, Record, encode, encode_preference, encode_records
@@ -129,6 +130,16 @@ def test_without_a_prompt_everything_is_learnt(tokenizer):
     b = encode({"text": "hello"}, tokenizer)
     assert whole(a) == whole(b)
     assert learnt(a) == learnt(b)
+
+
+def test_a_beginning_of_two_tokens_takes_none_of_the_text():
+    library = tiny_tokenizers.byte_level()
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> <unk> $A", special_tokens=[("<s>", 1), ("<unk>", 0)]
+    )
+    tokenizer = Tokenizer(tiny_tokenizers.files(library, eos_token="</s>"))
+    whole_text = whole(encode({"text": "hello"}, tokenizer))
+    assert whole(encode({"text": "<s>hello"}, tokenizer)) == whole_text
 
 
 def test_the_end_is_not_doubled_and_may_be_another():

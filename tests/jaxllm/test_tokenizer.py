@@ -159,6 +159,17 @@ def test_no_second_bos():
     assert tiny_tokenizers.byte_fallback(bos=True).encode(text).ids[:2] == [1, 1]  # so it can fail
 
 
+@pytest.mark.parametrize("written", ["", "<s>", "<s></s>"])
+def test_what_a_text_has_of_a_longer_beginning_is_not_doubled(written):
+    library = tiny_tokenizers.byte_fallback(strip=False)
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> </s> $A", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer = Tokenizer(tiny_tokenizers.files(library))
+    assert tokenizer.encode(f"{written}the") == [1, 2, *tokenizer.encode("the")[2:]]
+    assert tokenizer.encode("</s>the")[:3] == [1, 2, 2]
+
+
 def test_a_template_without_bos_gets_none():
     # As transformers: it encodes what a template renders without special tokens
     tokenizer = tiny(bos=True, bos_token="<s>", chat_template="{{ messages[0].content }}")
