@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxllm.config import ModelConfig
@@ -234,7 +235,8 @@ class LayerCache(NamedTuple):
 
     def append(self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]):
         """The entry with the tokens added, and the key side of the attention call."""
-        return self.entry.append(k, v, self.lengths, self.counts)
+        entry, keys = self.entry.append(k, v, self.lengths, self.counts)
+        return entry, self._with_padding(keys, k.shape[1])
 
     def place(self, dtype: Any) -> tuple[Array, Array, Int[Array, " B"]] | None:
         """Keys, values and the slot of each row's one new token, for what writes there itself, in
@@ -246,7 +248,27 @@ class LayerCache(NamedTuple):
 
     def written(self, k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]):
         """As `append`, where k and v are those of `place` with the tokens in them."""
-        return self.entry.holding({"k": k, "v": v}, self.lengths)
+        entry, keys = self.entry.holding({"k": k, "v": v}, self.lengths)
+        return entry, self._with_padding(keys, 1)
+
+    def _with_padding(self, keys: dict[str, Any], chunk: int) -> dict[str, Any]:
+        """The keys, so that padding past the end of the cache may be among T = `chunk` tokens also
+        where `ops.attention` knows the lengths, of which it refuses those beyond the keys.
+        """
+        size, shown = keys["k"].shape[1], keys["kv_lengths"]
+        if isinstance(shown, Tracer) or not jnp.any(shown > size):
+            return keys
+        if jnp.any(self.lengths + self.counts > size):
+            return keys  # real tokens too are past the end: to be refused
+        if chunk == 1:
+            return {**keys, "kv_lengths": jnp.minimum(shown, size)}
+        more = int(jnp.max(shown)) - size  # keys, that only padding sees
+        wider = {
+            name: jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
+            for name, x in keys.items()
+            if name != "kv_lengths"
+        }
+        return {**wider, "kv_lengths": shown}
 
 
 @jax.tree_util.register_dataclass

@@ -106,6 +106,27 @@ def test_prefill_and_decode_are_the_full_forward(name, chunks):
         assert_as_accurate(row[:length], *expected(model, text[:length]))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+@pytest.mark.parametrize("name", ["plain", "sliding"])
+def test_padding_needs_no_room_outside_a_compiled_program(name, dtype):
+    """There attention knows the lengths, and refuses those beyond the cache; both rows fill up."""
+    model = tiny_models.build(CONFIGS[name])
+    graph, state = nnx.split(model)
+    cache = KVCache.create(model.config, 2, 8, dtype)
+    room = cache.layers[-1].k.shape[1]  # codes lie in buffers of 64
+    eager = compiled = dataclasses.replace(cache, lengths=cache.lengths + jnp.int32(room - 8))
+    for size, counts in ((6, (6, 5)), (4, (2, 1)), (4, (0, 2)), (1, (0, 0)), (3, (0, 0))):
+        real = np.arange(size) < np.array(counts)[:, None]
+        tokens, ids = TOKENS[:, :size], jnp.asarray(real, jnp.int32)
+        truth, compiled = step(graph, state, tokens, compiled, ids)
+        hidden, eager = model.hidden(tokens, segment_ids=ids, cache=eager)
+        np.testing.assert_allclose(model.head(hidden)[real], truth[real], rtol=1e-4, atol=1e-4)
+    # A token more than there is room for is still refused
+    sentence = rf"kv_lengths\[0\] is {room + 4}; a row has 0 to {room} keys"
+    with pytest.raises(ValueError, match=sentence):
+        model.hidden(TOKENS[:, :4], segment_ids=jnp.eye(2, 4, dtype=jnp.int32), cache=eager)
+
+
 def test_a_cache_that_is_wrong_would_show():
     """The twin: a row believed to be one token longer."""
     model = tiny_models.build(TINY)
