@@ -392,7 +392,8 @@ def _chat(args: argparse.Namespace) -> int:
         raise ValueError(f"{_path(args)}: generation_config.json: {error}") from None
     options |= settings
     _check_draws({**given, "temperature": settings.get("temperature")})
-    seeds = itertools.count(options.get("seed", 0))  # else all answers would be drawn alike
+    # One each, else all answers would be drawn alike
+    seeds = (seed % 2**32 for seed in itertools.count(options.get("seed", 0)))
     start = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(start)
     if terminal:

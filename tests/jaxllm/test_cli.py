@@ -132,6 +132,12 @@ def test_chat_follows_the_template_and_remembers(talker, capsys, monkeypatch):
     }
 
 
+def test_chat_goes_on_behind_the_largest_seed(talker, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi.\nAnd?"))
+    arguments = ["chat", str(talker), "--max-new-tokens", "8", NO_CACHE]
+    assert main([*arguments, "--temperature", "0.7", "--seed", str(2**32 - 1)]) == 0
+
+
 class Terminal(io.StringIO):
     """A standard input at which somebody sits."""
 
