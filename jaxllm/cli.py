@@ -384,7 +384,8 @@ def _chat(args: argparse.Namespace) -> int:
     defaults = model.generation
     settings = {}
     if defaults.do_sample:
-        settings = {name: getattr(defaults, name) for name in SETTINGS if hasattr(defaults, name)}
+        said = {name: getattr(defaults, name, None) for name in SETTINGS}
+        settings = {name: value for name, value in said.items() if value is not None}
     settings |= given
     try:
         jaxllm.Sampling.of(1, **settings)

@@ -230,8 +230,9 @@ class ModelConfig:
 class GenerationDefaults:
     """What a checkpoint says of sampling: `generation_config.json`, and `config.json` for ids.
 
-    `generate` takes only `stop_ids` from it; `jaxllm chat` takes the rest too, when `do_sample` is
-    set.
+    `generate` takes only `stop_ids` from it; `jaxllm chat` takes the sampling too, when `do_sample`
+    is set. The other ids are only saved. A `top_k` of None was not said: all tokens are kept, as
+    with 0, but transformers takes 50.
     """
 
     stop_ids: tuple[int, ...] = ()
@@ -239,7 +240,7 @@ class GenerationDefaults:
     pad_id: int | None = None
     do_sample: bool = False
     temperature: float = 1.0
-    top_k: int = 0
+    top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0

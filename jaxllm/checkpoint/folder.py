@@ -230,8 +230,7 @@ def enumerate_some(items: list[str], most: int = 20) -> str:
 def read_generation(folder: Path, hf: Mapping[str, Any]) -> GenerationDefaults:
     """Token ids and sampling of generation_config.json; ids that it lacks come from config.json.
 
-    Filters that the file does not name are off (transformers would take top_k 50). Other keys are
-    not read: searches and limits that `generate` does not have.
+    Other keys are not read: searches and limits that `generate` does not have.
     Raises: ValueError if a value is of the wrong kind.
     """
     file = folder / "generation_config.json"
@@ -264,7 +263,7 @@ def read_generation(folder: Path, hf: Mapping[str, Any]) -> GenerationDefaults:
         pad_id=next(iter(ids("pad_token_id")), None),
         do_sample=bool(said.get("do_sample")),
         temperature=float(number("temperature", off.temperature)),
-        top_k=int(number("top_k", off.top_k)),
+        top_k=None if said.get("top_k") is None else int(number("top_k", 0)),
         top_p=float(number("top_p", off.top_p)),
         min_p=float(number("min_p", off.min_p)),
         repetition_penalty=float(number("repetition_penalty", off.repetition_penalty)),

@@ -132,6 +132,14 @@ def test_chat_follows_the_template_and_remembers(talker, capsys, monkeypatch):
     }
 
 
+def test_chat_of_a_checkpoint_that_says_no_top_k(talker, tmp_path, monkeypatch):
+    folder = tmp_path / "plain"
+    shutil.copytree(talker, folder)
+    (folder / "generation_config.json").write_text('{"do_sample": true}')
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert main(["chat", str(folder), "--max-new-tokens", "2", NO_CACHE]) == 0
+
+
 def test_chat_goes_on_behind_the_largest_seed(talker, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi.\nAnd?"))
     arguments = ["chat", str(talker), "--max-new-tokens", "8", NO_CACHE]

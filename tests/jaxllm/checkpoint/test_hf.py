@@ -632,9 +632,21 @@ def test_generation_defaults_are_saved(folder, tmp_path):
     assert config["eos_token_id"] == [3, 4]
     model.generation = GenerationDefaults()
     save(model, None, tmp_path / "copy")
+    said = json.loads((tmp_path / "copy/generation_config.json").read_text())
+    assert said == dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = json.loads((tmp_path / "copy/config.json").read_text())
     assert config["eos_token_id"] is None
     assert config["bos_token_id"] is None
+
+
+@pytest.mark.parametrize("said", [{"top_k": 0}, {}])
+def test_a_top_k_of_0_stays_said(folder, tmp_path, said):
+    """Of a file without it transformers makes 50."""
+    said = {"do_sample": True, "temperature": 0.5, **said}
+    edit_json(folder / "generation_config.json", **said)
+    save(load(folder)[0], None, tmp_path / "copy")
+    written = json.loads((tmp_path / "copy/generation_config.json").read_text())
+    assert {key: value for key, value in written.items() if not key.endswith("_id")} == said
 
 
 # ------------------------------------------------------------------------------------------ saving
