@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
@@ -16,6 +17,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # Angles are reduced in 32-bit integers (ops/rope.py), which holds for positions below 2**20.
 MAX_POSITIONS = 2**20
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000  # so that nothing is made of a number that is none
+
+
+def check_size(owner: str, name: str, value: Any) -> int:
+    """The value, if the size of this name can be that. Raises: ValueError by `owner`."""
+    most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(
+            f"{owner}: {name} must be a positive integer of at most {most}, got {value!r:.40}"
+        )
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,16 +147,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("layer_types", "modules_to_not_convert"):
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))  # a list has no hash
-        if not self.layer_types:
-            object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
         sizes = (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
             "num_key_value_heads"
         )
         for name in (*sizes.split(), "head_dim", "max_position_embeddings"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"config: {name} must be a positive integer, got {value!r}")
+            check_size("config", name, getattr(self, name))
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"config: {self.num_attention_heads} query heads cannot share "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxllm.config import check_size
+
 
 class Keys:
     """An object of a `config.json`, which remembers the keys that were read; null is absent."""
@@ -24,10 +26,7 @@ class Keys:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        value = self.need(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{self.owner}: {key} must be a positive integer, got {value!r}")
-        return value
+        return check_size(self.owner, key, self.need(key, default))
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.need(key, default)

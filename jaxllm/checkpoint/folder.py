@@ -112,10 +112,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
         if inner := _text_config(hf):
             inner = {key: value for key, value in inner.items() if key not in _QUANTIZED}
             said = {**said, "text_config": inner}
-    try:
-        return from_hf(said, owner=str(file)), hf
-    except (TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"{file}: a value is of the wrong kind: {error}") from error
+    return from_hf(said, owner=str(file)), hf
 
 
 def _text_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -79,7 +79,7 @@ def load(
     config, hf = read_config(folder)
     tensors = list_tensors(folder)
     runtime = _with_weight_dtype(runtime, dtype, hf, tensors)
-    if config.num_hidden_layers > len(tensors):  # before a million layers are built
+    if config.num_hidden_layers > len(tensors):  # before ten thousand layers are built
         raise ValueError(
             f"{folder}: config.json says {config.num_hidden_layers} layers, but there are only "
             f"{len(tensors)} tensors"

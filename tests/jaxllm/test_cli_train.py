@@ -375,6 +375,15 @@ def test_plan(run, folder):
     assert "card 'abacus' is not one of" in err
 
 
+def test_plan_of_a_config_that_says_too_much(run, tmp_path, folder):
+    config = json.loads((folder / "config.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config, "hidden_size": 10**400}))
+    code, _, err = run("plan", file)
+    assert code == 2
+    assert f"{file}: hidden_size must be a positive integer of at most 2147483647, got 1000" in err
+
+
 def test_plan_says_what_it_makes_of_packed_weights(run, tmp_path, monkeypatch):
     packed, plain = quantised_checkpoints.write(tmp_path, "gptq")
     asked = []

@@ -502,7 +502,19 @@ def test_gemma_3_has_no_soft_cap_of_attention():
         ),
         ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads must be a positive integer"),
         ({**LLAMA, "num_attention_heads": "4"}, "num_attention_heads must be a positive integer"),
-        ({**LLAMA, "hidden_size": 24.0}, "hidden_size must be a positive integer, got 24.0"),
+        (
+            {**LLAMA, "hidden_size": 24.0},
+            "hidden_size must be a positive integer of at most 2147483647, got 24.0",
+        ),
+        ({**LLAMA, "hidden_size": 10**400}, "hidden_size must be .* at most 2147483647, got 1000"),
+        ({**GEMMA2, "head_dim": 10**400}, "head_dim must be .* of at most 2147483647, got 1000"),
+        *(
+            (
+                {**hf, "num_hidden_layers": 10**10},
+                "x/config.json: num_hidden_layers must be a positive integer of at most 10000, got",
+            )
+            for hf in (LLAMA, MISTRAL, QWEN, GEMMA3)
+        ),
         ({**LLAMA, "num_hidden_layers": "two"}, "num_hidden_layers must be a positive integer"),
         ({**MISTRAL, "num_hidden_layers": -1}, "num_hidden_layers must be a positive integer"),
         ({**LLAMA, "rms_norm_eps": "small"}, "rms_norm_eps must be a number, got 'small'"),
@@ -512,7 +524,7 @@ def test_gemma_3_has_no_soft_cap_of_attention():
             "full_attention must be a dictionary",
         ),
         ({**LLAMA, "model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
-        ({**MISTRAL, "sliding_window": "4"}, "sliding_window must be a positive integer, got '4'"),
+        ({**MISTRAL, "sliding_window": "4"}, "sliding_window must be a positive integer of"),
         ({**LLAMA, "rope_scaling": {"type": "ntk"}}, "rope_type 'ntk' is not supported; supported"),
         (
             {**LLAMA, "rope_scaling": {"type": "linear"}},
@@ -575,7 +587,7 @@ def test_gemma_3_has_no_soft_cap_of_attention():
         ({**QWEN, "layer_types": 3}, "layer_types must be a list of names, got 3"),
         (
             {**MISTRAL, "sliding_window": True},
-            "sliding_window must be a positive integer, got True",
+            "sliding_window must be a positive integer of at most 2147483647, got True",
         ),
         (
             {**GEMMA2, "query_pre_attn_scalar": "256"},
@@ -641,7 +653,7 @@ def test_a_bad_file_is_named_with_what_is_wrong(hf, sentence):
     ("change", "sentence"),
     [
         *(
-            ({name: 0}, f"config: {name} must be a positive integer, got 0")
+            ({name: 0}, f"config: {name} must be a positive integer of at most [0-9]+, got 0")
             for name in (
                 "vocab_size",
                 "hidden_size",
@@ -653,7 +665,11 @@ def test_a_bad_file_is_named_with_what_is_wrong(hf, sentence):
                 "max_position_embeddings",
             )
         ),
-        ({"head_dim": True}, "head_dim must be a positive integer, got True"),
+        ({"head_dim": True}, "head_dim must be a positive integer of at most 2147483647, got True"),
+        (
+            {"num_hidden_layers": 10**10, "layer_types": ()},
+            "config: num_hidden_layers must be a positive integer of at most 10000, got 1000",
+        ),
         (
             {"num_key_value_heads": 3},
             "4 query heads cannot share 3 key heads; num_attention_heads must be a multiple of num",

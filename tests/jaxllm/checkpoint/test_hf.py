@@ -314,8 +314,8 @@ def test_a_wrong_fused_shape_is_reported_whole(tmp_path):
 
 
 def test_more_layers_than_tensors_are_not_built(folder):
-    edit_json(folder / "config.json", num_hidden_layers=10**6)
-    with pytest.raises(ValueError, match="says 1000000 layers, but there are only 21 tensors"):
+    edit_json(folder / "config.json", num_hidden_layers=10**4)
+    with pytest.raises(ValueError, match="says 10000 layers, but there are only 21 tensors"):
         load(folder)
 
 
