@@ -167,6 +167,8 @@ def warmup(
     batch_size: int = 1,
     prompt_lengths: Sequence[int] | None = None,
     max_new_tokens: int | Sequence[int] = 64,
+    stop_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
     top_logprobs: int = 0,
     steps_per_dispatch: int = 64,
     prefill_chunk: int = 512,
@@ -176,9 +178,10 @@ def warmup(
     """Compile ahead what `generate` and `stream` need for batches whose longest prompt is as given.
 
     `prompt_lengths` are in tokens; None is one prompt of 512, or of what the model's positions and
-    `max_new_tokens` leave. Programs depend on sizes and on the kind of sampling, not on its
-    values; give the tokenizer and the options of the call to come. Each program runs once, on
-    nothing; over several devices again, for caches that XLA has spread.
+    `max_new_tokens` leave. Programs depend on sizes, how many stop ids there are among them (in
+    steps of 8), and on the kind of sampling, not on its values; give the tokenizer and the options
+    of the call to come. Each program runs once, on nothing; over several devices again, for caches
+    that XLA has spread.
     """
     batch_size = integer("batch_size", batch_size, 1, who="warmup")
     if prompt_lengths is None:
@@ -196,8 +199,8 @@ def warmup(
             [[0] * length] * batch_size,
             max_new_tokens=max_new_tokens,
             settings=settings,
-            stop_ids=None,
-            stop=(),
+            stop_ids=stop_ids,
+            stop=stop,
             top_logprobs=top_logprobs,
             steps_per_dispatch=steps_per_dispatch,
             prefill_chunk=prefill_chunk,

@@ -93,6 +93,12 @@ class Run:
                 )
             self.rows.append(Row(prompt, min(budget, room), budget > room, stop))
 
+        known = [field.name for field in dataclasses.fields(Sampling)]
+        if unknown := sorted(settings.keys() - set(known)):
+            raise TypeError(
+                f"generate: there is no option {unknown[0]!r}; of sampling there are "
+                f"{', '.join(known)}"
+            )
         self.batch = bucket(len(self.rows))
         # Checked before the padding, so that errors speak of the caller's rows.
         checked = Sampling.of(len(self.rows), **settings)

@@ -169,6 +169,15 @@ def test_a_warm_up_fits_the_model(tiny):
             jaxllm.warmup(tiny, None, **wrong)
 
 
+def test_an_option_that_there_is_not(tiny):
+    tokenizer = Tokenizer(tiny_tokenizers.files(tiny_tokenizers.byte_level()))
+    sentence = "^generate: there is no option 'temprature'; of sampling there are temperature, top"
+    with pytest.raises(TypeError, match=sentence):
+        jaxllm.stream(tiny, tokenizer, "<s>", temprature=1.0)
+    with pytest.raises(TypeError, match=sentence):
+        jaxllm.warmup(tiny, tokenizer, temprature=1.0)
+
+
 def test_a_warm_up_takes_one_number_of_new_tokens_a_row(tiny):
     jaxllm.warmup(tiny, None, batch_size=2, max_new_tokens=[3, 200])
     before = jaxllm.compile_count()

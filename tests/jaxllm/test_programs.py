@@ -61,6 +61,14 @@ def test_warmup_compiles_all_that_is_needed(tiny):
     assert jaxllm.compile_count() == before
 
 
+def test_warmup_takes_the_options_of_the_call_to_come(tiny):
+    options = {"max_new_tokens": 5, "stop_ids": list(range(40, 49))}  # one more than one step of 8
+    jaxllm.warmup(tiny, None, prompt_lengths=(3,), stop=(), **options)
+    before = jaxllm.compile_count()
+    jaxllm.generate(tiny, None, [1, 2, 3], **options)
+    assert jaxllm.compile_count() == before
+
+
 def test_a_stream_frees_its_cache_when_it_is_left(stories):
     model, tokenizer, _ = stories
     before = len(jax.live_arrays())
