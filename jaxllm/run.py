@@ -127,7 +127,7 @@ class Run:
         self.capacity = min(bucket(capacity, SMALLEST_CACHE), max(limit, SMALLEST_CACHE))
         ropes = [r for r in config.ropes.values() if r.rope_type == "longrope"]
         # A row that grows beyond this many tokens turns by longrope's other list.
-        self.crossing = min((r.original_max_position_embeddings or 0 for r in ropes), default=limit)
+        self.crossing = min((r.original_max_position_embeddings or 0 for r in ropes), default=None)
         self.state: DecodeState | None = None
         self.constants: tuple[Sampling, jax.Array] | None = (
             None  # on the device: settings, stop ids
@@ -235,7 +235,7 @@ class Run:
         longest = max(len(row.prompt) for row in self.rows)
         end = max(len(row.prompt) + row.budget for row in self.rows)
         lengths = {longest}
-        if self.crossing < end:
+        if self.crossing is not None and self.crossing < end:
             # Where a row crosses, all are read again: one that is alone with one token over the
             # boundary; of several the longest may have any length, and sizes repeat every chunk.
             first = max(longest, self.crossing + 1)
@@ -322,19 +322,18 @@ class Run:
             while running := [row for row in self.rows if row.reason is None]:
                 # The token that takes a row over longrope's boundary turns all its keys: a
                 # dispatch ends with it, and the cache is made again with the other list.
-                held = [len(row.prompt) + len(row.tokens) for row in running]
-                ahead = [self.crossing + 1 - n for n in held if n <= self.crossing]
-                self.dispatch(min([self.steps, *ahead]))
+                to_cross = [row for row in running if self._to_crossing(row)]
+                self.dispatch(min([self.steps, *map(self._to_crossing, to_cross)]))
                 yield
-                crossed = [
-                    row
-                    for row, before in zip(running, held, strict=True)
-                    if before <= self.crossing < len(row.prompt) + len(row.tokens)
-                ]
-                if any(row.reason is None for row in crossed):
+                if any(row.reason is None and not self._to_crossing(row) for row in to_cross):
                     self.read_rows()
         finally:
             self.state = self.constants = None  # the caller may stop early: free the cache then too
+
+    def _to_crossing(self, row: Row) -> int:
+        """How many tokens more take the row over longrope's boundary; 0 if none does."""
+        held = len(row.prompt) + len(row.tokens)
+        return 0 if self.crossing is None else max(0, self.crossing + 1 - held)
 
     def result(self) -> GenerationResult:
         """What there is so far; the whole once `dispatches` has ended."""

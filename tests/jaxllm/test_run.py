@@ -51,6 +51,12 @@ def test_a_warm_up_compiles_longropes_second_reading_of_a_ragged_batch():
     assert result.timings.prefill_tokens == 33 + 37 + 10
 
 
+def test_a_row_at_the_models_last_position_shortens_no_dispatch():
+    run = make_run(build(TINY, FP32), [[1] * 62, [1]], max_new_tokens=16)
+    assert len(list(run.dispatches())) == 1
+    assert [len(tokens) for tokens in run.result().tokens] == [2, 16]
+
+
 def test_a_batch_that_does_not_fit_is_refused_before_it_is_made():
     wide = dataclasses.replace(TINY, max_position_embeddings=2**20)
     model = build(wide, FP32)
