@@ -8,6 +8,7 @@ import graphlib
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -488,7 +489,7 @@ THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxtyping", "numpy", "triton", "jax_triton"},  # the last where used
     "jaxllm": {
         *("jax", "jaxtyping", "flax", "numpy", "ml_dtypes", "optax", "orbax"),
-        *("safetensors", "tokenizers", "jinja2", "rich", "huggingface_hub"),
+        *("tokenizers", "jinja2", "rich", "huggingface_hub"),
         *("matplotlib", "tensorboardX", "wandb"),  # where used
         "grain",  # of the extra "train"
     },
@@ -564,6 +565,22 @@ def test_imports_go_down(module):
     roots = {name.partition(".")[0] for name in imported - ours} - set(sys.stdlib_module_names)
     strange = roots - THIRD_PARTY[module.partition(".")[0]]
     assert not strange, f"{module} imports {sorted(strange)}, which is no dependency of its package"
+
+
+def test_what_is_imported_is_what_is_declared():
+    imported = {name.partition(".")[0] for file in MODULES.values() for name in imports_of(file)}
+    imported -= set(sys.stdlib_module_names) | set(PACKAGES)
+    assert imported == set().union(*THIRD_PARTY.values())
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+
+    def named(lines: list[str]) -> set[str]:
+        names = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+        return {"orbax" if name == "orbax_checkpoint" else name for name in names}
+
+    base, extras = named(project["dependencies"]), project["optional-dependencies"]
+    optional = named(extras["hub"] + extras["triton"] + extras["train"])
+    assert base <= imported
+    assert imported - base == optional | {"tensorboardX", "wandb"}  # that the user brings
 
 
 def test_the_table_itself_goes_down():

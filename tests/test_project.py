@@ -28,8 +28,8 @@ def test_files_of_the_project():
 def test_base_dependencies_are_light():
     names = {re.split(r"[^\w-]", line)[0] for line in PROJECT["dependencies"]}
     assert names == {
-        *("jax", "flax", "optax", "orbax-checkpoint", "safetensors", "tokenizers"),
-        *("jinja2", "rich", "numpy", "jaxtyping"),
+        *("jax", "flax", "optax", "orbax-checkpoint", "tokenizers"),
+        *("jinja2", "rich", "numpy", "ml_dtypes", "jaxtyping"),
     }
     extras = PROJECT["optional-dependencies"]
     assert extras.keys() == {
