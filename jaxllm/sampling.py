@@ -147,7 +147,9 @@ def sample(
     position is the place that the new token takes in its row, padding not counted: it makes each
     step's noise its own. prompt_mask (see `token_mask`) and counts (see `add_counts`) go together;
     without them no penalty is compiled, so leave them out unless `sampling.has_penalties`.
-    Ids from vocab_size on are never chosen.
+    Ids from vocab_size on are never chosen. Equal scores, settings and position give the same id in
+    any batch. The random bits are threefry's, whatever JAX's default generator is, on a lattice of
+    2**-31: fine enough that even 150,000 equal scores hardly ever tie.
     Dtypes: logits of any float, read as float32; so do all that take scores or logits here.
     Raises: ValueError if shapes or dtypes disagree; as `ops.sampling_threshold`.
     """
@@ -218,22 +220,6 @@ def filter_scores(
     _check("filter_scores", scores, sampling)
     name = name_for("sampling_threshold", implementation)
     return _filter(_clean(scores, None), sampling, name)
-
-
-def draw(
-    scores: Float[Array, "B V"], seed: UInt32[Array, " B"], position: Int[Array, " B"]
-) -> Int[Array, " B"]:
-    """One id a row with probability softmax(scores).
-
-    Equal scores, seed and position give the same id in any batch. The random bits are threefry's,
-    whatever JAX's default generator is, on a lattice of 2**-31: fine enough that even 150,000
-    equal scores hardly ever tie.
-    Raises: ValueError if shapes disagree.
-    """
-    _check_scores("draw", scores)
-    _check_rows("draw", scores, seed=seed, position=position)
-    scores = _clean(scores, None)
-    return _arg_max(scores + _noise(seed, position, scores.shape[1]))
 
 
 def token_mask(

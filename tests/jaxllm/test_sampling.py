@@ -365,6 +365,12 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return np.exp(oracles.log_softmax(scores))
 
 
+def draw(scores: jax.Array, seed: jax.Array, position: jax.Array) -> np.ndarray:
+    """One id a row with probability softmax(scores)."""
+    settings = dataclasses.replace(Sampling.of(len(scores), temperature=1.0), seed=seed)
+    return np.asarray(sampling.sample(scores, settings, position))
+
+
 SEEDS_AND_POSITIONS: dict[str, Callable[[], tuple[jax.Array, jax.Array]]] = {
     "one seed": lambda: (jnp.full(DRAWS, 7, jnp.uint32), jnp.arange(DRAWS, dtype=jnp.int32)),
     "one position": lambda: (jnp.arange(DRAWS, dtype=jnp.uint32), jnp.full(DRAWS, 7, jnp.int32)),
@@ -380,7 +386,7 @@ SEEDS_AND_POSITIONS: dict[str, Callable[[], tuple[jax.Array, jax.Array]]] = {
 def test_a_million_draws_have_the_right_distribution(kind):
     seed, position = SEEDS_AND_POSITIONS[kind]()
     scores = jnp.broadcast_to(jnp.asarray(TWENTY), (DRAWS, 20))
-    tokens = np.asarray(sampling.draw(scores, seed, position))
+    tokens = draw(scores, seed, position)
     counts = np.bincount(tokens, minlength=20)
     assert chi_square(counts, softmax(TWENTY)) < CRITICAL[19]
 
@@ -394,7 +400,7 @@ def test_a_million_draws_have_the_right_distribution(kind):
 def test_neighbouring_positions_and_seeds_are_independent():
     scores = jnp.zeros((DRAWS, 5))
     for kind in ("one seed", "one position"):
-        tokens = np.asarray(sampling.draw(scores, *SEEDS_AND_POSITIONS[kind]()))
+        tokens = draw(scores, *SEEDS_AND_POSITIONS[kind]())
         pairs = np.bincount(tokens[0::2] * 5 + tokens[1::2], minlength=25)
         assert chi_square(pairs, np.full(25, 1 / 25)) < CRITICAL[24]
         same = np.bincount(tokens[0::2] * 6, minlength=25)  # twin: the second is the first
@@ -407,7 +413,7 @@ def test_samples_through_the_filters_have_the_right_distribution():
     left = oracles.filter_scores(TWENTY, **setting)
     kept = left > -np.inf
     assert kept.sum() == 10
-    rows = 200_000  # the million above is in draw; here each row is also filtered
+    rows = 200_000  # of the million above none is filtered
     seed, position = (x[:rows] for x in SEEDS_AND_POSITIONS["both"]())
     settings = dataclasses.replace(Sampling.of(rows, **setting), seed=seed)
     scores = jnp.broadcast_to(jnp.asarray(TWENTY), (rows, 20))
@@ -422,7 +428,7 @@ def test_draws_are_the_same_on_every_version():
     scores = jnp.broadcast_to(jnp.asarray(TWENTY), (12, 20))
     seed = jnp.uint32([0, 0, 0, 0, 1, 2, 3, 4, 2**31, 2**32 - 1, 5, 5])
     position = jnp.int32([0, 1, 2, 3, 0, 0, 0, 0, 9, 9, 100_000, 100_001])
-    tokens = sampling.draw(scores, seed, position)
+    tokens = draw(scores, seed, position)
     np.testing.assert_array_equal(tokens, DRAWN)
 
 
@@ -469,12 +475,12 @@ def test_a_row_draws_the_same_alone_and_in_any_batch():
 
 def test_another_seed_or_position_is_another_draw():
     scores = jnp.zeros((64, 1000))
-    base = np.asarray(sampling.draw(scores, jnp.full(64, 3, jnp.uint32), jnp.full(64, 5)))
+    base = draw(scores, jnp.full(64, 3, jnp.uint32), jnp.full(64, 5))
     assert len(set(base.tolist())) == 1  # equal rows, seeds and positions
     for seed, position in ((jnp.arange(64, dtype=jnp.uint32), jnp.full(64, 5)),) + (
         (jnp.full(64, 3, jnp.uint32), jnp.arange(64)),
     ):
-        tokens = np.asarray(sampling.draw(scores, seed, position))
+        tokens = draw(scores, seed, position)
         assert len(set(tokens.tolist())) > 55
 
 
@@ -771,8 +777,6 @@ def test_bad_arrays_get_one_sentence():
         sampling.sample(scores[:, :0], two, position)
     with pytest.raises(ValueError, match=rf"^greedy: {wrong}\[5\]$"):
         sampling.greedy(scores[0])
-    with pytest.raises(ValueError, match=rf"^draw: {wrong}\[5\]$"):
-        sampling.draw(scores[0], two.seed, position)
     with pytest.raises(ValueError, match=rf"^log_probs: {wrong}\[5\]$"):
         sampling.log_probs(scores[0], position)
     with pytest.raises(ValueError, match=rf"^top_log_probs: {wrong}\[5\]$"):
@@ -783,10 +787,6 @@ def test_bad_arrays_get_one_sentence():
         ValueError, match=r"^sample: position must be integers, one a row, \[2\], got int32\[1\]$"
     ):
         sampling.sample(scores, two, position[:1])
-    with pytest.raises(
-        ValueError, match=r"^draw: seed must be integers, one a row, \[2\], got uint32\[3\]$"
-    ):
-        sampling.draw(scores, Sampling.of(3).seed, position)
     with pytest.raises(
         ValueError, match=r"^log_probs: tokens must be integers, one a row, \[2\], got int32\[1\]$"
     ):
