@@ -104,18 +104,17 @@ class FullKV:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RingKV:
-    """The last `window` tokens of a row (S if None), in slots position % window; else `FullKV`."""
+    """The last `window` tokens of a row, in slots position % window; else `FullKV`."""
 
     k: Array
     v: Array
     k_scale: Float[Array, "B S K"] | None = None
     v_scale: Float[Array, "B S K"] | None = None
-    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    window: int = dataclasses.field(kw_only=True, metadata={"static": True})
 
     def append(self, k, v, lengths, counts):
         """A chunk sees the window in order of time, then itself; a token sees the ring as it is."""
-        size, chunk = self.k.shape[1], k.shape[1]
-        window = self.window or size
+        size, chunk, window = self.k.shape[1], k.shape[1], self.window
         mine, new = _arrays(self), _stored(k, v, self.k.dtype)
         if chunk == 1:
             held = _write(mine, new, (lengths % window)[:, None], counts)
@@ -132,14 +131,13 @@ class RingKV:
         in_time = jnp.where(at < held, (lengths[:, None] - held + at) % window, size + at - held)
 
         both = {name: jnp.concatenate([mine[name], new[name]], axis=1) for name in mine}
-        entry = RingKV(**{name: _rows(x, source) for name, x in both.items()}, window=self.window)
+        entry = RingKV(**{name: _rows(x, source) for name, x in both.items()}, window=window)
         seen = {name: _rows(x, in_time) for name, x in both.items()}
         return entry, {**seen, "kv_lengths": held[:, 0] + chunk}
 
     def slots(self, lengths, counts):
         """Where one token a row goes."""
-        size = self.k.shape[1]
-        return jnp.where(counts > 0, lengths % (self.window or size), size)
+        return jnp.where(counts > 0, lengths % self.window, self.k.shape[1])
 
     def holding(self, held, lengths):
         """What `append` returns once one token a row is in the arrays."""
@@ -147,7 +145,7 @@ class RingKV:
 
     def seen(self, lengths):
         """How many keys one token a row sees, its own among them."""
-        return jnp.minimum(lengths + 1, self.window or self.k.shape[1])
+        return jnp.minimum(lengths + 1, self.window)
 
 
 def _stored_dtype(dtype: Any) -> Any:
@@ -305,7 +303,6 @@ class KVCache:
 
         def entry(layer: int) -> Entry:
             window = config.window(layer)
-            ring = window is not None and window < capacity
             size = capacity if window is None else min(window, capacity)
             if coded:
                 size = -(-size // _LINE) * _LINE
@@ -313,7 +310,9 @@ class KVCache:
             arrays = {name: jnp.zeros(shape, stored) for name in ("k", "v")}
             if coded:
                 arrays |= {f"{name}_scale": jnp.ones(shape[:3], jnp.float32) for name in arrays}
-            return RingKV(**arrays, window=window) if ring else FullKV(**arrays)
+            if window is not None and window < capacity:
+                return RingKV(**arrays, window=window)
+            return FullKV(**arrays)
 
         empty = jnp.zeros((batch,), jnp.int32)  # copied, for one buffer cannot be donated twice
         return cls(tuple(entry(i) for i in range(config.num_hidden_layers)), empty, jnp.copy(empty))

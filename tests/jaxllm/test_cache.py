@@ -26,12 +26,13 @@ CAPACITY = 40
 
 def entry(kind: type, size: int, codes: str | None = None) -> Any:
     """Full of numbers that nobody must see; as codes in as many slots more as there may be."""
+    window = {"window": size} if kind is RingKV else {}
     if codes is not None:
         junk = jnp.full((B, size + 5, K, H), 3, KV_DTYPES[codes])
         scale = jnp.full(junk.shape[:3], 1e3)
-        return kind(junk, junk, scale, scale, **({"window": size} if kind is RingKV else {}))
+        return kind(junk, junk, scale, scale, **window)
     junk = jnp.full((B, size, K, H), 1e3)
-    return kind(junk, junk)
+    return kind(junk, junk, **window)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="implementation")
