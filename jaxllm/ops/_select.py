@@ -55,11 +55,12 @@ def pallas(
     why_not: Callable[..., str | None],
     not_auto: Callable[..., str | None] = lambda *args, **kwargs: None,
     interpreted: device_lib.Device = device_lib.INTERPRETED,
+    name: str = "pallas",
 ) -> dict[str, Implementation]:
     """The entries of a kernel that takes `interpret=`: on the GPU, and in the interpreter.
 
     The second, "pallas-interpret", is there to test whole models with the kernels on a CPU.
-    interpreted: what `why_not` is told there.
+    interpreted: what `why_not` is told there; name: of the first.
     """
 
     def why_not_interpret(*args: Any, device: device_lib.Device, **kwargs: Any) -> str | None:
@@ -67,8 +68,8 @@ def pallas(
         return why_not(*args, device=interpreted, **kwargs)
 
     return {
-        "pallas": Implementation(run, why_not, not_auto),
-        "pallas-interpret": Implementation(
+        name: Implementation(run, why_not, not_auto),
+        f"{name}-interpret": Implementation(
             functools.partial(run, interpret=True),
             why_not_interpret,
             lambda *args, **kwargs: "runs only by name: it is a test, and slow",

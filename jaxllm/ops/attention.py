@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,6 @@ from jaxtyping import Array, Float, Int, Num
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from pallas_kernels import attention_fp8
 from pallas_kernels import attention_reference as reference
-from pallas_kernels import device as device_lib
 from pallas_kernels import softmax as softmax_kernels
 from pallas_kernels.attention_fp8 import FP8, TWO_SUMS
 from pallas_kernels.decode_attention import decode_attention
@@ -256,11 +254,6 @@ def _why_not_unfused(
     return None if reason is None else f"its scale_softmax: {reason}"
 
 
-def _why_not_unfused_interpret(q, k, v, *, device, **kwargs) -> str | None:
-    del device
-    return _why_not_unfused(q, k, v, device=device_lib.INTERPRETED, **kwargs)
-
-
 def _pallas_not_auto(q, k, v, *, device, **kwargs) -> str | None:
     del k, v, device
     t, width = q.shape[1], q.shape[-1]
@@ -387,8 +380,9 @@ def _attention_cudnn(
     return out if seen is None else jnp.where(seen[:, :, None, None], out, jnp.zeros_like(out))
 
 
+UNFUSED = pallas(_attention_unfused, _why_not_unfused, _unfused_not_auto, name="unfused")
 # The implementations that have the scores of a whole call in memory, twice
-HOLDS_SCORES = ("unfused", "unfused-interpret", "xla")
+HOLDS_SCORES = (*UNFUSED, "xla")
 
 ATTENTION: Table = {
     # First, for it was the fastest or as fast wherever it was measured. H200, bfloat16, 32 / 8
@@ -400,13 +394,6 @@ ATTENTION: Table = {
     # cuDNN takes packed texts by a mask of T x S, twenty times as slow.
     **pallas(_attention_pallas, _why_not_pallas, _pallas_not_auto),
     "cudnn": _over_codes(Implementation(_attention_cudnn, _why_not_cudnn)),
-    "unfused": _over_codes(Implementation(_attention_unfused, _why_not_unfused, _unfused_not_auto)),
-    "unfused-interpret": _over_codes(
-        Implementation(
-            functools.partial(_attention_unfused, interpret=True),
-            _why_not_unfused_interpret,
-            lambda *args, **kwargs: "runs only by name: it is a test, and slow",
-        )
-    ),
+    **{name: _over_codes(entry) for name, entry in UNFUSED.items()},
     "xla": Implementation(_attention_xla),
 }
