@@ -316,7 +316,11 @@ _PROGRAMS = (prefill, decode_step, decode)
 
 
 def compile_count() -> int:
-    """How many programs `prefill`, `decode_step` and `decode` have compiled in this process."""
+    """For how many kinds of arguments `prefill`, `decode_step` and `decode` hold a program.
+
+    A call after which it is the same compiled nothing; arrays of NumPy and of JAX are two kinds,
+    which share a program.
+    """
     return sum(
         program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
         for program in _PROGRAMS
