@@ -207,12 +207,12 @@ class Attention(nnx.Module):
         )
         both = {"runtime": runtime, "rngs": rngs}
         d, bias = config.hidden_size, config.qkv_bias
-        kind = functools.partial(_kind, config, f"layers.{layer}.self_attn")
-        self.q_proj = kind("q_proj")(d, heads * width, bias=bias, **both)
-        self.k_proj = kind("k_proj")(d, kv_heads * width, bias=bias, **both)
-        self.v_proj = kind("v_proj")(d, kv_heads * width, bias=bias, **both)
+        linear = functools.partial(_linear_class, config, f"layers.{layer}.self_attn")
+        self.q_proj = linear("q_proj")(d, heads * width, bias=bias, **both)
+        self.k_proj = linear("k_proj")(d, kv_heads * width, bias=bias, **both)
+        self.v_proj = linear("v_proj")(d, kv_heads * width, bias=bias, **both)
         self.qkv_proj: Any = nnx.data(None)  # jaxllm.fuse puts one in the place of the three
-        self.o_proj = kind("o_proj")(heads * width, d, bias=config.o_bias, **both)
+        self.o_proj = linear("o_proj")(heads * width, d, bias=config.o_bias, **both)
         norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, **both}
         self.q_norm = RMSNorm(width, **norm) if config.qk_norm else None
         self.k_norm = RMSNorm(width, **norm) if config.qk_norm else None
@@ -296,11 +296,11 @@ class MLP(nnx.Module):
         d, f = config.hidden_size, config.intermediate_size
         both = {"runtime": runtime, "rngs": rngs}
         kwargs = {"bias": config.mlp_bias, **both}
-        kind = functools.partial(_kind, config, f"layers.{layer}.mlp")
-        self.gate_proj = kind("gate_proj")(d, f, **kwargs)
-        self.up_proj = kind("up_proj")(d, f, **kwargs)
+        linear = functools.partial(_linear_class, config, f"layers.{layer}.mlp")
+        self.gate_proj = linear("gate_proj")(d, f, **kwargs)
+        self.up_proj = linear("up_proj")(d, f, **kwargs)
         self.gate_up_proj: Any = nnx.data(None)  # jaxllm.fuse puts one in the place of the two
-        self.down_proj = kind("down_proj")(f, d, **kwargs)
+        self.down_proj = linear("down_proj")(f, d, **kwargs)
         norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, **both}
         self.ffn_sub_norm = RMSNorm(f, **norm) if config.sub_norms else None
         self.activation = config.hidden_act
@@ -463,5 +463,5 @@ def _fused(linear: Any, x: Float[Array, "*B I"], **around: Any) -> Any:
     )
 
 
-def _kind(config: ModelConfig, owner: str, name: str) -> type[Linear]:
+def _linear_class(config: ModelConfig, owner: str, name: str) -> type[Linear]:
     return BitLinear if config.is_bit_linear(f"{owner}.{name}") else Linear
