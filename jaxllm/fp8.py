@@ -28,6 +28,7 @@ from jaxtyping import Array, Float
 
 from jaxllm import ops
 from jaxllm.layers import Linear
+from jaxllm.ops.linear import add_bias
 from jaxllm.quantize import KEEP, linears
 
 FORWARD = jnp.float8_e4m3fn
@@ -51,10 +52,7 @@ class Fp8Linear(Linear):
         implementation = ops.name_for("cast_transpose", self.implementation)
         dtype = jnp.dtype(out_dtype or self.dtype)
         y: Array = _product(dtype, implementation, x.astype(self.dtype), self.weight[...])
-        if self.bias is None:
-            return y
-        bias = self.bias[...].astype(y.dtype)
-        return y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
+        return add_bias(y, None if self.bias is None else self.bias[...])
 
 
 def use_fp8(model: nnx.Module, *, keep: Sequence[str] = KEEP) -> None:

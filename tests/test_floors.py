@@ -372,7 +372,7 @@ MAY_IMPORT = {
     "jaxllm.ops.rope": OP,
     "jaxllm.ops.sampling_threshold": OP,
     "jaxllm.ops.softmax": OP,
-    "jaxllm.ops.ternary": OP,
+    "jaxllm.ops.ternary": f"{KERNELS} jaxllm.ops.linear",
     "jaxllm.ops.between_attentions": (
         f"{OP} jaxllm.ops.fused_linear pallas_kernels.between_attentions "
         "pallas_kernels.between_attentions_config pallas_kernels.packed"
@@ -406,7 +406,7 @@ MAY_IMPORT = {
         "pallas_kernels.packed"
     ),
     "jaxllm.quantize": f"{KERNELS} jaxllm.layers jaxllm.ops",
-    "jaxllm.fp8": "jaxllm.layers jaxllm.ops jaxllm.quantize",
+    "jaxllm.fp8": "jaxllm.layers jaxllm.ops jaxllm.ops.linear jaxllm.quantize",
     "jaxllm.checkpoint.shipped": "",
     "jaxllm.checkpoint.bitnet": "jaxllm.checkpoint.quantization_config jaxllm.config",
     "jaxllm.checkpoint.safetensors_file": "",

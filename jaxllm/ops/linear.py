@@ -42,10 +42,11 @@ def linear(
 ) -> Float[Array, "*B O"]:
     """x @ weight.T + bias, with the weight stored [out, in] as checkpoints have it.
 
-    Dtypes: an array and the bias are cast to x's dtype; sums are float32; the result has
-    `out_dtype`, x's if None. A packed weight's numbers are rounded to x's dtype without their row
-    scale, which the sums are multiplied by. Where it is ternary, x becomes int8 a token (BitNet
-    b1.58), and the gradient is that of x at the ternary weight.
+    Dtypes: an array is cast to x's dtype; sums are float32; the result has `out_dtype`, x's if
+    None, and the bias is added in that (a kernel adds that of a packed weight in float32). A packed
+    weight's numbers are rounded to x's dtype without their row scale, which the sums are multiplied
+    by. Where it is ternary, x becomes int8 a token (BitNet b1.58), and the gradient is that of x at
+    the ternary weight.
     Raises: ValueError for a packed weight whose inputs are not x's width.
     """
     if isinstance(weight, Packed) and weight.shape[1] != x.shape[-1]:
@@ -66,10 +67,11 @@ def _linear_xla(x, weight, bias, *, out_dtype):
         precision=precision(x.dtype),
         preferred_element_type=out_dtype or x.dtype,
     )
-    return _add_bias(y, bias)
+    return add_bias(y, bias)
 
 
-def _add_bias(y, bias):
+def add_bias(y: Float[Array, "*B O"], bias: Float[Array, " O"] | None) -> Float[Array, "*B O"]:
+    """y + bias in y's dtype."""
     return y if bias is None else y + _in_last_axis(bias.astype(y.dtype), y.ndim)
 
 
@@ -118,7 +120,7 @@ def _packed_xla(x, packed: Packed, bias, out_dtype):
     x, packed = jax.lax.optimization_barrier((x, packed))
     if packed.scheme == "ternary":
         y = ternary_matmul_reference(*quantize_rows(x), packed, out_dtype=out_dtype)
-        return _add_bias(y, bias)
+        return add_bias(y, bias)
     weight, scale = _parts(packed, x.dtype)
     y = jax.lax.dot_general(
         x,
@@ -128,7 +130,7 @@ def _packed_xla(x, packed: Packed, bias, out_dtype):
         preferred_element_type=out_dtype if scale is None else jnp.float32,
     )
     y = y if scale is None else (y * _in_last_axis(scale, y.ndim)).astype(out_dtype)
-    return _add_bias(y, bias)
+    return add_bias(y, bias)
 
 
 def _packed_pallas(x, packed: Packed, bias, out_dtype):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxllm.ops.linear import add_bias
 from pallas_kernels.matmul_finish import precision
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
@@ -44,7 +45,7 @@ def bit_linear(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bit_linear: bias {list(bias.shape)} is not [O] = [{weight.shape[0]}]")
     y: Array = _bit_product(jnp.dtype(out_dtype or x.dtype), x, weight)
-    return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+    return add_bias(y, bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

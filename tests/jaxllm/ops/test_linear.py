@@ -97,6 +97,9 @@ def test_the_result_may_be_wider():
     assert_as_accurate(y, truth, truth, largest_term=terms(x, weight))
     with pytest.raises(AssertionError, match="error is"):
         assert_as_accurate(linear(x, weight), truth, truth, largest_term=terms(x, weight))
+    bias = jnp.full(8, 1.001, jnp.float32)  # nor is the bias
+    with_bias = linear(x, weight, bias, out_dtype=jnp.dtype(jnp.float32))
+    np.testing.assert_array_equal(with_bias, np.asarray(y) + np.asarray(bias))
 
 
 def test_weights_are_cast_to_the_inputs_dtype():
