@@ -388,12 +388,13 @@ def save_peft(
 def load_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     """Put the adapters of a PEFT folder beside the model's Linears; into its slots if it has some.
 
-    Raises: as `read_folder`, and as `read_peft` if the model has adapters.
+    Raises: as `read_folder`, and as `read_peft` if the model has adapters; ValueError if the model
+    is fused.
     """
     if _adapted(model):
         return set_adapters(model, read_peft(model, folder))
+    linears = _linears(model)  # refuses a fused model
     loaded = _read(model, folder)
-    linears = _linears(model)
     for name, factors in loaded.items():
         kind = _kind(factors)
         module = Adapted(

@@ -553,6 +553,14 @@ def test_folders_that_are_refused(tmp_path, tensors, config, error, words):
     assert not lora.adapters(model)
 
 
+def test_a_fused_model_is_told_so(tmp_path):
+    lora.save_peft(adapted(), tmp_path)
+    model = build(SMALL)
+    jaxllm.fuse(model)
+    with pytest.raises(ValueError, match=r"^lora: .* is several projections joined by jaxllm.fuse"):
+        lora.load_peft(model, tmp_path)
+
+
 def test_what_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no adapter_config.json; give a folder"):
         lora.load_peft(build(SMALL), tmp_path)
