@@ -365,13 +365,13 @@ def _completion(tokenizer: Tokenizer, prompt: str, completion: str, stop: int) -
 
 def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a text that goes on behind another: without the space that some tokenizers put
-    before every text. No merge reaches over the control character, for none holds one.
+    before every text. No merge reaches over the control character, for none holds one; but other
+    tokenizers, which put no space, would split punctuation behind it in another way.
     """
-    mark = tokenizer.encode("\x01", add_special_tokens=False)
-    ids = tokenizer.encode("\x01" + text, add_special_tokens=False)
-    if ids[: len(mark)] == mark:
-        return ids[len(mark) :]
-    return tokenizer.encode(text, add_special_tokens=False)
+    ids = functools.partial(tokenizer.encode, add_special_tokens=False)
+    mark, marked = ids("\x01"), ids("\x01" + text)
+    spaced = ids("\x01a")[len(mark) :] != ids("a")
+    return marked[len(mark) :] if spaced and marked[: len(mark)] == mark else ids(text)
 
 
 def _chat(tokenizer: Tokenizer, messages: list[Any], stop: int, first: int = 0) -> Example:

@@ -13,6 +13,7 @@ from jaxllm import records, train
 from jaxllm.records import Example, Record, encode, encode_preference, encode_records
 from jaxllm.tokenizer import Tokenizer
 
+REPO = Path(__file__).parents[2]
 IGNORE = records.IGNORE
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -123,6 +124,21 @@ def test_a_completion_goes_on_as_generation_would(tokenizer, prompt, completion)
     assert learnt(example)[-1] == tokenizer.eos_id
     decoder = tokenizer.stream(after=before)
     assert decoder.push(learnt(example)[:-1]) + decoder.finish() == completion
+
+
+def test_a_completion_is_split_as_the_model_writes_it():
+    """Punctuation at its beginning is one with what follows, as it is behind a line break."""
+    tokenizer = Tokenizer.from_folder(REPO / "checkpoints" / "tiny-shakespeare")
+    example = encode({"prompt": "thou\n", "completion": "'s great"}, tokenizer)
+    assert whole(example) == [*tokenizer.encode("thou\n's great"), tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("completion", ["_name", "#include <x>", "(yes)", "@property", "'s great"])
+@pytest.mark.parametrize("name", ["mistral-v0.3", "phi3-mini", "qwen2.5"])
+def test_completions_of_real_checkpoints(shared, name, completion):
+    tokenizer = Tokenizer.from_folder(shared / "data" / "tokenizers" / name)
+    example = encode({"prompt": "Field?\n", "completion": completion}, tokenizer, stop_id=2)
+    assert whole(example) == [*tokenizer.encode(f"Field?\n{completion}"), 2]
 
 
 def test_without_a_prompt_everything_is_learnt(tokenizer):
@@ -414,11 +430,10 @@ def test_what_is_ignored_is_what_the_loss_ignores():
     ],
 )
 def test_shipped_data_suits_the_shipped_model(name, count, read):
-    repo = Path(__file__).parents[2]
-    tokenizer = Tokenizer.from_folder(repo / "checkpoints" / "tiny-shakespeare")
-    rows = records.read_records(repo / "examples" / "data" / name)
+    tokenizer = Tokenizer.from_folder(REPO / "checkpoints" / "tiny-shakespeare")
+    rows = records.read_records(REPO / "examples" / "data" / name)
     found = read(rows, tokenizer, length=512, vocab_size=1024)
     assert len(rows) == len(found.examples) == count
     assert (found.long, found.untaught) == (0, 0)
     assert len({json.dumps(row) for row in rows}) == count
-    assert f"| `{name}` | {count} of" in (repo / "examples" / "data" / "README.md").read_text()
+    assert f"| `{name}` | {count} of" in (REPO / "examples" / "data" / "README.md").read_text()
