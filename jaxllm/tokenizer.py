@@ -211,14 +211,21 @@ class Tokenizer:
         """The ids of a whole conversation, and of each whether it is of what the assistant says in
         messages[first:].
 
-        An id is an answer's if its last character is. `extra` as in `apply_chat_template`.
+        An id is an answer's if its last character is; a special token, which may take spaces around
+        it along, if its own first character is. `extra` as in `apply_chat_template`.
         Raises: ValueError as there; or if the template does not let answers be told apart.
         """
         source, variables = self._template(extra)
         text, spans = chat_template.answer_spans(source, messages, variables, first=first)
         encoding = self._encode(text)
-        ends = [end for _, end in encoding.offsets]
-        return encoding.ids, [any(a < end <= b for a, b in spans) for end in ends]
+
+        def place(id_: int, begin: int, end: int) -> int:
+            special = self._tokenizer.id_to_token(id_) in self._special
+            return end - (len(text[begin:end].lstrip()) if special else 1)
+
+        offsets = zip(encoding.ids, encoding.offsets, strict=True)
+        places = [place(id_, *offset) for id_, offset in offsets]
+        return encoding.ids, [any(a <= at < b for a, b in spans) for at in places]
 
     def _encode(self, text: str) -> tokenizers.Encoding:
         """A text alone, checked: the library would panic at half a surrogate pair."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny_tokenizers
 from tokenizers import processors
+import tokenizers
 
 from jaxllm import records, train
 from jaxllm.records import Example, Record, encode, encode_preference, encode_records
@@ -275,6 +276,34 @@ def test_a_template_that_ends_its_answers_gets_no_second_end():
     tokenizer = make(chat_template=CHAT.replace("}}\n", "}}</s>\n"))
     example = encode({"messages": chat("a", "b", "c", "d")}, tokenizer)
     assert learnt(example).count(tokenizer.eos_id) == 2
+
+
+TURN = "{{ m.content }}<|end|>\n"
+SPACED = (
+    "{% for m in messages %}<|{{ m.role }}|>\n" + TURN + "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+BLOCKS = SPACED.replace(
+    TURN,
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}\n"
+    "{% else %}" + TURN + "{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", [SPACED, BLOCKS])
+def test_a_special_token_is_whose_its_own_text_is(template):
+    """As Phi-3's, which take the spaces behind them along, be they the first of an answer."""
+    built = tiny_tokenizers.byte_fallback()
+    roles = ["<|user|>", "<|assistant|>", "<|end|>"]
+    built.add_special_tokens([tokenizers.AddedToken(name, rstrip=True) for name in roles])
+    files = tiny_tokenizers.files(built, eos_token="</s>", chat_template=template)
+    tokenizer = Tokenizer(files)
+    messages = chat("hello", "\n the", "a", " hell")
+    ids, answers = tokenizer.encode_answers(messages)
+    mine = [i for i, answer in zip(ids, answers, strict=True) if answer]
+    end = tokenizer.encode("<|end|>")
+    the, hell = (tokenizer.encode(text) for text in ("the", "hell"))
+    assert mine == [*the, *end, *hell, *end]
 
 
 @pytest.mark.parametrize("name", ["phi3-mini", "qwen2.5"])
