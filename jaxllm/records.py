@@ -278,9 +278,10 @@ def encode(
 ) -> Example:
     r"""The example that a record makes; of several forms in it, the first of these.
 
-    messages: the tokenizer's own chat template; the assistant's messages are targets
-    (`Tokenizer.encode_answers`). prompt and completion: one behind the other as they are, without
-    a space between; the completion is the target. text: all of it is.
+    messages: the tokenizer's own chat template, which is also given the record's `tools`; the
+    assistant's messages are targets (`Tokenizer.encode_answers`). prompt and completion: one behind
+    the other as they are, without a space between; the completion is the target. text: all of it
+    is.
     A BOS comes first where `Tokenizer.encode` writes one, and `stop_id` (the tokenizer's EOS if
     None) last, as a target, so that the model learns to stop; after a chat, only where it ends with
     an answer that has none.
@@ -294,7 +295,8 @@ def encode(
     with _place(record):
         stop = _stop_id(tokenizer, stop_id)
         if messages_key in record:
-            return _chat(tokenizer, _messages(record, messages_key), stop)
+            messages = _objects(record, messages_key, "messages")
+            return _chat(tokenizer, messages, _tools(record), stop)
         if _present(record, prompt_key) and _present(record, completion_key):
             prompt = _text(record, prompt_key)
             return _completion(tokenizer, prompt, _text(record, completion_key), stop)
@@ -334,16 +336,17 @@ def encode_preference(
             prompt = _text(record, prompt_key)
             answers = (_text(record, key) for key in keys)
             return PreferenceExample(*(_completion(tokenizer, prompt, a, stop) for a in answers))
-        chats = [_messages(record, key) for key in keys]
+        chats = [_objects(record, key, "messages") for key in keys]
         if isinstance(prompt_key, str) and isinstance(record.get(prompt_key), list):
-            before = _messages(record, prompt_key)
+            before = _objects(record, prompt_key, "messages")
             chats = [[*before, *chat] for chat in chats]
         else:
             before = _common(*chats)
             if not before:
                 before = [{"role": "user", "content": _text(record, prompt_key)}]
                 chats = [[*before, *chat] for chat in chats]
-        return PreferenceExample(*(_chat(tokenizer, chat, stop, len(before)) for chat in chats))
+        tools, first = _tools(record), len(before)
+        return PreferenceExample(*(_chat(tokenizer, chat, tools, stop, first) for chat in chats))
 
 
 def _common(chosen: list[Any], rejected: list[Any]) -> list[Any]:
@@ -374,8 +377,10 @@ def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     return marked[len(mark) :] if spaced and marked[: len(mark)] == mark else ids(text)
 
 
-def _chat(tokenizer: Tokenizer, messages: list[Any], stop: int, first: int = 0) -> Example:
-    ids, answers = tokenizer.encode_answers(messages, first=first)
+def _chat(
+    tokenizer: Tokenizer, messages: list[Any], tools: list[Any] | None, stop: int, first: int = 0
+) -> Example:
+    ids, answers = tokenizer.encode_answers(messages, first=first, tools=tools)
     if not any(answers):
         raise ValueError("there is no message of the assistant, and so nothing to learn")
     last = len(answers) - 1 - answers[::-1].index(True)
@@ -447,11 +452,16 @@ def _text(record: Mapping[str, Any], key: Key) -> str:
     return values[key] if key in values else key.format_map(values)
 
 
-def _messages(record: Mapping[str, Any], key: str) -> list[Any]:
-    messages = record[key]
-    if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
-        raise ValueError(f"{key!r} must be a list of messages, not {messages!r:.40}")
-    return messages
+def _objects(record: Mapping[str, Any], key: str, what: str) -> list[Any]:
+    objects = record[key]
+    if not (isinstance(objects, list) and all(isinstance(value, dict) for value in objects)):
+        raise ValueError(f"{key!r} must be a list of {what}, not {objects!r:.40}")
+    return objects
+
+
+def _tools(record: Mapping[str, Any]) -> list[Any] | None:
+    """What a chat's template is to show of functions that the model may call."""
+    return None if record.get("tools") is None else _objects(record, "tools", "objects")
 
 
 def _name(key: Key) -> str:

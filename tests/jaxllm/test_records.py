@@ -233,6 +233,8 @@ NO_FORM = "there is no 'messages', no 'prompt' with 'completion' and no 'text'; 
         ({"a": 1, "completion": "y"}, {"prompt_key": ["a", "b"]}, "'a' must be a text, not 1"),
         ({"messages": "hi"}, {}, "'messages' must be a list of messages, not 'hi'"),
         ({"messages": []}, {}, "the list of messages is empty"),
+        ({"messages": [], "tools": "f"}, {}, "'tools' must be a list of objects, not 'f'"),
+        ({"messages": [], "tools": ["f"]}, {}, "'tools' must be a list of objects, not ['f']"),
         ({"messages": [{"role": "user", "content": "a"}]}, {}, "no message of the assistant"),
         ({"text": "\ud800"}, {}, "the text has half a surrogate pair"),
     ],
@@ -276,6 +278,21 @@ def test_a_template_that_ends_its_answers_gets_no_second_end():
     tokenizer = make(chat_template=CHAT.replace("}}\n", "}}</s>\n"))
     example = encode({"messages": chat("a", "b", "c", "d")}, tokenizer)
     assert learnt(example).count(tokenizer.eos_id) == 2
+
+
+def test_the_tools_of_a_chat_are_in_its_template():
+    tokenizer = make(chat_template="{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHAT)
+    messages, other, tools = chat("hello", "there"), chat("hello", "the"), [{"name": "f"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=False, tools=tools)
+    example = encode({"messages": messages, "tools": tools}, tokenizer)
+    assert whole(example) == [*text, tokenizer.eos_id]
+    without = encode({"messages": messages}, tokenizer)
+    assert whole(encode({"messages": messages, "tools": None}, tokenizer)) == whole(without)
+    assert learnt(example) == learnt(without)
+    assert len(example) > len(without)
+    pair = encode_preference({"chosen": messages, "rejected": other, "tools": tools}, tokenizer)
+    assert whole(pair.chosen) == whole(example)
+    assert learnt(pair.rejected) == learnt(encode({"messages": other}, tokenizer))
 
 
 TURN = "{{ m.content }}<|end|>\n"
@@ -353,6 +370,10 @@ def test_a_pair_of_chats_in_each_form():
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are the same"),
         ({"prompt": "a", "chosen": "b", "rejected": 1}, "'chosen' must be a list of messages"),
         ({"chosen": chat("a", "b"), "rejected": chat("c", "b")}, "there is no 'prompt'"),
+        (
+            {"chosen": chat("a", "b"), "rejected": chat("a", "c"), "tools": {}},
+            "'tools' must be a list of objects, not {}",
+        ),
     ],
 )
 def test_bad_pairs(record, sentence):
