@@ -191,6 +191,7 @@ def finetune(
     training, held_out = _split(recipe, records)
     tokenizer = Tokenizer.from_folder(folder)
     keys = {"prompt_key": recipe.prompt_key, "completion_key": recipe.completion_key}
+    data.check_keys([*training, *held_out], *keys.values())
     limit = recipe.length or min(config.max_position_embeddings, LONGEST)
     options: dict[str, Any] = {"length": limit, "vocab_size": config.vocab_size, **keys}
     options["on_long"] = recipe.on_long

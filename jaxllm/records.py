@@ -212,6 +212,21 @@ def encode_preferences(
     return _encode_all(records, one, cut, length, on_long, vocab_size)
 
 
+def check_keys(records: Sequence[Mapping[str, Any]], *keys: Key) -> None:
+    """Raises ValueError if a key is a list with a name that no record has: `encode` leaves it out.
+
+    Of all records, for a part of them may lack what others have.
+    """
+    names = dict.fromkeys(name for record in records for name in record)
+    for key in keys:
+        for name in [] if isinstance(key, str) else key:
+            if name not in names:
+                raise ValueError(
+                    f"data: no record has {name!r}, which the key {','.join(key)!r} names; there "
+                    f"are {_names(names)}"
+                )
+
+
 def check_vocabulary(example: Example | PreferenceExample, vocab_size: int) -> None:
     """Raises ValueError if a token or target is no id of a vocabulary of this size."""
     for part in _parts(example):
@@ -289,7 +304,7 @@ def encode(
     A key is the name of a field. prompt_key and completion_key may also be a format with the names
     of fields, all of which must be there: "Question: {question}\nAnswer:". Or a list of names,
     which are joined by a line break, those that are absent or empty left out:
-    ["instruction", "input"].
+    ["instruction", "input"] (`check_keys` refuses names that no record has).
     Raises: ValueError, with the record's place, if fields are missing or hold something else.
     """
     with _place(record):

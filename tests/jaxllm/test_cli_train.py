@@ -252,6 +252,7 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--profile", "-1"), "profile must be at least 0 steps, got -1"),
         (("--targets", "nothing"), "'nothing' matches no Linear"),
         (("--prompt-key", "{a"), "the format '{a' cannot be read"),
+        (("--prompt-key", "nope,prompt"), "no record has 'nope', which the key 'nope,prompt'"),
         (
             ("--qlora", "int4", "--precision", "fp8"),
             "(--precision) 'fp8' is of plain weights",

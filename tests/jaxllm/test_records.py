@@ -190,6 +190,17 @@ def test_other_keys(key, prompt):
     assert learnt(example) == learnt(expected)
 
 
+def test_a_listed_name_that_no_record_has_is_refused():
+    rows = [{"instruction": "a", "output": "b"}, {"instruction": "a", "input": "c", "output": "b"}]
+    records.check_keys(rows, "prompt", ["instruction", "input"], "{nothing}")
+    sentence = (
+        "^data: no record has 'nope', which the key 'nope,input' names; there are 'instruction', "
+        "'output', 'input'$"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        records.check_keys(rows, "prompt", ["nope", "input"])
+
+
 def test_keys_of_texts_and_chats():
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert whole(encode({"content": "a"}, TINY, text_key="content")) == whole(
