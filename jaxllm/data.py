@@ -164,7 +164,10 @@ def hold_out(items: Sequence[Any], *, fraction: float, seed: int = 0) -> tuple[l
         )
     count = max(1, round(fraction * len(items)))
     if count >= len(items):
-        raise ValueError(f"data: {len(items)} records are too few to hold out {fraction:g} of them")
+        raise ValueError(
+            f"data: too few records to hold out {fraction:g} of them and train on others: "
+            f"{len(items)}; add some, or hold out those of another file (--held-out FILE)"
+        )
     held = set(_permutation(len(items), seed, 0)[:count].tolist())
     kept = [item for i, item in enumerate(items) if i not in held]
     return kept, [item for i, item in enumerate(items) if i in held]
