@@ -204,10 +204,11 @@ def save(
 
     Weights keep their dtypes, bit for bit, and packed ones their codes and scales in the formats of
     compressed-tensors (nvfp4 the reciprocal of the tensor's scale); a table that is packed for both
-    embedding and head becomes a plain embedding and a packed head of its own. More than
-    `max_shard_size` (bytes, or a size such as "500MB") goes to several files. Files get their names
-    only when all are written; what other weights the folder had under those names is removed, and
-    with a tokenizer what else it had of another one.
+    embedding and head becomes a plain embedding and a packed head of its own. Transformers unpacks
+    nvfp4, mxfp4 and mxfp8 to bfloat16, and so reads them beside float32 weights only if it is given
+    dtype=torch.bfloat16. More than `max_shard_size` (bytes, or a size such as "500MB") goes to
+    several files. Files get their names only when all are written; what other weights the folder
+    had under those names is removed, and with a tokenizer what else it had of another one.
     Raises: ValueError if the model is no Transformer or has adapters, the path is a file or empty,
     or the config cannot be said in a config.json; NotImplementedError if a parameter is spread over
     several processes, or a packed weight is one that compressed-tensors cannot say, or has an order

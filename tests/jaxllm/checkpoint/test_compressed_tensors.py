@@ -219,6 +219,26 @@ def test_transformers_reads_what_is_saved(tmp_path, transformers, scheme, size):
     assert far > 2 * near * np.abs(expected).max()  # the packing is felt
 
 
+@pytest.mark.reference
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "mxfp8"])
+def test_transformers_needs_bfloat16_for_numbers_that_it_unpacks_to_it(
+    tmp_path, transformers, scheme
+):
+    """As `save` says."""
+    pytest.importorskip("compressed_tensors")
+    import torch
+
+    model = model_of(scheme)
+    jaxllm.save(model, None, tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    tokens, ours = torch.tensor(np.asarray(TOKENS)), logits(model, TOKENS)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="to have the same dtype"):
+            load(tmp_path)(tokens)
+        theirs = load(tmp_path, dtype=torch.bfloat16)(tokens).logits.float().numpy()
+    np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(ours).max())  # 3 % at most
+
+
 def plain(model):
     """The weights that are not packed, by the names of a file."""
     for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
