@@ -89,7 +89,9 @@ def flatten(model: Transformer) -> Weights:
 
 
 def _forward(weights: Weights, tokens, counts, cache: KVCache):
-    """Logits [B, V] at each row's last real token, and the cache with the real tokens."""
+    """Logits [B, V] at each row's last real token, NaN where the cache has no room for it; and the
+    cache with the real tokens.
+    """
     model = weights.model()
     t = tokens.shape[1]
     real = jnp.arange(t, dtype=jnp.int32)[None, :] < counts[:, None]
@@ -97,7 +99,16 @@ def _forward(weights: Weights, tokens, counts, cache: KVCache):
     assert after is not None
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(hidden, last, axis=1, mode="clip")[:, 0] if t > 1 else hidden[:, 0]
+    # Here it is a part of the norm's kernel, of the logits it would be one of its own
+    hidden = jnp.where(_lost(cache, counts)[:, None], jnp.nan, hidden)
     return model.head(hidden), after
+
+
+def _lost(cache: KVCache, counts) -> Bool[Array, " B"]:
+    """Whether the last of counts[b] more tokens has no slot in the cache."""
+    last = cache.lengths + counts - 1
+    full = [entry.slots(last, counts) >= entry.k.shape[1] for entry in cache.layers]
+    return functools.reduce(jnp.logical_or, full) & (counts > 0)
 
 
 def _check(who: str, weights: Weights, cache: KVCache, **arrays: tuple[Any, str]) -> None:
@@ -134,7 +145,8 @@ def prefill(
 
     Returns the float32 logits of each row's last token, and the cache. Long prompts go in by
     chunks: rows that have no tokens in a chunk keep their `logits` of the chunk before. The cache
-    and `logits` are donated. A row must have room for its tokens: see `KVCache.create`.
+    and `logits` are donated. A row must have room for its tokens, and where it has none its logits
+    are NaN: how full it is only the device knows, for which each call would have to wait.
     Raises: ValueError if shapes or dtypes disagree, or the cache is one of another model.
     """
     _check("prefill", weights, cache, tokens=(tokens, "B, T"), counts=(counts, "B"))
@@ -150,7 +162,8 @@ def prefill(
 def decode_step(
     weights: Weights, tokens: Int[Array, " B"], cache: KVCache
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """One token a row, which must have room for it: float32 logits, and the cache (donated).
+    """One token a row, which must have room for it: float32 logits (NaN if it has none), and the
+    cache (donated).
 
     Raises: ValueError as `prefill`.
     """

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from tiny_checkpoints import read_golden, write_checkpoint
-from tiny_models import TINY, build
+from tiny_models import SLIDING, TINY, build
 
 import jaxllm
 from jaxllm.config import GenerationDefaults, Runtime
@@ -158,6 +158,40 @@ def test_what_decode_step_does_not_take(tokens):
     cache = jaxllm.KVCache.create(TINY, 2, 8, jnp.float32)
     with pytest.raises(ValueError, match=r"^decode_step: tokens must be integers \[B\] of the"):
         jaxllm.decode_step(jaxllm.flatten(build(TINY)), tokens, cache)
+
+
+RINGS = dataclasses.replace(SLIDING, layer_types=("sliding_attention",) * 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_dtype", "room"),
+    [
+        (TINY, jnp.float32, 4),
+        (SLIDING, jnp.float32, 4),  # of one layer a ring
+        (TINY, jnp.int8, 64),  # codes have room for a multiple of 64
+        (RINGS, jnp.float32, None),
+    ],
+)
+def test_logits_of_a_row_without_room_are_nan(config, kv_dtype, room):
+    weights = jaxllm.flatten(build(config, FP32))
+    tokens, few = np.ones((2, 6), int), 2
+    full = 6 if room is None else min(room, 6)
+
+    def prefill(count):
+        cache = jaxllm.KVCache.create(config, 2, 4, kv_dtype)
+        return jaxllm.prefill(weights, tokens, np.asarray([count, few]), cache)
+
+    def lost(logits):
+        return np.isnan(logits).all(-1).tolist()
+
+    logits, cache = prefill(full)
+    assert np.isfinite(logits).all()
+    if room == 4:
+        assert lost(prefill(full + 1)[0]) == [True, False]
+    for length in range(full + 1, (room or 6) + 3):
+        logits, cache = jaxllm.decode_step(weights, tokens[:, 0], cache)
+        most = math.inf if room is None else room
+        assert lost(logits) == [length > most, length - full + few > most]
 
 
 @pytest.mark.parametrize("limit", [8, 20, 300])
