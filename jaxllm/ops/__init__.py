@@ -73,8 +73,8 @@ def check_names(implementation: str | Mapping[str, str]) -> None:
 def explain(op: str, *args: Any, **kwargs: Any) -> dict[str, str | None]:
     """Why each implementation of the op is passed over (None: it would run), as "auto" asks them.
 
-    The arguments are those of the op itself; shapes suffice (`jax.ShapeDtypeStruct`), for nothing
-    is run.
+    The arguments are those of the op itself, in a call that it takes, for what the op refuses is no
+    implementation's reason; shapes suffice (`jax.ShapeDtypeStruct`), for nothing is run.
     """
     table, operands, named = _call("explain", op, args, kwargs)
     del named["implementation"]
