@@ -291,7 +291,8 @@ class KVCache:
             scale for each token and head (`quantize`), in buffers of a multiple of 64 tokens.
 
         Only the device knows how full a row is, so nothing stops a caller who appends more: the
-        tokens beyond `capacity` are lost, and the logits after them are wrong.
+        tokens beyond `capacity` are lost, and the logits after them are wrong (`jaxllm.prefill` and
+        `jaxllm.decode_step` make them NaN).
         Raises: ValueError if batch or capacity is no positive integer, or for another dtype than
         those codes and floats of 16 bits or more.
         """

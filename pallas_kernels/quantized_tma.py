@@ -57,8 +57,8 @@ class CopiedRows:
     across: Any
 
     def read(self) -> list[list[list[list[Any]]]]:
-        """By round and part what `Block.x_of` gives; sums of squares and of parts are on chip behind
-        the next barrier.
+        """By round and part what `Block.x_of` gives; behind the next barrier sums of squares and of
+        parts are on chip.
         """
         squares = [[None] * self._accesses for _ in range(self._groups)]
         found = [

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_tokenizers
-from tokenizers import processors
 import tokenizers
+from tokenizers import processors
 
 from jaxllm import records, train
 from jaxllm.records import Example, Record, encode, encode_preference, encode_records
