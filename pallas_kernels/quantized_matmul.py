@@ -327,20 +327,17 @@ def default_config(
     tile_n = 32 if wide or gated else max(16, grain)
     tile_n = tile_n if (2 * apart or o) % tile_n == 0 else grain
     rounds = -(-sizes.turns(packed) // (8 * splits))
-    found = []
-    if packed.scheme == "int4":
-        # H100, groups of 128, shapes of five models: notes.md
-        if (k > 2048 and m > 4) if m <= sizes.MMA_COLUMNS else (k > 1024 or wide):
-            # A norm and what is turned want whole rows of x
-            most = splits if norm is not None or rotary is not None else sizes.MOST_SPLITS
-            few_turns = (s for s in SPLITS if s >= splits and sizes.turns(packed) <= 16 * s)
-            parts = min(next(few_turns, most), most)
-            ahead = 3 if wide or parts > 1 else 2
-            found.append(Config(grain, 8, ahead, 1, parts, held=True, tma=True))
-        if wide:
-            found.append(Config(tile_n, 8, 2, 1))
-        elif m <= sizes.MMA_COLUMNS and rounds == 2:
-            found.append(Config(grain, 8, 2, 1, held=True))
+    found, few = [], m <= sizes.MMA_COLUMNS
+    # H100, int4 in groups of 128, products of five models (notes.md): which x is held, and how
+    if packed.scheme == "int4" and ((k > 2048 and m > 4) if few else (k > 1024 or wide)):
+        whole_rows = norm is not None or rotary is not None
+        parts = splits if whole_rows else max(splits, _splits_of_held(packed, few=few))
+        ahead = 3 if wide or parts > 1 else 2
+        found.append(Config(grain, 8, ahead, 1, parts, held=True, tma=True))
+    if packed.scheme == "int4" and wide:
+        found.append(Config(tile_n, 8, 2, 1))
+    elif packed.scheme == "int4" and few and rounds == 2:
+        found.append(Config(grain, 8, 2, 1, held=True))
     found += [Config(tile_n, 4, min(2, rounds), 4)] if k <= 1024 else []
     found += [Config(tile_n, 8, ahead, blocks) for blocks in (2, 1) for ahead in (2, 1)]
     found += [Config(tile_n, 4, 2, 1), SMALLEST]
@@ -349,6 +346,17 @@ def default_config(
         if sizes.problem(config, m, packed, apart=apart) is None:
             return config
     raise AssertionError(f"quantized_matmul: no tile fits {m} rows of {packed.shape}")
+
+
+def _splits_of_held(packed: Packed, *, few: bool) -> int:
+    """So many that 8 warps hold x in two rounds; of 8 rows at most in three, or in four if that
+    saves the second launch.
+    """
+    turns = sizes.turns(packed)
+    if few and turns <= 32:
+        return 1
+    each = 24 if few else 16
+    return next((splits for splits in SPLITS if turns <= splits * each), sizes.MOST_SPLITS)
 
 
 def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]:

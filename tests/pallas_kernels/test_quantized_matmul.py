@@ -295,6 +295,8 @@ def test_x_that_registers_hold_as_compiled():
         (9, 4096, 2048, "int4", Config(16, 8, 2, 1, held=True, tma=True)),
         (8, 4096, 2048, "int4", None),
         (8, 4096, 14336, "int4", Config(16, 8, 3, 1, 4, held=True, tma=True)),
+        (8, 3584, 18944, "int4", Config(16, 8, 3, 1, 4, held=True, tma=True)),
+        (8, 3072, 8192, "int4", Config(16, 8, 2, 1, held=True, tma=True)),
         (16, 8192, 28672, "int4", Config(16, 8, 3, 1, 8, held=True, tma=True)),
         (8, 4096, 4096, "int8", None),
     ],
@@ -305,11 +307,12 @@ def test_which_weights_hold_x(m, o, i, form, config):
 
 
 def test_a_norm_wants_whole_rows_of_x():
-    """In more rounds then, without a second launch."""
-    x, weight = shape(8, 8192), shaped(57344, 8192)
-    config = default_config(x, weight, norm=norm(8192), device=H200)
-    assert config == Config(16, 8, 3, 1, held=True, tma=True)
-    assert default_config(x, weight, device=H200).splits == 2
+    """Where x would be held in parts without one, it is read from the chip for each tile."""
+    x, weight = shape(16, 5120), shaped(8192, 5120)
+    assert default_config(x, weight, device=H200) == Config(16, 8, 3, 1, 2, held=True, tma=True)
+    config = default_config(x, weight, norm=norm(5120), device=H200)
+    assert (config.splits, config.held) == (1, False)
+    assert why_not(x, weight, norm=norm(5120), config=config, device=H200) is None
 
 
 def test_warps_take_few_rows():
