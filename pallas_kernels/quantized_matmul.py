@@ -328,6 +328,7 @@ def default_config(
     tile_n = tile_n if (2 * apart or o) % tile_n == 0 else grain
     rounds = -(-sizes.turns(packed) // (8 * splits))
     found, few = [], m <= sizes.MMA_COLUMNS
+    of_fewest = functools.partial(Config, splits=splits)
     # H100, int4 in groups of 128, products of five models (notes.md): which x is held, and how
     if packed.scheme == "int4" and ((k > 2048 and m > 4) if few else (k > 1024 or wide)):
         whole_rows = norm is not None or rotary is not None
@@ -335,14 +336,13 @@ def default_config(
         ahead = 3 if wide or parts > 1 else 2
         found.append(Config(grain, 8, ahead, 1, parts, held=True, tma=True))
     if packed.scheme == "int4" and wide:
-        found.append(Config(tile_n, 8, 2, 1))
+        found.append(of_fewest(tile_n, 8, 2, 1))
     elif packed.scheme == "int4" and few and rounds == 2:
-        found.append(Config(grain, 8, 2, 1, held=True))
-    found += [Config(tile_n, 4, min(2, rounds), 4)] if k <= 1024 else []
-    found += [Config(tile_n, 8, ahead, blocks) for blocks in (2, 1) for ahead in (2, 1)]
-    found += [Config(tile_n, 4, 2, 1), SMALLEST]
+        found.append(of_fewest(grain, 8, 2, 1, held=True))
+    found += [of_fewest(tile_n, 4, min(2, rounds), 4)] if k <= 1024 else []
+    found += [of_fewest(tile_n, 8, ahead, blocks) for blocks in (2, 1) for ahead in (2, 1)]
+    found += [of_fewest(tile_n, 4, 2, 1), dataclasses.replace(SMALLEST, splits=splits)]
     for config in found:
-        config = config if config.tma else dataclasses.replace(config, splits=splits)
         if sizes.problem(config, m, packed, apart=apart) is None:
             return config
     raise AssertionError(f"quantized_matmul: no tile fits {m} rows of {packed.shape}")

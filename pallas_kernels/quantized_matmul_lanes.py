@@ -381,11 +381,10 @@ class Block:
         if c.tma:
             place = {"warp": self.warp, "row": self.row, "across": self.across}
             held = CopiedRows(self.rows, self.rounds, **place).read()
-            gpu.barrier()
         else:
             self.rows.keep(self.ask)
-            gpu.barrier()
-        if c.held and not c.tma:
+        gpu.barrier()
+        if c.held and not held:
             rounds = [word(round_) for round_ in range(self.rounds)]
             held = [[self.x_of(at, which) for which in range(PARTS)] for at in rounds]
         roots = self.finish.roots()

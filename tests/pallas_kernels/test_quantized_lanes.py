@@ -102,6 +102,30 @@ def as_copied(x: Any, start: int, numbers: int) -> np.ndarray:
 
 HELD = partial(Config, held=True)  # x in registers
 TMA = partial(HELD, tma=True)
+OF_CODES: Any = {  # tile_n, warps, ahead, blocks, splits
+    "": ((16, 4, 2, 1), partial(call, 16, 64, 1024, "int4", BF16, "residual")),
+    ", a norm and two rounds of which one is short": (
+        (16, 4, 2, 1),
+        partial(call, 9, 64, 1152, "int4", BF16, "norm bias", epilogue="swiglu"),
+    ),
+    ", small groups": (
+        (32, 4, 1, 1),
+        partial(call, 2, 64, 896, "int4, groups of 32", F16, "bias"),
+    ),
+    ", zero points": ((32, 4, 1, 1), partial(call, 3, 64, 640, "int4, zero points")),
+    ", splits": ((16, 4, 2, 1, 2), partial(call, 9, 64, 2304, "int4", out_dtype=F32)),
+    ", a norm that adds 1": (
+        (32, 4, 1, 1),
+        partial(call, 9, 32, 640, "mxfp8", BF16, "norm centred"),
+    ),
+    ", int8": ((32, 8, 2, 1), partial(call, 12, 64, 1920, "int8", F16)),
+    # Of 10 turns 4, 4 and 2
+    ", splits, of which one is short": (
+        (32, 4, 1, 2, 3),
+        partial(call, 16, 64, 2432, "int4, groups of 64, zero points", F16, out_dtype=F32),
+    ),
+    ", heads": ((32, 4, 2, 1), partial(call, 16, 256, 512, "int4", BF16, "norm heads 2 1 64")),
+}
 
 CALLS: Any = {
     "int4": (Config(16, 4, 2, 1), partial(call, 1, 64, 896, "int4")),
@@ -161,55 +185,8 @@ CALLS: Any = {
         Config(64, 4, 1, 1),
         partial(call, 9, 128, 256, "int8", BF16, "bias residual"),
     ),
-    "held": (HELD(16, 4, 2, 1), partial(call, 16, 64, 1024, "int4", BF16, "residual")),
-    "held, a norm and two rounds of which one is short": (
-        HELD(16, 4, 2, 1),
-        partial(call, 9, 64, 1152, "int4", BF16, "norm bias", epilogue="swiglu"),
-    ),
-    "held, small groups": (
-        HELD(32, 4, 1, 1),
-        partial(call, 2, 64, 896, "int4, groups of 32", F16, "bias"),
-    ),
-    "held, zero points": (HELD(32, 4, 1, 1), partial(call, 3, 64, 640, "int4, zero points")),
-    "held, splits": (HELD(16, 4, 2, 1, 2), partial(call, 9, 64, 2304, "int4", out_dtype=F32)),
-    "held, a norm that adds 1": (
-        HELD(32, 4, 1, 1),
-        partial(call, 9, 32, 640, "mxfp8", BF16, "norm centred"),
-    ),
-    "held, int8": (HELD(32, 8, 2, 1), partial(call, 12, 64, 1920, "int8", F16)),
-    "held, splits, of which one is short": (
-        HELD(32, 4, 1, 2, 3),
-        partial(call, 16, 64, 2432, "int4, groups of 64, zero points", F16, out_dtype=F32),
-    ),
-    "held, heads": (
-        HELD(32, 4, 2, 1),
-        partial(call, 16, 256, 512, "int4", BF16, "norm heads 2 1 64"),
-    ),
-    "tma": (TMA(16, 4, 2, 1), partial(call, 16, 64, 1024, "int4", BF16, "residual")),
-    "tma, a norm and two rounds of which one is short": (
-        TMA(16, 4, 2, 1),
-        partial(call, 9, 64, 1152, "int4", BF16, "norm bias", epilogue="swiglu"),
-    ),
-    "tma, small groups": (
-        TMA(32, 4, 1, 1),
-        partial(call, 2, 64, 896, "int4, groups of 32", F16, "bias"),
-    ),
-    "tma, zero points": (TMA(32, 8, 1, 1), partial(call, 3, 64, 640, "int4, zero points")),
-    "tma, splits": (TMA(16, 4, 2, 1, 2), partial(call, 9, 64, 2304, "int4", out_dtype=F32)),
-    "tma, a norm that adds 1": (
-        TMA(32, 4, 1, 1),
-        partial(call, 9, 32, 640, "mxfp8", BF16, "norm centred"),
-    ),
-    "tma, int8": (TMA(32, 8, 2, 1), partial(call, 12, 64, 1920, "int8", F16)),
-    # Of 10 turns 4, 4 and 2; what lies behind a block's is another's
-    "tma, splits, of which one is short": (
-        TMA(32, 4, 1, 2, 3),
-        partial(call, 16, 64, 2432, "int4, groups of 64, zero points", F16, out_dtype=F32),
-    ),
-    "tma, heads": (
-        TMA(32, 4, 2, 1),
-        partial(call, 16, 256, 512, "int4", BF16, "norm heads 2 1 64"),
-    ),
+    **{f"held{name}": (HELD(*tile), make) for name, (tile, make) in OF_CODES.items()},
+    **{f"tma{name}": (TMA(*tile), make) for name, (tile, make) in OF_CODES.items()},
     "16 bits": (Config(16, 4, 2, 1), partial(call, 5, 48, 992, PLAIN, BF16, "residual")),
     "16 bits, a gate": (
         Config(32, 4, 3, 1),
