@@ -387,9 +387,11 @@ def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     tokenizers, which put no space, would split punctuation behind it in another way.
     """
     ids = functools.partial(tokenizer.encode, add_special_tokens=False)
-    mark, marked = ids("\x01"), ids("\x01" + text)
-    spaced = ids("\x01a")[len(mark) :] != ids("a")
-    return marked[len(mark) :] if spaced and marked[: len(mark)] == mark else ids(text)
+    if tokenizer.puts_space_before:
+        mark, marked = ids("\x01"), ids("\x01" + text)
+        if marked[: len(mark)] == mark:
+            return marked[len(mark) :]
+    return ids(text)
 
 
 def _chat(

@@ -6,6 +6,7 @@ turns ids into text as they come; its pieces together are what `decode` makes of
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -128,6 +129,12 @@ class Tokenizer:
             path = Path(folder) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+
+    @functools.cached_property
+    def puts_space_before(self) -> bool:
+        """Whether it encodes a text as if a space stood before it."""
+        mark, marked, alone = (self._encode(text).ids for text in ("\x01", "\x01a", "a"))
+        return marked[len(mark) :] != alone
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, after the BOS, or what else prompts of this checkpoint begin with.

@@ -109,8 +109,6 @@ class Checkpoints:
                 best_fn=_measure,
                 best_mode="min",
                 read_only=read_only,
-                create=not read_only,
-                save_interval_steps=0 if read_only else 1,
                 preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
             ),
         )

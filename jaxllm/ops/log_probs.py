@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.ops.linear import linear
-from jaxllm.ops.loss import check_linear, check_logits, chunk_tokens, logits_at
+from jaxllm.ops.loss import check_linear, chunk_tokens, target_log_probs
 from pallas_kernels.cross_entropy import as_int32
 from pallas_kernels.packed import Packed
 
@@ -26,11 +26,7 @@ def log_probs(
     Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
     a traced one makes its result NaN.
     """
-    check_logits("log_probs", logits, targets, ignore_index)
-    logits, targets = logits.astype(jnp.float32), as_int32(targets)
-    counted = targets != ignore_index
-    found = logits_at(logits, targets, counted) - jax.nn.logsumexp(logits, axis=-1)
-    return jnp.where(counted, found, jnp.float32(0))
+    return target_log_probs("log_probs", logits, targets, ignore_index)[0]
 
 
 def linear_log_probs(

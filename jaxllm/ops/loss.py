@@ -45,12 +45,8 @@ def cross_entropy(
     Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
     a traced one makes the loss NaN.
     """
-    check_logits("cross_entropy", logits, targets, ignore_index)
-    targets = as_int32(targets)
-    counted = targets != ignore_index
-    logits = logits.astype(jnp.float32)
-    losses = jax.nn.logsumexp(logits, axis=-1) - logits_at(logits, targets, counted)
-    return jnp.sum(jnp.where(counted, losses, jnp.float32(0))), jnp.sum(counted, dtype=jnp.int32)
+    found, counted = target_log_probs("cross_entropy", logits, targets, ignore_index)
+    return jnp.sum(-found), jnp.sum(counted, dtype=jnp.int32)
 
 
 def linear_cross_entropy(
@@ -89,14 +85,20 @@ def linear_cross_entropy(
     return run(hidden, head, targets, **kwargs)
 
 
-def check_logits(op: str, logits, targets, ignore_index) -> None:
-    """What `cross_entropy` and `log_probs` refuse, in the name of `op`."""
+def target_log_probs(
+    op: str, logits: Float[Array, "*B V"], targets: Integer[Array, "*B"], ignore_index: int
+) -> tuple[Float[Array, "*B"], Bool[Array, "*B"]]:
+    """`ops.log_probs`, and which targets count; what it refuses, in the name of `op`."""
     if not jnp.issubdtype(logits.dtype, jnp.floating) or logits.ndim < 1:
         raise ValueError(
             f"{op}: logits must be floats [.., V], got {logits.dtype}{list(logits.shape)}"
         )
     check_targets(op, targets, logits.shape[:-1], ignore_index)
     _check_concrete(op, targets, logits.shape[-1], ignore_index)
+    logits, targets = logits.astype(jnp.float32), as_int32(targets)
+    counted = targets != ignore_index
+    found = logits_at(logits, targets, counted) - jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(counted, found, jnp.float32(0)), counted
 
 
 def chunk_tokens(tokens: int, vocab_size: int) -> int:
