@@ -102,7 +102,7 @@ def quantized_matmul(
     chosen: Any = (
         config
         or _tuned(x, packed, norm=norm, device=device, **around)
-        or default_config(x, packed, **around, device=device)
+        or default_config(x, packed, norm=norm, **around, device=device)
     )
     static = Static(
         "quantized_matmul" + "_norm" * (norm is not None) + f"_{epilogue}" * bool(epilogue),

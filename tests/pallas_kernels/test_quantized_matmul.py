@@ -315,6 +315,18 @@ def test_a_norm_wants_whole_rows_of_x():
     assert why_not(x, weight, norm=norm(5120), config=config, device=H200) is None
 
 
+@pytest.mark.parametrize(("m", "k"), [(16, 5120), (9, 8192), (5, 8448), (7, 12288)])
+def test_a_call_with_a_norm_gets_whole_rows(m: int, k: int):
+    """Such as without a norm would be held in parts."""
+    x, weight = shape(m, k), shaped(256, k)
+    assert default_config(x, weight, device=H200).splits > 1
+
+    def run(x, weight, scale):
+        return quantized_matmul(x, weight, norm=norm(k)._replace(weight=scale), interpret=True)
+
+    assert jax.eval_shape(run, x, weight, shape(k)).shape == (m, 256)
+
+
 def test_warps_take_few_rows():
     run = partial(quantized_matmul, config=Config(ahead=1), interpret=True)
     with pytest.raises(ValueError, match="^quantized_matmul: .*warps take 16 rows of x at most"):
