@@ -88,17 +88,18 @@ def tiled_layout(
     *,
     warp_dims: Sequence[int],
     lane_dims: Sequence[int],
+    vector_dim: int = -1,
 ) -> Any:
     """Who holds what of an array in registers, dimensions of length one left out.
 
     `tiles` cut the array, each the one before; the dimensions that result, counted from the end,
-    belong to warps or lanes; the last is the vector that one thread loads at once.
+    belong to warps or lanes; `vector_dim` is the vector that one thread loads at once.
     """
     layout = fragmented_array.TiledLayout(
         fragmented_array.Tiling(tuple(map(tuple, tiles))),
         tuple(warp_dims),
         tuple(lane_dims),
-        -1,
+        vector_dim,
         _check_canonical=False,
     ).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)

@@ -376,11 +376,11 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
     ]
     found += [
         Tiles(tile_m, tile_n, stages, splits)
-        for tile_m in (64, 128, 256)
-        for tile_n in (64, 128)
-        for stages in (2, 3, 4)
+        for tile_m in (32, 64, 96, 128, 192, 256)
+        for tile_n in (64, 128, 192, 256)
+        for stages in (2, 3, 4, 6)
         for splits in SPLITS
-        if not _is_few(m, packed) and tile_m < 2 * max(m, 64)
+        if not _is_few(m, packed) and tile_m < 2 * m and (m <= 64 or tile_m > 64)
     ]
     default = default_config(x, packed, device=device, **keywords)
     return [c for c in found if c != default and _problem(c, m, packed, apart) is None]
@@ -453,14 +453,16 @@ def _plain(static: Static, x, packed, norm, bias, residual, angles=None, cache=N
 def _quantized_matmul(static: Static, x, packed, norm, bias, residual, angles, cache):
     def products(static, packed, norm=None, bias=None, residual=None):
         if isinstance(static.config, Tiles):
-            return tile_products(static, x, packed, bias, residual)
+            y = tile_products(static, x, packed, bias, residual)
+            return y[None] if y.ndim == 2 else jnp.swapaxes(y, 1, 2)[:, : x.shape[0]]
         around = (norm, bias, residual, angles, cache)
         return kernel.warp_products(static, x, packed, *around, plain=_plain)
 
     if cache is not None:
         y, *held = products(static, packed, norm, bias)
         return y[0], *held
-    if static.config.splits == 1:
+    apart = isinstance(static.config, Tiles) and static.out_dtype == "float32"
+    if static.config.splits == 1 and not apart:
         return products(static, packed, norm, bias, residual)[0]
     assert norm is None, "a norm's root is that of whole rows"
     of_sums = dataclasses.replace(static, out_dtype="float32", gated=False)

@@ -1,19 +1,20 @@
 """The kernel of `quantized_matmul` for more rows of x than `warps` has registers for.
 
-x is multiplied by tiles of the weight that lie in shared memory as numbers of x's dtype. A
-warpgroup of few registers brings x, codes, scales and zero points through the copy engine (TMA)
-into a ring of stages, 64 bytes of codes of each row a stage. Others expand the codes, 64 numbers of
-each row at a time, into a second ring of 128-byte swizzled tiles, while the last ones multiply
-(wgmma, both operands in shared memory) what was expanded before. Blocks stay on their
-multiprocessors and take tile after tile in an order that snakes through groups of rows; with
-`splits`, several blocks divide K, and their float32 sums are added behind the kernel in a fixed
-order. What happens to a code between its word and its number is `quantized_unpack`'s, and plain JAX
-in the interpreter, which sees all the rest. Imported only by quantized_matmul.py.
+x is multiplied by tiles of the weight that become numbers of x's dtype in registers. A warpgroup of
+few registers brings x, codes, scales and zero points through the copy engine (TMA) into a ring of
+stages, 64 bytes of codes of each row a stage. Each of the others takes 64 rows of the weight (of
+gate and of up), expands their codes, 64 numbers of each row at a time, and multiplies what it holds
+(wgmma, whose left operand is the weight, from registers, and whose right one is x, on chip) while
+it expands the next. So sums stand with a row of the weight in a row, and are turned on their way
+out. Blocks stay on their multiprocessors and take tile after tile in an order that snakes through
+groups of rows; with `splits`, several blocks divide K, and their float32 sums are added behind the
+kernel in a fixed order. What happens to a code between its word and its number is
+`quantized_unpack`'s, and plain JAX in the interpreter, which sees all the rest. Imported only by
+quantized_matmul.py.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -26,12 +27,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.packed import Packed
-from pallas_kernels.quantized_expand import numbers
+from pallas_kernels.quantized_expand import halves as halves_of
+from pallas_kernels.quantized_expand import layout, load_turned, numbers, store_turned
 from pallas_kernels.quantized_matmul_config import Static
 from pallas_kernels.quantized_tiles_config import (
     CHUNK,
     CODE_BYTES,
-    ROWS,
     Tiles,
     grouped_arrays,
     groups_of,
@@ -42,8 +43,9 @@ from pallas_kernels.quantized_tiles_config import (
 from pallas_kernels.ring import Ring
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
-# 40 + 88 + 2 * 184 of the 512 that four warpgroups share; with one consumer all have enough
-PRODUCER_REGISTERS, EXPANDER_REGISTERS, CONSUMER_REGISTERS = 40, 88, 184
+# Of a thread that brings and of one that multiplies, by consumers; five warpgroups begin with 96
+REGISTERS = {1: None, 2: (40, 232), 3: (32, 160), 4: (24, 112)}
+SUMS_LINE = LINE_BYTES // 4  # float32 sums side by side
 
 
 def _tiles(static: Static) -> Tiles:
@@ -52,25 +54,24 @@ def _tiles(static: Static) -> Tiles:
 
 
 def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
-    """[splits, M, N] of x [M, K]: of more splits than one each its part of the sums."""
+    """x [M, K] times the weight, [M, F] of 16 bits with all that follows; or float32 sums alone,
+    [splits, O, M rounded up to 8], of more splits than one each its part.
+    """
     c, interpret = _tiles(static), static.interpret
     gated, out_dtype = static.gated, jnp.dtype(static.out_dtype)
+    sums_alone = out_dtype == jnp.float32
     rest = 1.0 if interpret else unpack.rest(packed.scheme, x.dtype)
     halves, size = 1 + gated, step(packed.scheme)
     (m, k), chunks = x.shape, size // CHUNK
     width, tile_width = packed.shape[0] // halves, c.tile_n // halves
-    rows, blocks = c.tile_m // c.consumers, c.tile_n // ROWS // c.expanders
+    consumers, mine = c.consumers, WGMMA_ROWS // halves  # rows of each half that a consumer has
     tiles = (-(-m // c.tile_m), -(-width // tile_width))
     steps = k // size
     grouped, groups = grouped_arrays(packed), groups_of(packed)
     per = max(1, (packed.group_size or k) // size)  # steps that share a group
     few = min(c.tile_m, -(-m // 8) * 8)  # rows behind them end in rows that are not written
-    slice_width = min(tile_width, LINE_BYTES // out_dtype.itemsize)
-    slices = [
-        (row, column)
-        for row in range(0, rows, WGMMA_ROWS)
-        for column in range(0, tile_width, slice_width)
-    ]
+    line = SUMS_LINE if sums_alone else WGMMA_ROWS  # rows of x in a slice of the result
+    slices = [(start, min(line, c.tile_m - start)) for start in range(0, c.tile_m, line)]
     vectors = {"row_scale": packed.row_scale, "bias": bias}
     vectors = {name: each for name, each in vectors.items() if each is not None}
     # the second half's numbers lie so far behind the start of what was copied
@@ -79,10 +80,10 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
     def body(x_ref, codes_ref, *refs, **scratch):
         *given, residual_ref, out_ref = refs
         given = dict(zip((*grouped, *vectors), given, strict=True))
-        x_s, codes_s, numbers_s, slots = (scratch[n] for n in ("x", "codes", "numbers", "out"))
+        x_s, codes_s, slots = (scratch[n] for n in ("x", "codes", "out"))
         stages = Ring(scratch["full"], scratch["empty"], c.stages)
-        buffers = Ring(scratch["ready"], scratch["free"], c.buffers)
         group = lax.axis_index("group")
+        registers = REGISTERS[consumers]
 
         def each_tile(step_of) -> Any:
             """step_of(part, row, column, steps of K, first stage) -> next stage, for every tile."""
@@ -101,8 +102,8 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
             return end
 
         def produce():
-            if c.consumers > 1:
-                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            if registers is not None:
+                plgpu.set_max_registers(registers[0], action="decrease")
 
             def tile(_part, row, column, inner, at):
                 def load(i, at):
@@ -155,92 +156,81 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
 
             stages.drain(end)
 
-        def expand():
-            if c.consumers > 1:
-                plgpu.set_max_registers(EXPANDER_REGISTERS, action="decrease")
-            first = (group - c.consumers - 1) * blocks
-
-            def block(i, slot, buffer, chunk):
-                start = (first + i) * ROWS
-                half, inside = (f(start, jnp.int32(tile_width)) for f in (lax.div, lax.rem))
-                of = {
-                    each: scratch[each].at[slot, half, :, pl.ds(inside + half * early[each], ROWS)]
-                    for each in grouped
-                }
-                codes = codes_s.at[slot, pl.ds(start, ROWS)]
-                found = numbers(codes, of, packed, x.dtype, chunk, interpret=interpret)
-                numbers_s.at[buffer, pl.ds(start, ROWS)][...] = found
-
-            def tile(_part, _row, _column, inner, at):
-                def stage(_, at):
-                    slot = stages.wait(at)
-                    for chunk in range(chunks):
-                        buffer = buffers.claim(at * chunks + chunk)
-                        for i in range(blocks):
-                            block(i, slot, buffer, chunk)
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(buffers.full.at[buffer])
-                    stages.give_back(at)
-                    return at + 1
-
-                return lax.fori_loop(inner[0], inner[1], stage, at)
-
-            buffers.drain(each_tile(tile) * chunks)
-
         def consume():
-            if c.consumers > 1:
-                plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            mine = pl.ds(group * rows, rows)
+            if registers is not None:
+                plgpu.set_max_registers(registers[1], action="increase")
+            first = group * mine
 
-            def multiply(inner, at, acc):
-                def stage(at, *, first):
+            def place_of(each, half):
+                return pl.ds(first + half * early[each], mine)
+
+            def multiply(inner, at):
+                """The next stage, and the sums [64, tile_m]: first of gate, then of up."""
+
+                def stage(i, carry):
+                    at, total = carry
                     slot = stages.wait(at)
                     for chunk in range(chunks):
-                        turn = at * chunks + chunk
-                        buffer = buffers.wait(turn)
-                        plgpu.wgmma(acc, x_s.at[slot, chunk].at[mine], numbers_s.at[buffer].T)
-                        if first and chunk == 0:
-                            continue
-                        plgpu.wgmma_wait(1)  # the one before is done
-                        buffers.give_back(turn - 1)
-                        if chunk == 0:
-                            stages.give_back(at - 1)
-                    return at + 1
+                        codes = [
+                            codes_s.at[slot, pl.ds(first + half * tile_width, mine)]
+                            for half in range(halves)
+                        ]
+                        of = {
+                            each: [
+                                scratch[each].at[slot, half, :, place_of(each, half)]
+                                for half in range(halves)
+                            ]
+                            for each in grouped
+                        }
+                        left = numbers(codes, of, packed, x.dtype, chunk, interpret=interpret)
+                        if chunk == 0:  # the stage before this has been read
+                            left, total = _compat.wgmma_wait(0, left, total)
 
-                begin, end = inner
-                at = stage(at, first=True)
-                at = lax.fori_loop(begin + 1, end, lambda _, at: stage(at, first=False), at)
-                total = acc[...]
-                buffers.give_back(at * chunks - 1)
+                            @pl.when(i > inner[0])
+                            def _():
+                                stages.give_back(at - 1)
+
+                        left, total = _compat.wgmma_ready(left, total, interpret=interpret)
+                        right = x_s.at[slot, chunk]
+                        total = _compat.wgmma(
+                            total, left, right, transpose_b=True, interpret=interpret
+                        )
+                    # the next stage writes the registers that all products but the last have read
+                    return at + 1, _compat.wgmma_wait(chunks - 1, total)
+
+                zeros = jnp.zeros((WGMMA_ROWS, c.tile_m), jnp.float32)
+                zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+                at, total = lax.fori_loop(inner[0], inner[1], stage, (at, zeros))
+                total = _compat.wgmma_wait(0, total)
                 stages.give_back(at - 1)
-                return total
+                return at, total
 
-            def finished(total, row, column, half):
-                """A slice of the sums with what belongs to its columns."""
+            def finished(total, start, count, half):
+                """A slice of the sums with what belongs to its rows."""
 
                 def vector_of(each):
-                    place = scratch[each].at[half, pl.ds(column + half * early[each], slice_width)]
-                    part = _compat.load(place, plgpu.Layout.WGMMA.reduce(0)).astype(jnp.float32)
-                    part = lax.broadcast_in_dim(part, (WGMMA_ROWS, slice_width), (1,))
-                    return plgpu.layout_cast(part, plgpu.Layout.WGMMA)
+                    place = scratch[each].at[half, place_of(each, half)]
+                    part = _compat.load(place, layout(mine).reduce(1)).astype(jnp.float32)
+                    wide = lax.broadcast_in_dim(part, (mine, count), (0,))
+                    return plgpu.layout_cast(wide, layout(mine))
 
-                column_ = column + half * tile_width
-                y = total[row : row + WGMMA_ROWS, column_ : column_ + slice_width]
+                y = total[:, start : start + count]
                 y = y if rest == 1 else y * rest  # powers of two
                 y = y * vector_of("row_scale") if "row_scale" in vectors else y
                 return y + vector_of("bias") if "bias" in vectors else y
 
             def tile(part, row, column, inner, at):
-                row = row + group * rows
+                column = column + first
 
                 def target(ref, i):
-                    down, across = slices[i]
-                    return ref.at[
-                        pl.ds(row + down, WGMMA_ROWS), pl.ds(column + across, slice_width)
-                    ]
+                    start, count = slices[i]
+                    if sums_alone:
+                        return ref.at[part, pl.ds(column, WGMMA_ROWS), pl.ds(row + start, count)]
+                    return ref.at[pl.ds(row + start, count), pl.ds(column, mine)]
 
                 def slot_rows(i):
-                    return rows_as_copied(slots, (group, i % 2), 0, WGMMA_ROWS, interpret)
+                    rows = WGMMA_ROWS if sums_alone else slices[i][1]
+                    return rows_as_copied(slots, (group, i % 2), 0, rows, interpret)
 
                 def load_residual(i):
                     barrier = scratch["residual"].at[group, i % 2]
@@ -250,42 +240,43 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     for i in range(min(2, len(slices))):
                         load_residual(i)
-                total = pl.run_scoped(
-                    functools.partial(multiply, inner, at),
-                    plgpu.WGMMAAccumulatorRef((rows, c.tile_n), jnp.float32),
-                )
+                at, total = multiply(inner, at)
+                sums: Any = halves_of(total, interpret=interpret) if gated else (total,)
                 if vectors:
                     plgpu.barrier_wait(scratch["vectors_full"])
-                for i, (down, across) in enumerate(slices):
-                    slot = slots.at[group, i % 2]
-                    y = finished(total, down, across, 0)
+                for i, (start, count) in enumerate(slices):
+                    slot = slots.at[group, i % 2, pl.ds(0, WGMMA_ROWS if sums_alone else count)]
+                    y = finished(sums[0], start, count, 0)
                     if gated:
-                        y = jax.nn.silu(y) * finished(total, down, across, 1)
+                        y = jax.nn.silu(y) * finished(sums[1], start, count, 1)
                     if residual is not None:
                         plgpu.barrier_wait(scratch["residual"].at[group, i % 2])
-                        y = y + _compat.load(slot, plgpu.Layout.WGMMA).astype(jnp.float32)
+                        added = load_turned(slot, interpret=interpret)
+                        y = y + added.astype(jnp.float32)
                     else:  # the copy before the last has left its slot; the last one too, if the
                         # tile before this one ended in the same slot
                         again = i == 0 and len(slices) % 2
                         plgpu.wait_smem_to_gmem(0 if again else 1, wait_read_only=True)
-                    slot[...] = y.astype(out_dtype)
+                    y = y.astype(out_dtype)
+                    if sums_alone:
+                        slot[...] = y
+                    else:
+                        store_turned(slot, y, interpret=interpret)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(slot_rows(i), target(out_ref.at[part], i))
+                    plgpu.copy_smem_to_gmem(slot_rows(i), target(out_ref, i))
                     if residual is not None and i + 2 < len(slices):
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         load_residual(i + 2)
                 if vectors:
                     plgpu.barrier_arrive(scratch["vectors_empty"])
-                return at + inner[1] - inner[0]
+                return at
 
             each_tile(tile)
             plgpu.wait_smem_to_gmem(0)
 
-        lax.cond(
-            group < c.consumers, consume, lambda: lax.cond(group == c.consumers, produce, expand)
-        )
+        lax.cond(group == consumers, produce, consume)
 
-    dtype = x.dtype
+    dtype, columns = x.dtype, SUMS_LINE if sums_alone else mine
     scratch: dict[str, Any] = {
         "x": plgpu.SMEM(
             (c.stages, chunks, c.tile_m, CHUNK), dtype, transforms=wgmma_transforms(CHUNK, dtype)
@@ -295,20 +286,15 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
             packed.codes.dtype,
             transforms=wgmma_transforms(CODE_BYTES, packed.codes.dtype),
         ),
-        "numbers": plgpu.SMEM(
-            (c.buffers, c.tile_n, CHUNK), dtype, transforms=wgmma_transforms(CHUNK, dtype)
-        ),
         "out": plgpu.SMEM(
-            (c.consumers, 2, WGMMA_ROWS, slice_width),
+            (consumers, 2, WGMMA_ROWS, columns),
             out_dtype,
-            transforms=wgmma_transforms(slice_width, out_dtype),
+            transforms=wgmma_transforms(columns, out_dtype),
         ),
         "full": plgpu.Barrier(
             num_arrivals=chunks + halves * (1 + len(grouped)), num_barriers=c.stages
         ),
-        "empty": plgpu.Barrier(num_arrivals=c.consumers + c.expanders, num_barriers=c.stages),
-        "ready": plgpu.Barrier(num_arrivals=c.expanders, num_barriers=c.buffers),
-        "free": plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.buffers),
+        "empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=c.stages),
     }
     for each, array in grouped.items():
         wide = whole_copies(tile_width + early[each], array.dtype)
@@ -318,17 +304,18 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
         scratch[each] = plgpu.SMEM((halves, wide), array.dtype)
     if vectors:
         scratch["vectors_full"] = plgpu.Barrier(num_arrivals=halves * len(vectors))
-        scratch["vectors_empty"] = plgpu.Barrier(num_arrivals=c.consumers)
+        scratch["vectors_empty"] = plgpu.Barrier(num_arrivals=consumers)
     if residual is not None:
-        scratch["residual"] = plgpu.Barrier(num_barriers=(c.consumers, 2))
+        scratch["residual"] = plgpu.Barrier(num_barriers=(consumers, 2))
+    shape = (c.splits, width, -(-m // 8) * 8) if sums_alone else (m, width)
     return _compat.kernel(
         body,
         name=static.name,
-        out_type=jax.ShapeDtypeStruct((c.splits, m, width), out_dtype),
+        out_type=jax.ShapeDtypeStruct(shape, out_dtype),
         scratch_types=scratch,
         grid=(min(static.num_sms, math.prod(tiles) * c.splits),),
         grid_names=("block",),
-        num_threads=c.consumers + 1 + c.expanders,
+        num_threads=consumers + 1,
         thread_name="group",
         interpret=interpret,
         approx_math=True,

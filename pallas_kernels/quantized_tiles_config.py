@@ -18,9 +18,10 @@ from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS
 
 CODE_BYTES = 64  # of a row of the weight, in a stage
 CHUNK = 64  # numbers of a row that are expanded and multiplied at a time: 128 bytes
-ROWS = 64  # of the weight that a warpgroup expands at a time
-HELD = 8  # numbers side by side that a thread expands: 16 bytes
 COPIED_BYTES = 128  # where the copy engine writes begins at a multiple of them
+SLICE = 32  # rows of x whose sums, in float32, fill a line on chip
+# Rows of x for whose sums each of so many consumers has registers
+MOST_M = {1: 256, 2: 256, 3: 128, 4: 96}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,18 +40,8 @@ class Tiles:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that multiply, and share the rows of x."""
-        return min(2, self.tile_m // WGMMA_ROWS)
-
-    @property
-    def expanders(self) -> int:
-        """Warpgroups that expand, and share the rows of the weight."""
-        return min(3 - self.consumers, self.tile_n // ROWS)
-
-    @property
-    def buffers(self) -> int:
-        """Of expanded numbers: one is written while another is read."""
-        return 2 if self.tile_n * self.tile_m > 128 * 128 else 4
+        """Warpgroups that expand and multiply, and share the rows of the weight."""
+        return self.tile_n // WGMMA_ROWS
 
 
 def step(scheme: str) -> int:
@@ -83,27 +74,28 @@ def too_early(width: int, dtype) -> int:
 
 
 def shared_bytes(config: Tiles, packed: Packed, *, gated: bool) -> int:
-    """On chip: both rings, two slices of the result a consumer, what follows the sums, barriers."""
+    """On chip: the ring, two slices of the result a consumer, what follows the sums, barriers."""
     c, halves = config, 1 + gated
     stage = c.tile_m * step(packed.scheme) * 2 + c.tile_n * CODE_BYTES
     for each in grouped_arrays(packed).values():
         wide = whole_copies(c.tile_n // halves, each.dtype) * each.dtype.itemsize
         stage += halves * groups_of(packed) * wide
-    slices = 2 * c.consumers * WGMMA_ROWS * LINE_BYTES
-    numbers = c.buffers * c.tile_n * CHUNK * 2
-    return c.stages * stage + numbers + slices + 4096
+    slices = 2 * c.consumers * WGMMA_ROWS * LINE_BYTES // halves
+    return c.stages * stage + slices + 4096
 
 
 def problem(config: Tiles, packed: Packed, *, gated: bool) -> str | None:
     """What speaks against the config."""
-    c, least = config, ROWS * (1 + gated)
-    steps = -(-packed.shape[1] // step(packed.scheme))
-    whole = c.tile_n in (64, 128) and c.tile_n % least == 0
+    c, steps = config, -(-packed.shape[1] // step(packed.scheme))
     gated = gated and c.splits == 1
-    size_bytes = shared_bytes(c, packed, gated=gated) if whole and c.stages > 0 else 0
+    wrong_n = c.tile_n % WGMMA_ROWS != 0 or c.consumers not in MOST_M
+    most_m = 0 if wrong_n else MOST_M[c.consumers]
+    wrong_m = c.tile_m % SLICE != 0 or not 0 < c.tile_m <= most_m
+    wrong = wrong_n or wrong_m or c.stages < 2
+    size_bytes = 0 if wrong else shared_bytes(c, packed, gated=gated)
     problems = {
-        "tile_m must be 64, 128 or 256": c.tile_m not in (64, 128, 256),
-        f"tile_n must be {' or '.join(str(n) for n in (64, 128) if n >= least)}": not whole,
+        f"tile_n must be a multiple of {WGMMA_ROWS} to {WGMMA_ROWS * max(MOST_M)}": wrong_n,
+        f"tile_m must be a multiple of {SLICE} to {most_m} beside {c.tile_n} tile_n": wrong_m,
         "stages must be 2 at least, snake 1": c.stages < 2 or c.snake < 1,
         f"splits must be 1 to {MOST_SPLITS}, and to the {steps} steps of K": (
             not 1 <= c.splits <= min(MOST_SPLITS, steps)
@@ -119,7 +111,7 @@ def why_not(packed: Packed) -> str | None:
     if o % 16:
         return f"takes outputs in multiples of 16, got {o}"
     group, size = packed.group_size or i, step(packed.scheme)
-    parts = CHUNK % group == 0 and group % (2 * HELD) == 0
+    parts = CHUNK % group == 0 and group % 16 == 0
     wholes = group % CHUNK == 0 and (group % size == 0 or size % group == 0)
     if packed.scale is not None and not (parts or wholes):
         return f"groups of {group} straddle the {CHUNK} inputs that are expanded at a time"
@@ -127,27 +119,28 @@ def why_not(packed: Packed) -> str | None:
 
 
 def default_tiles(m: int, packed: Packed, *, gated: bool, num_sms: int) -> Tiles:
-    """The tile with the least work in the last wave; K divided where tiles are few.
-
-    Predicted, by what tiles of `matmul` measured.
-    """
-    o, i = packed.shape
-    # more rows of x share what is expanded (128 x 256 would need more registers than four
-    # warpgroups can be compiled for)
-    tiles = [(64, 128, 1.5), (128, 128, 1.2), (256, 128, 1.0)]
-    tiles = tiles[:1] if m <= WGMMA_ROWS else tiles[1:]
-
-    def count(tile) -> int:
-        return -(-m // tile[0]) * -(-o // tile[1])
-
-    def cost(tile) -> float:
-        return -(-count(tile) // num_sms) * tile[0] * tile[1] * tile[2]
-
-    tile = min(tiles, key=cost)
+    """The tile with the least work in all its waves, by what tiles of int4 took on an H100."""
+    (o, i), rows = packed.shape, -(-m // SLICE) * SLICE
     steps = i // step(packed.scheme)
-    splits = max(1, min(MOST_SPLITS, num_sms // count(tile), steps // 4))
-    for stages in (6, 4, 3, 2):
-        config = Tiles(tile[0], tile[1], stages, splits)
-        if problem(config, packed, gated=gated) is None:
-            return config
-    raise AssertionError(f"quantized_matmul: no two stages of {tile} fit the shared memory")
+    # of so many consumers: what one expands hides behind what others multiply
+    shares = {1: 1.45, 2: 1.1, 3: 1.04, 4: 1.0}
+
+    def us(config: Tiles) -> float:
+        tiles = -(-m // config.tile_m) * -(-o // config.tile_n)
+        waves = -(-tiles * config.splits // num_sms)
+        share = shares[config.consumers] - 0.1 * (config.tile_m > 128)
+        each = max(3.4e-5, 3.3e-7 * config.tile_m) * share  # of a number of the weight
+        total = waves * config.tile_n * -(-steps // config.splits) * step(packed.scheme) * each
+        # the second launch, and sums to memory and back
+        added = 2.5 + config.splits * m * o * 8 / 2.5e6 if config.splits > 1 else 0
+        return total + added
+
+    found = [
+        Tiles(tile_m, WGMMA_ROWS * consumers, stages, splits)
+        for consumers, most in MOST_M.items()
+        for tile_m in sorted({min(rows, each) for each in (128, 192, 256, most)})
+        for splits in (1, 2, 4, MOST_SPLITS)
+        for stages in (4, 3, 2)
+    ]
+    found = [each for each in found if problem(each, packed, gated=gated) is None]
+    return min(found, key=us)

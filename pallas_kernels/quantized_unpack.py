@@ -76,6 +76,15 @@ def _int4(codes, zero, kind: str) -> list[Any]:
     return asm(text + "}", "rrrr", codes, *([] if zero is None else [zero]))
 
 
+def half_a_word_apart(scheme: str, codes: Any) -> Any:
+    """Two codes side by side, the lowest bits of a word, as codes that `values` has as its first
+    pair; the others of the word it returns are no codes.
+    """
+    if per_word(scheme) == 8:
+        return asm("mul.lo.u32 $0, $1, 0x1001;", "r", codes)
+    return asm("prmt.b32 $0, $1, 0, 0x4140;", "r", codes)
+
+
 def minus_one(dtype: Any) -> Any:
     """Two numbers of `dtype`, -1 each, as a word."""
     return word(0xBF80BF80 if dtype == jnp.bfloat16 else 0xBC00BC00)

@@ -179,7 +179,7 @@ MAY_IMPORT = {
     "pallas_kernels.quantized_expand": (
         "pallas_kernels._compat pallas_kernels.lane_code pallas_kernels.packed "
         "pallas_kernels.quantize pallas_kernels.quantized_tiles_config "
-        "pallas_kernels.quantized_unpack"
+        "pallas_kernels.quantized_unpack pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_matmul_tiles": (
         "pallas_kernels._compat pallas_kernels.packed pallas_kernels.quantized_expand "
