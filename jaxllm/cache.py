@@ -254,7 +254,8 @@ class LayerCache(NamedTuple):
         where `ops.attention` knows the lengths, of which it refuses those beyond the keys.
         """
         size, shown = keys["k"].shape[1], keys["kv_lengths"]
-        if isinstance(shown, Tracer) or not jnp.any(shown > size):
+        traced = isinstance(shown, Tracer) or isinstance(self.counts, Tracer)
+        if traced or not jnp.any(shown > size):
             return keys
         if jnp.any(self.lengths + self.counts > size):
             return keys  # real tokens too are past the end: to be refused

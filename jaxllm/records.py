@@ -477,8 +477,12 @@ def _objects(record: Mapping[str, Any], key: str, what: str) -> list[Any]:
 
 
 def _tools(record: Mapping[str, Any]) -> list[Any] | None:
-    """What a chat's template is to show of functions that the model may call."""
-    return None if record.get("tools") is None else _objects(record, "tools", "objects")
+    """What a chat's template is to show of functions that the model may call; an empty list, as
+    columns of JSONL have it, is none.
+    """
+    if record.get("tools") is None:
+        return None
+    return _objects(record, "tools", "objects") or None
 
 
 def _name(key: Key) -> str:

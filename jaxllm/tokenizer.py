@@ -58,6 +58,7 @@ class Tokenizer:
             raise ValueError(f"{source}: {_TOKENIZER} has no tokens")
         self.vocab_size = max(vocabulary.values()) + 1
         added = self._tokenizer.get_added_tokens_decoder().values()
+        self._added = frozenset(token.content for token in added)
         self._special = frozenset(token.content for token in added if token.special)
 
         config = self._json(_CONFIG)
@@ -218,7 +219,7 @@ class Tokenizer:
         """The ids of a whole conversation, and of each whether it is of what the assistant says in
         messages[first:].
 
-        An id is an answer's if its last character is; a special token, which may take spaces around
+        An id is an answer's if its last character is; an added token, which may take spaces around
         it along, if its own first character is. `extra` as in `apply_chat_template`.
         Raises: ValueError as there; or if the template does not let answers be told apart.
         """
@@ -227,8 +228,8 @@ class Tokenizer:
         encoding = self._encode(text)
 
         def place(id_: int, begin: int, end: int) -> int:
-            special = self._tokenizer.id_to_token(id_) in self._special
-            return end - (len(text[begin:end].lstrip()) if special else 1)
+            added = self._tokenizer.id_to_token(id_) in self._added
+            return end - (max(1, len(text[begin:end].lstrip())) if added else 1)
 
         offsets = zip(encoding.ids, encoding.offsets, strict=True)
         places = [place(id_, *offset) for id_, offset in offsets]

@@ -256,7 +256,10 @@ class Trainer:
         with progress, _Profile(self, begun + 3) as profile:
             if begun == 0:
                 row = {"step": 0, **self._measure(0)}
-                tell(row | self._sample(row))
+                try:
+                    row |= self._sample(row)
+                finally:
+                    tell(row)
                 if not math.isfinite(loss := row.get("held_out_loss", 0.0)):
                     raise ValueError(
                         f"trainer: the held-out loss is {loss} before training: the model's "

@@ -92,7 +92,7 @@ class Checkpoints:
         self._saving: int | None = None
         for step in self._broken_metrics():
             if read_only:  # with it, Orbax would not open the folder
-                raise TornError(self._unreadable(step))
+                raise self._torn_error(step)
             self._say(f"{self._unreadable(step)}{self._set_aside(step)}; it is left out")
         best = BestN(
             get_metric_fn=_measure, reverse=True, n=1, keep_checkpoints_without_metrics=False
@@ -329,9 +329,18 @@ class Checkpoints:
         except Exception as error:  # Orbax and the file layers below raise many kinds
             if not _is_torn(error):
                 raise
-            raise TornError(
-                f"{self._unreadable(step)}; remove that folder to go back to the one before"
-            ) from error
+            folder = self.folder / str(step)
+            if self._read_only and not folder.exists():
+                raise FileNotFoundError(
+                    f"{folder}: the run at work there has removed this checkpoint for a newer one; "
+                    "open the folder anew"
+                ) from error
+            raise self._torn_error(step) from error
+
+    def _torn_error(self, step: int) -> TornError:
+        return TornError(
+            f"{self._unreadable(step)}; remove that folder to go back to the one before"
+        )
 
     def _unreadable(self, step: int) -> str:
         return (
@@ -346,6 +355,8 @@ class Checkpoints:
             if file.parts[-3].isdecimal():
                 try:
                     json.loads(file.read_bytes())
+                except FileNotFoundError:  # a run at work has removed it
+                    continue
                 except ValueError:
                     broken.append(int(file.parts[-3]))
         return sorted(broken)
