@@ -43,9 +43,6 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 SCHEMES = (*(scheme for scheme in packed_lib.SCHEMES if scheme != "ternary"), PLAIN)
 # If this one fits on chip, one of its warps and turns does for every epilogue
 SMALLEST = Config(2 * MMA_ROWS, warps=4, ahead=2, blocks=1)
-# H200, int4 [28672, 4096] with its gate, us, ours and XLA's: 64 rows 62 and 212, 512 rows 250 and
-# 313, 4096 rows 1759 and 1548. Other formats and narrower weights of so many rows: not measured.
-AUTO_ROWS = 512
 SPLITS = (1, 2, 4, sizes.MOST_SPLITS)
 FEW_ROWS = 16  # of x: those that a warp has registers for
 TUNED_HEADS = {6144: (32, 8, 128), 1152: (14, 2, 64)}  # by outputs: heads of q, of k, width
@@ -172,7 +169,7 @@ def why_not(
     config: Config | Tiles | None = None,
     device: Device | None = None,
 ) -> str | None:
-    """What keeps the kernel from this call; shapes suffice. `not_auto` is asked beside it."""
+    """What keeps the kernel from this call; shapes suffice."""
     del bias, residual, out_dtype
     if packed.scheme == "ternary":
         if rotary is not None:
@@ -224,14 +221,6 @@ def why_not(
     if _straddles(packed):
         return f"groups of {packed.group_size} straddle the inputs of a lane"
     return None
-
-
-def not_auto(x, packed) -> str | None:
-    """Why nobody should run the kernel of this call who has not asked for it by name."""
-    m = math.prod(x.shape[:-1])
-    if packed.scheme == "ternary" or m <= AUTO_ROWS:
-        return None
-    return f"of {m} rows XLA's products with the expanded weight are faster"
 
 
 def _is_few(m: int, packed: Packed) -> bool:
@@ -329,7 +318,8 @@ def default_config(
     rounds = -(-sizes.turns(packed) // (8 * splits))
     found, few = [], m <= sizes.MMA_COLUMNS
     of_fewest = functools.partial(Config, splits=splits)
-    # H100, int4 in groups of 128, products of five models (notes.md): which x is held, and how
+    # H100, int4 in groups of 128, products of four models (notes.md): which x is held, and how; an
+    # H200 was not to be had for it
     if packed.scheme == "int4" and ((k > 2048 and m > 4) if few else (k > 1024 or wide)):
         whole_rows = norm is not None or rotary is not None
         parts = splits if whole_rows else max(splits, _splits_of_held(packed, few=few))

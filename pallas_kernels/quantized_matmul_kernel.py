@@ -2,8 +2,9 @@
 
 A block takes some rows of the weight after others, and its warps divide K: each goes over 128 bytes
 of a row at a time, and multiplies what it has unpacked in registers (mma, the tensor cores of a
-warp) with x, which lies on chip, in the order in which the codes come out of their words. Codes and
-scales of the next turns, of the next rows too, are on their way into a ring on chip. The warps'
+warp) with x, which lies on chip, in the order in which the codes come out of their words (brought
+by the copy engine, `quantized_tma`, it is put in order on its way into registers). Codes and scales
+of the next turns, of the next rows too, are on their way into a ring on chip. The warps'
 sums meet on chip and are added in the order of the warps, so that the same call gives the same
 bits. A scale of a group that is half a turn or more multiplies its float32 sums; that of a smaller
 group multiplies the numbers. A norm of x costs no launch: its weight multiplies x on the way on

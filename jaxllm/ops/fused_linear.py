@@ -21,7 +21,6 @@ from pallas_kernels.gemv import check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantized_matmul import FEW_ROWS, quantized_matmul
-from pallas_kernels.quantized_matmul import not_auto as not_auto_quantized
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.rms_norm import rms_norm as rms_norm_kernel
 from pallas_kernels.rms_norm import why_not as why_not_rms_norm
@@ -196,7 +195,7 @@ def _not_auto(x, weight, bias, *, norm, epilogue, **around) -> str | None:
     # with 2 rows, 785 and 908 with 16; of Llama-3.1-8B 3831 and 4186, 4434 and 4505
     del around
     if isinstance(weight, Packed):
-        return not_auto_quantized(x, weight)
+        return None
     weight = _packed_for_several(x, weight)
     if not isinstance(weight, Packed):
         return None

@@ -26,7 +26,6 @@ from pallas_kernels.matmul import why_not as why_not_matmul
 from pallas_kernels.matmul_finish import precision
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, take_rows
-from pallas_kernels.quantized_matmul import not_auto as not_auto_quantized
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
@@ -107,7 +106,7 @@ def _linear_pallas_why_not(x, weight, bias=None, *, out_dtype=None, device):
 def _linear_pallas_not_auto(x, weight, bias=None, *, out_dtype=None, device):
     del bias, out_dtype, device
     if isinstance(weight, Packed):  # XLA would write the weight as numbers, and read those
-        return not_auto_quantized(x, weight)
+        return None
     # H200, bfloat16: alone the kernel is 2 to 7 % faster than XLA's at 8192 tokens, at few up to a
     # third, but a model decodes slower with it (benchmarks/notes.md)
     return "a model decodes faster where XLA joins products with what stands before and behind them"

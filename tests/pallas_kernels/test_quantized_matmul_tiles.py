@@ -52,7 +52,6 @@ from pallas_kernels.quantized_matmul import (
     bucket,
     candidates,
     default_config,
-    not_auto,
     quantized_matmul,
     quantized_matmul_reference,
     why_not,
@@ -320,13 +319,6 @@ def test_what_lies_on_chip_is_known(form: str, monkeypatch: pytest.MonkeyPatch):
             run = partial(quantized_matmul_tiles.tile_products, static)
             taken = on_chip(monkeypatch, run, x, weight, bias, residual)
             assert taken < shared_bytes(c, weight, gated=gated) < taken + 4096
-
-
-def test_a_prefill_is_left_to_xla():
-    weight = weight_shape(64, 256)
-    assert not_auto(shape(512, 256), weight) is None
-    reason = "of 513 rows XLA's products with the expanded weight are faster"
-    assert not_auto(shape(513, 256), weight) == reason
 
 
 @pytest.mark.parametrize("m", [17, 64, 65, 300, 512, 4096])

@@ -167,15 +167,11 @@ def test_who_runs_a_product():
         linear(wide, narrow, implementation="pallas-interpret")
 
 
-def test_very_many_rows_of_packed_weights_are_xlas():
-    x = jax.ShapeDtypeStruct((513, 256), jnp.bfloat16)
+def test_a_prefill_of_packed_weights_is_the_kernels():
     weight = jax.eval_shape(lambda w: quantize(w, "int4"), jnp.ones((64, 256), jnp.bfloat16))
-    kernel = ops.LINEAR["pallas"]
-    assert kernel.why_not(x, weight, device=INTERPRETED) is None
-    reason = kernel.why_not_auto(x, weight, device=INTERPRETED)
-    assert reason == "of 513 rows XLA's products with the expanded weight are faster"
-    few = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
-    assert kernel.why_not_auto(few, weight, device=INTERPRETED) is None
+    for rows in (1, 512, 8192):
+        x = jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16)
+        assert ops.LINEAR["pallas"].why_not_auto(x, weight, device=INTERPRETED) is None
 
 
 def test_embedding_takes_rows():
