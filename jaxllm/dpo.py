@@ -32,6 +32,8 @@ def log_probs(model: Transformer, batch: Batch) -> Float[Array, " B"]:
 
     All logits are made only where the head is more than a matrix (an adapter beside it, products
     in fp8).
+    Raises: ValueError if a concrete target is outside the vocabulary; a traced one makes its row's
+    sum NaN.
     """
     tokens = batch["tokens"], batch.get("positions"), batch.get("segment_ids")
     hidden, _ = model.hidden(*tokens)

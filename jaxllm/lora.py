@@ -309,7 +309,8 @@ def disabled(model: Transformer) -> Iterator[None]:
 
 
 def merge(model: Transformer) -> None:
-    """Put the adapters into the weights: plain modules again, with the same logits.
+    """Put the adapters into the weights: plain modules again, with the same logits; also those that
+    `disabled` has turned off.
 
     Weights keep their dtype, to which the sum is rounded. A quantised base becomes a plain Linear
     of its dequantised weights in the runtime's dtype, since packing the sum again would change it:

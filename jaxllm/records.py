@@ -336,7 +336,8 @@ def encode_preference(
 
     Texts: the prompt, and two completions of it. Chats: chosen and rejected are lists of messages.
     Their prompt is the list of messages `prompt`; else the messages with which both begin; else
-    the text `prompt`, as the user's message. Only what follows the prompt is a target.
+    the text `prompt`, as the user's message. Only what follows the prompt is a target. The record's
+    `tools` go to the template.
     Raises: ValueError, with the record's place, as `encode`; also if chosen and rejected are equal.
     """
     keys = (chosen_key, rejected_key)

@@ -352,6 +352,7 @@ def _splits_of_held(packed: Packed, *, few: bool) -> int:
 def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]:
     """What is worth a measurement beside the default."""
     m, apart = math.prod(x.shape[:-1]), _apart(packed, **keywords)
+    rows = -(-m // tiles.SLICE) * tiles.SLICE
     # A launch more costs a decoding row more than splits gain
     few_splits = SPLITS[:1] if m == 1 else SPLITS[:3]
     found: list[Config | Tiles] = [
@@ -368,9 +369,9 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
         Tiles(tile_m, tile_n, stages, splits)
         for tile_m in (32, 64, 96, 128, 192, 256)
         for tile_n in (64, 128, 192, 256)
-        for stages in (2, 3, 4, 6)
+        for stages in (3, 4, 6)
         for splits in SPLITS
-        if not _is_few(m, packed) and tile_m < 2 * m and (m <= 64 or tile_m > 64)
+        if not _is_few(m, packed) and min(rows, 128) <= tile_m <= rows
     ]
     default = default_config(x, packed, device=device, **keywords)
     return [c for c in found if c != default and _problem(c, m, packed, apart) is None]

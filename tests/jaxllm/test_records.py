@@ -298,7 +298,8 @@ def test_the_tools_of_a_chat_are_in_its_template():
     example = encode({"messages": messages, "tools": tools}, tokenizer)
     assert whole(example) == [*text, tokenizer.eos_id]
     without = encode({"messages": messages}, tokenizer)
-    assert whole(encode({"messages": messages, "tools": None}, tokenizer)) == whole(without)
+    for none in (None, []):
+        assert whole(encode({"messages": messages, "tools": none}, tokenizer)) == whole(without)
     assert learnt(example) == learnt(without)
     assert len(example) > len(without)
     pair = encode_preference({"chosen": messages, "rejected": other, "tools": tools}, tokenizer)
@@ -319,11 +320,13 @@ BLOCKS = SPACED.replace(
 
 
 @pytest.mark.parametrize("template", [SPACED, BLOCKS])
-def test_a_special_token_is_whose_its_own_text_is(template):
+@pytest.mark.parametrize("special", [True, False])
+def test_an_added_token_is_whose_its_own_text_is(template, special):
     """As Phi-3's, which take the spaces behind them along, be they the first of an answer."""
     built = tiny_tokenizers.byte_fallback()
     roles = ["<|user|>", "<|assistant|>", "<|end|>"]
-    built.add_special_tokens([tokenizers.AddedToken(name, rstrip=True) for name in roles])
+    of = {"rstrip": True, "special": special, "normalized": False}
+    built.add_tokens([tokenizers.AddedToken(name, **of) for name in roles])
     files = tiny_tokenizers.files(built, eos_token="</s>", chat_template=template)
     tokenizer = Tokenizer(files)
     messages = chat("hello", "\n the", "a", " hell")
@@ -332,6 +335,16 @@ def test_a_special_token_is_whose_its_own_text_is(template):
     end = tokenizer.encode("<|end|>")
     the, hell = (tokenizer.encode(text) for text in ("the", "hell"))
     assert mine == [*the, *end, *hell, *end]
+
+
+def test_an_added_token_of_spaces_alone_is_the_templates():
+    built = tiny_tokenizers.byte_fallback()
+    built.add_tokens([tokenizers.AddedToken(name) for name in ("\n", "<|end|>")])
+    tokenizer = Tokenizer(tiny_tokenizers.files(built, eos_token="</s>", chat_template=SPACED))
+    ids, answers = tokenizer.encode_answers(chat("hello", "the"))
+    mine = [i for i, answer in zip(ids, answers, strict=True) if answer]
+    assert mine[0] != tokenizer.encode("\n")[0]
+    assert tokenizer.decode(mine, skip_special_tokens=False).strip().startswith("the")
 
 
 @pytest.mark.parametrize("name", ["phi3-mini", "qwen2.5"])

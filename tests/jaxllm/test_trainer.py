@@ -381,6 +381,16 @@ def test_a_sample_that_fails_loses_no_step_and_no_row(tmp_path, whole):
     assert_same(arrays(fitted.params), whole[1])
 
 
+def test_a_first_sample_that_fails_loses_no_row(tmp_path):
+    def sample(model):
+        raise MemoryError("no room to generate")
+
+    with pytest.raises(MemoryError, match="no room to generate"):
+        measuring(trainer(tmp_path, sample=sample, eval_every=2), 500.0).fit()
+    (row,) = rows_of(tmp_path)
+    assert (row["step"], row["held_out_loss"]) == (0, 500)
+
+
 def test_a_schedule_must_be_one_that_jax_can_trace(tmp_path):
     for schedule in (lambda i: 1.0 if i < 2 else 0.5, lambda i: np.sin(i)):
         with pytest.raises(ValueError, match="^trainer: schedule must be one that JAX can trace"):

@@ -175,8 +175,19 @@ def test_who_only_reads_changes_nothing(tmp_path):
             checkpoints.save(state, key=jax.random.key(0))
     assert entries(folder) == before
     tear(folder / "1" / "metrics" / "metrics")
-    with pytest.raises(native.TornError, match="1: this checkpoint cannot be read"):
+    with pytest.raises(native.TornError, match="1: this checkpoint cannot .*; remove that folder"):
         Checkpoints(folder, read_only=True)
+    gc.collect()
+
+
+@late_reports
+def test_who_reads_beside_a_run_is_told_that_it_has_removed_a_step(tmp_path):
+    state = save_two(tmp_path)
+    with Checkpoints(tmp_path, read_only=True) as reader:
+        shutil.rmtree(tmp_path / "1")
+        with pytest.raises(FileNotFoundError, match="1: the run at work there has removed this"):
+            reader.parameters(step=1)
+        assert reader.parameters(step=2).keys() == state.params.keys()
     gc.collect()
 
 
