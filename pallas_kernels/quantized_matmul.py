@@ -86,7 +86,9 @@ def quantized_matmul(
         bias = rest["bias"] = for_lanes(bias)
     m, gated, out = math.prod(x.shape[:-1]), epilogue == "swiglu", result_dtype(x, out_dtype)
     around: dict[str, Any] = {**rest, "rotary": rotary}
-    if config is not None and (problem := _problem(config, m, packed, _apart(packed, **around))):
+    if config is not None and (
+        problem := _problem(config, m, packed, _apart(packed, **around), out)
+    ):
         raise ValueError(f"quantized_matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(x, packed, norm=norm, **around, config=config, device=device)
@@ -252,11 +254,12 @@ def _apart(packed: Packed, *, epilogue=None, rotary=None, **rest: Any) -> int:
     return packed.shape[0] // 2 if epilogue == "swiglu" else 0
 
 
-def _problem(config: Config | Tiles, m: int, packed: Packed, apart: int) -> str | None:
+def _problem(config: Config | Tiles, m: int, packed: Packed, apart: int, out) -> str | None:
+    """out: the dtype of the result; a tile's float32 sums leave it before their gate."""
     if packed.scheme == "ternary":
         return "a ternary weight has tiles of its own: give them to ternary_linear"
     if isinstance(config, Tiles):
-        return tiles.problem(config, packed, gated=apart > 0)
+        return tiles.problem(config, packed, gated=apart > 0 and out != jnp.float32)
     if m > FEW_ROWS:
         return f"warps take {FEW_ROWS} rows of x at most"
     return sizes.problem(config, m, packed, apart=apart)
@@ -285,7 +288,8 @@ def _tuned(x, packed, *, norm, device: Device, **rest) -> Config | Tiles | None:
     found = next((row for row in rows if row is not None), None)
     if found is None or ((norm is not None or turns) and found.splits > 1):
         return None
-    return None if turns and _problem(found, m, packed, _apart(packed, **rest)) else found
+    out = result_dtype(x, rest.get("out_dtype"))
+    return None if turns and _problem(found, m, packed, _apart(packed, **rest), out) else found
 
 
 def default_config(
@@ -302,9 +306,10 @@ def default_config(
     device: Device,
 ) -> Config | Tiles:
     """As many rows a block as x's bytes ask for, and as still give each multiprocessor a block."""
-    del bias, residual, cache, out_dtype
+    del bias, residual, cache
     m, (o, k), gated = math.prod(x.shape[:-1]), packed.shape, epilogue == "swiglu"
     if not _is_few(m, packed):
+        gated = gated and result_dtype(x, out_dtype) != jnp.float32
         return tiles.default_tiles(m, packed, gated=gated, num_sms=device.num_sms)
     splits = _fewest_splits(m, packed)
     assert splits is not None, "few rows lie on chip"
@@ -374,7 +379,8 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
         if not _is_few(m, packed) and min(rows, 128) <= tile_m <= rows
     ]
     default = default_config(x, packed, device=device, **keywords)
-    return [c for c in found if c != default and _problem(c, m, packed, apart) is None]
+    out = result_dtype(x, keywords.get("out_dtype"))
+    return [c for c in found if c != default and _problem(c, m, packed, apart, out) is None]
 
 
 def tuning_calls() -> list[tuned.Call]:

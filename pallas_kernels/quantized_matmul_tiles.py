@@ -4,13 +4,13 @@ x is multiplied by tiles of the weight that become numbers of x's dtype in regis
 few registers brings x, codes, scales and zero points through the copy engine (TMA) into a ring of
 stages, 64 bytes of codes of each row a stage. Each of the others takes 64 rows of the weight (of
 gate and of up), expands their codes, 64 numbers of each row at a time, and multiplies what it holds
-(wgmma, whose left operand is the weight, from registers, and whose right one is x, on chip) while
-it expands the next. So sums stand with a row of the weight in a row, and are turned on their way
-out. Blocks stay on their multiprocessors and take tile after tile in an order that snakes through
-groups of rows; with `splits`, several blocks divide K, and their float32 sums are added behind the
-kernel in a fixed order. What happens to a code between its word and its number is
-`quantized_unpack`'s, and plain JAX in the interpreter, which sees all the rest. Imported only by
-quantized_matmul.py.
+(wgmma, whose left operand is the weight, from registers, and whose right one is x, on chip). What
+one expands hides behind what the others multiply, and of codes of 4 bits behind its own product. So
+sums stand with a row of the weight in a row, and are turned on their way out. Blocks stay on their
+multiprocessors and take tile after tile in an order that snakes through groups of rows; with
+`splits`, several blocks divide K, and their float32 sums are added behind the kernel in a fixed
+order. What happens to a code between its word and its number is `quantized_unpack`'s, and plain JAX
+in the interpreter, which sees all the rest. Imported only by quantized_matmul.py.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pallas_kernels.quantized_matmul_config import Static
 from pallas_kernels.quantized_tiles_config import (
     CHUNK,
     CODE_BYTES,
+    SLICE,
     Tiles,
     grouped_arrays,
     groups_of,
@@ -41,11 +42,10 @@ from pallas_kernels.quantized_tiles_config import (
     whole_copies,
 )
 from pallas_kernels.ring import Ring
-from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
+from pallas_kernels.wgmma_tiles import WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 # Of a thread that brings and of one that multiplies, by consumers; five warpgroups begin with 96
 REGISTERS = {1: None, 2: (40, 232), 3: (32, 160), 4: (24, 112)}
-SUMS_LINE = LINE_BYTES // 4  # float32 sums side by side
 
 
 def _tiles(static: Static) -> Tiles:
@@ -70,7 +70,7 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
     grouped, groups = grouped_arrays(packed), groups_of(packed)
     per = max(1, (packed.group_size or k) // size)  # steps that share a group
     few = min(c.tile_m, -(-m // 8) * 8)  # rows behind them end in rows that are not written
-    line = SUMS_LINE if sums_alone else WGMMA_ROWS  # rows of x in a slice of the result
+    line = SLICE if sums_alone else WGMMA_ROWS  # rows of x in a slice of the result
     slices = [(start, min(line, c.tile_m - start)) for start in range(0, c.tile_m, line)]
     vectors = {"row_scale": packed.row_scale, "bias": bias}
     vectors = {name: each for name, each in vectors.items() if each is not None}
@@ -195,7 +195,7 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                         total = _compat.wgmma(
                             total, left, right, transpose_b=True, interpret=interpret
                         )
-                    # the next stage writes the registers that all products but the last have read
+                    # the next stage first writes the registers that the first product has read
                     return at + 1, _compat.wgmma_wait(chunks - 1, total)
 
                 zeros = jnp.zeros((WGMMA_ROWS, c.tile_m), jnp.float32)
@@ -276,7 +276,7 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
 
         lax.cond(group == consumers, produce, consume)
 
-    dtype, columns = x.dtype, SUMS_LINE if sums_alone else mine
+    dtype, columns = x.dtype, SLICE if sums_alone else mine
     scratch: dict[str, Any] = {
         "x": plgpu.SMEM(
             (c.stages, chunks, c.tile_m, CHUNK), dtype, transforms=wgmma_transforms(CHUNK, dtype)

@@ -74,11 +74,15 @@ def too_early(width: int, dtype) -> int:
 
 
 def shared_bytes(config: Tiles, packed: Packed, *, gated: bool) -> int:
-    """On chip: the ring, two slices of the result a consumer, what follows the sums, barriers."""
+    """On chip: the ring, two slices of the result a consumer, what follows the sums, barriers.
+
+    gated: whether gate and up meet in the kernel.
+    """
     c, halves = config, 1 + gated
     stage = c.tile_m * step(packed.scheme) * 2 + c.tile_n * CODE_BYTES
     for each in grouped_arrays(packed).values():
-        wide = whole_copies(c.tile_n // halves, each.dtype) * each.dtype.itemsize
+        early = too_early(packed.shape[0] // halves, each.dtype)
+        wide = whole_copies(c.tile_n // halves + early, each.dtype) * each.dtype.itemsize
         stage += halves * groups_of(packed) * wide
     slices = 2 * c.consumers * WGMMA_ROWS * LINE_BYTES // halves
     return c.stages * stage + slices + 4096
@@ -143,4 +147,5 @@ def default_tiles(m: int, packed: Packed, *, gated: bool, num_sms: int) -> Tiles
         for stages in (4, 3, 2)
     ]
     found = [each for each in found if problem(each, packed, gated=gated) is None]
+    assert found, f"quantized_matmul: no tile fits {m} rows of {packed.shape}"
     return min(found, key=us)

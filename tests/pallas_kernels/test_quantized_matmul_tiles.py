@@ -45,6 +45,7 @@ from pallas_kernels import (
     quantized_unpack,
     ring,
 )
+from pallas_kernels.device import SHARED_BYTES
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul import (
@@ -125,6 +126,7 @@ CALLS: Any = {  # K of 896 and N of 80 are what is left of real models
         Tiles(96, 256, 2),
         partial(call, 70, 336, 256, "int4", BF16, "residual", epilogue="swiglu"),
     ),
+    "three warpgroups": (Tiles(64, 192, 2), partial(call, 70, 304, 384, "int4", F16, "bias")),
     "float32 in one part": (
         Tiles(32, 64, 2),
         partial(call, 33, 80, 256, "int8", BF16, "bias residual", out_dtype=F32),
@@ -316,12 +318,26 @@ def test_what_lies_on_chip_is_known(form: str, monkeypatch: pytest.MonkeyPatch):
         residual = shape(m, 304 // (1 + gated))
         default = default_config(x, weight, epilogue="swiglu" if gated else None, device=H200)
         assert isinstance(default, Tiles)
-        for c in (default, Tiles(64, 128, 3), Tiles(128, 128, 2), Tiles(256, 128, 2)):
+        for c in (default, Tiles(64, 192, 3), Tiles(96, 256, 2), Tiles(256, 128, 2)):
             c = dataclasses.replace(c, splits=1)
             static = Static("name", c, False, "bfloat16", 132, gated)
             run = partial(quantized_matmul_tiles.tile_products, static)
             taken = on_chip(monkeypatch, run, x, weight, bias, residual)
             assert taken < shared_bytes(c, weight, gated=gated) < taken + 4096
+            if not gated:
+                static = dataclasses.replace(static, out_dtype="float32")
+                taken = on_chip(monkeypatch, partial(run.func, static), x, weight)
+                assert taken < shared_bytes(c, weight, gated=False) < taken + 8192
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "int4, groups of 32", "int4, scales of float32"])
+@pytest.mark.parametrize("m", [96, 160, 4096])
+def test_a_gate_behind_float32_sums_fits(form: str, m: int):
+    """Whose slices take what those of gate and up do not."""
+    x, weight = shape(m, 4096), weight_shape(28672, 4096, form)
+    config = default_config(x, weight, epilogue="swiglu", out_dtype=F32, device=H200)
+    assert isinstance(config, Tiles)
+    assert shared_bytes(config, weight, gated=False) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("m", [17, 64, 65, 300, 512, 4096])
@@ -358,13 +374,16 @@ def test_a_form_that_is_asked_for_is_looked_at():
 @pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("form", ["int4, groups of 64, zero points", "int8", "mxfp4"])
-@pytest.mark.parametrize("rows", [64, 512])
-def test_compiled(form: str, rows: int):
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [(64, None), (512, None), (512, Tiles(128, 192, 2)), (512, Tiles(96, 256, 2))],
+)
+def test_compiled(form: str, rows: int, config: Tiles | None):
     """No spills, no product that the assembler makes wait for another; wgmma, and copies by TMA."""
     for epilogue, name in (("swiglu", "quantized_matmul_swiglu"), (None, "quantized_matmul")):
         arrays = {"x": shape(rows, 1024), "packed": weight_shape(1024, 1024, form)}
         arrays["bias"] = shape(1024)
-        run = partial(quantized_matmul, epilogue=epilogue)
+        run = partial(quantized_matmul, epilogue=epilogue, config=config)
         kernel = aot.compile_for(lambda arrays, run=run: run(**arrays), arrays).kernel(name)
         assert kernel.spill_store_bytes == kernel.spill_load_bytes == 0
         assert not [n for n in kernel.notes if n.startswith(("C7504", "C7511", "C7512"))]
@@ -401,6 +420,9 @@ def test_on_a_gpu(form: str, dtype: str):
         (long, None, "", None),
         (short, Tiles(128, 128, 2), "bias residual", "swiglu"),
         (long, Tiles(64, 128, 3, splits=3), "residual", None),
+        (short, Tiles(128, 192, 2), "residual", None),
+        (short, Tiles(96, 256, 2), "bias residual", "swiglu"),
+        (short, Tiles(256, 128, 2), "bias", None),
     ]
     for k, config, extra, epilogue in calls:
         arrays, keywords = call(rows, 304, k, form, DTYPES[dtype], extra, epilogue=epilogue)

@@ -81,9 +81,9 @@ def test_rows_of_packed_weights_are_legal():
         apart = module._apart(packed, **call.keywords)
         assert (apart > 0) == row["key"].endswith(("-swiglu", "-rope"))
         assert config.splits == 1 or "norm" not in call.keywords
-        assert module._problem(config, x.shape[0], packed, apart) is None, row["key"]
+        assert module._problem(config, x.shape[0], packed, apart, x.dtype) is None, row["key"]
         larger = dataclasses.replace(config, tile_n=24)
-        assert "tile_n" in module._problem(larger, x.shape[0], packed, apart)
+        assert "tile_n" in module._problem(larger, x.shape[0], packed, apart, x.dtype)
 
 
 def test_rows_of_gemv_are_legal():
