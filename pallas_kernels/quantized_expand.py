@@ -135,7 +135,9 @@ def load_turned(ref: Any, *, interpret: bool) -> jax.Array:
 
 
 def _turned(rows: int) -> Any:
-    """`layout` with a thread's two numbers in two rows, as Layout.WGMMA_TRANSPOSED has them."""
+    """`layout` with a thread's two numbers in two rows, as Layout.WGMMA_TRANSPOSED has them; JAX
+    knows it of 64 rows alone.
+    """
     tiles = ((rows, 8), (rows // 4, 8), (8, 8), (2, 2), (2, 1))
     return _compat.tiled_layout(tiles, warp_dims=(-10,), lane_dims=(-6, -3, -5), vector_dim=-2)
 
@@ -176,6 +178,7 @@ def _pair(codes: Any, zero: Any, scale: Any, packed: Packed, dtype) -> Any:
     pair = None if scale is None or wide else unpack.scale_pair(scheme, scale, dtype, stored)
     zeros = unpack.zero_pair(dtype, zero) if scheme == "int4" else None
     apart = unpack.half_a_word_apart(scheme, codes)
+    # the assembler leaves out what makes the other pairs, which nobody reads
     found, *_ = unpack.values(scheme, apart, dtype, zero=zeros, scale=pair)
     if wide:
         factor = unpack.as_float32(scale, stored)

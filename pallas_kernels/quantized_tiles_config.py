@@ -115,7 +115,7 @@ def why_not(packed: Packed) -> str | None:
     if o % 16:
         return f"takes outputs in multiples of 16, got {o}"
     group, size = packed.group_size or i, step(packed.scheme)
-    parts = CHUNK % group == 0 and group % 16 == 0
+    parts = group in (16, 32, CHUNK)
     wholes = group % CHUNK == 0 and (group % size == 0 or size % group == 0)
     if packed.scale is not None and not (parts or wholes):
         return f"groups of {group} straddle the {CHUNK} inputs that are expanded at a time"
