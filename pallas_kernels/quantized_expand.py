@@ -23,7 +23,7 @@ from pallas_kernels import quantized_unpack as unpack
 from pallas_kernels.lane_code import HALVES, array_of, asm, register_of, words_of
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
-from pallas_kernels.quantized_tiles_config import CHUNK, CODE_BYTES, step
+from pallas_kernels.quantized_tiles_config import CHUNK, code_bytes, step
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 EACH = 8  # numbers of a row that four threads share
@@ -39,16 +39,16 @@ def layout(rows: int, line: int = EACH, each: int = 2) -> Any:
 
 
 def numbers(codes, of: dict[str, Any], packed: Packed, dtype, chunk: int, *, interpret: bool):
-    """[64, 64] numbers in registers (Layout.WGMMA): those of a chunk of the 64 bytes of each row.
+    """[64, 64] numbers in registers (Layout.WGMMA): those of a chunk of a stage.
 
     codes: a reference to 64 rows, or two to 32 rows; a thread then has a row of each (`halves`
     takes sums apart). of: for each of them, references to scales and zeros [groups, rows].
     """
-    size = step(packed.scheme)
+    size = step(packed)
     group = min(packed.group_size or size, size)
     first, count = chunk * CHUNK // group, max(1, CHUNK // group)
     if interpret:
-        wide = CODE_BYTES * CHUNK // size
+        wide = code_bytes(packed) * CHUNK // size
         parts = []
         for i, ref in enumerate(codes):
             grouped = {name: refs[i][...][first : first + count] for name, refs in of.items()}
@@ -61,7 +61,7 @@ def numbers(codes, of: dict[str, Any], packed: Packed, dtype, chunk: int, *, int
             )
             parts.append(dequantize(part, dtype))
         return jnp.concatenate(parts)
-    line = EACH * CODE_BYTES // size  # bytes that four threads share
+    line = EACH * code_bytes(packed) // size  # bytes that four threads share
     as_codes = layout(WGMMA_ROWS // len(codes), line, line // 4)
     loaded = [_compat.load(ref, as_codes, optimized=False) for ref in codes]
     places = [(name, i) for name in of for i in range(count)]
@@ -117,12 +117,34 @@ def halves(total: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def store_turned(ref: Any, value: jax.Array, *, interpret: bool) -> None:
-    """ref[...] = value.T, of 64 or 32 rows of the weight and 16 bits."""
+    """ref[...] = value.T, of 64 or 32 rows of the weight and 16 bits, or of 32 rows in float32."""
     if interpret:
         ref[...] = value.T
         return
-    turned = _exchanged(value, layout(value.shape[0]), _turned(value.shape[0]))
+    if value.dtype == jnp.float32:
+        turned = _one_by_one(value)
+    else:
+        turned = _exchanged(value, layout(value.shape[0]), _turned(value.shape[0]))
     ref.transpose((1, 0))[...] = turned
+
+
+def _one_by_one(value: jax.Array) -> jax.Array:
+    """As it lies in `layout`, but a thread's two numbers of a row are written one by one."""
+    rows = value.shape[0]
+    tiles = ((rows, EACH), (rows // 4, EACH), (8, EACH), (2,), (1,))
+    apart = _compat.tiled_layout(tiles, warp_dims=(-8,), lane_dims=(-4, -3))
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout(rows),),
+        return_type=plgpu.ShapeDtypeStruct(value.shape, value.dtype, layout=apart),
+    )
+    def split(_: Any, *arrays: Any) -> Any:
+        (value,) = arrays
+        words = (word for register in value.registers.flat for word in words_of(register))
+        found = [register_of([word], value.mlir_dtype) for word in words]
+        return array_of(found, value.shape, apart)
+
+    return split(value)
 
 
 def load_turned(ref: Any, *, interpret: bool) -> jax.Array:

@@ -357,7 +357,7 @@ def _splits_of_held(packed: Packed, *, few: bool) -> int:
 def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]:
     """What is worth a measurement beside the default."""
     m, apart = math.prod(x.shape[:-1]), _apart(packed, **keywords)
-    rows = -(-m // tiles.SLICE) * tiles.SLICE
+    rows = -(-m // tiles.M_PART) * tiles.M_PART
     # A launch more costs a decoding row more than splits gain
     few_splits = SPLITS[:1] if m == 1 else SPLITS[:3]
     found: list[Config | Tiles] = [
@@ -374,7 +374,7 @@ def candidates(x, packed, *, device: Device, **keywords) -> list[Config | Tiles]
         Tiles(tile_m, tile_n, stages, splits)
         for tile_m in (32, 64, 96, 128, 192, 256)
         for tile_n in (64, 128, 192, 256)
-        for stages in (3, 4, 6)
+        for stages in (2, 3, 4, 6)
         for splits in SPLITS
         if not _is_few(m, packed) and min(rows, 128) <= tile_m <= rows
     ]
@@ -451,7 +451,7 @@ def _quantized_matmul(static: Static, x, packed, norm, bias, residual, angles, c
     def products(static, packed, norm=None, bias=None, residual=None):
         if isinstance(static.config, Tiles):
             y = tile_products(static, x, packed, bias, residual)
-            return y[None] if y.ndim == 2 else jnp.swapaxes(y, 1, 2)[:, : x.shape[0]]
+            return y[None] if y.ndim == 2 else y
         around = (norm, bias, residual, angles, cache)
         return kernel.warp_products(static, x, packed, *around, plain=_plain)
 

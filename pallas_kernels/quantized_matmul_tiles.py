@@ -2,7 +2,7 @@
 
 x is multiplied by tiles of the weight that become numbers of x's dtype in registers. A warpgroup of
 few registers brings x, codes, scales and zero points through the copy engine (TMA) into a ring of
-stages, 64 bytes of codes of each row a stage. Each of the others takes 64 rows of the weight (32 of
+stages, 128 numbers of each row a stage. Each of the others takes 64 rows of the weight (32 of
 gate and 32 of up), expands their codes, 64 numbers of each row at a time, and multiplies what it
 holds (wgmma, whose left operand is the weight, from registers, and whose right one is x, on chip).
 What one expands hides behind what the others multiply, and of codes of 4 bits behind its own
@@ -32,9 +32,8 @@ from pallas_kernels.quantized_expand import layout, load_turned, numbers, store_
 from pallas_kernels.quantized_matmul_config import Static
 from pallas_kernels.quantized_tiles_config import (
     CHUNK,
-    CODE_BYTES,
-    SLICE,
     Tiles,
+    code_bytes,
     grouped_arrays,
     groups_of,
     step,
@@ -55,23 +54,30 @@ def _tiles(static: Static) -> Tiles:
 
 def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
     """x [M, K] times the weight, [M, F] of 16 bits with all that follows; or float32 sums alone,
-    [splits, O, M rounded up to 8], of more splits than one each its part.
+    [splits, M, O], of more splits than one each its part.
     """
     c, interpret = _tiles(static), static.interpret
     gated, out_dtype = static.gated, jnp.dtype(static.out_dtype)
     sums_alone = out_dtype == jnp.float32
     rest = 1.0 if interpret else unpack.rest(packed.scheme, x.dtype)
-    halves, size = 1 + gated, step(packed.scheme)
+    halves, size, row_bytes = 1 + gated, step(packed), code_bytes(packed)
     (m, k), chunks = x.shape, size // CHUNK
     width, tile_width = packed.shape[0] // halves, c.tile_n // halves
-    consumers, mine = c.consumers, WGMMA_ROWS // halves  # rows of each half that a consumer has
+    # a consumer has gate and up, and what fills two lines in float32, in pieces: each of its warps
+    # has some rows of all
+    consumers, pieces = c.consumers, range(2 if gated or sums_alone else 1)
+    line = WGMMA_ROWS // len(pieces)
     tiles = (-(-m // c.tile_m), -(-width // tile_width))
     steps = k // size
     grouped, groups = grouped_arrays(packed), groups_of(packed)
     per = max(1, (packed.group_size or k) // size)  # steps that share a group
     few = min(c.tile_m, -(-m // 8) * 8)  # rows behind them end in rows that are not written
-    line = SLICE if sums_alone else WGMMA_ROWS  # rows of x in a slice of the result
-    slices = [(start, min(line, c.tile_m - start)) for start in range(0, c.tile_m, line)]
+    # slices of the result: rows of x, how many, and which piece
+    slices = [
+        (start, min(WGMMA_ROWS, c.tile_m - start), piece)
+        for start in range(0, c.tile_m, WGMMA_ROWS)
+        for piece in (pieces if sums_alone else (0,))
+    ]
     vectors = {"row_scale": packed.row_scale, "bias": bias}
     vectors = {name: each for name, each in vectors.items() if each is not None}
     # the second half's numbers lie so far behind the start of what was copied
@@ -112,7 +118,7 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                     for half in range(halves):
                         start = column + half * width
                         source = codes_ref.at[
-                            pl.ds(start, tile_width), pl.ds(i * CODE_BYTES, CODE_BYTES)
+                            pl.ds(start, tile_width), pl.ds(i * row_bytes, row_bytes)
                         ]
                         target = rows_as_copied(
                             codes_s, (slot,), half * tile_width, tile_width, interpret
@@ -159,10 +165,10 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
         def consume():
             if registers is not None:
                 plgpu.set_max_registers(registers[1], action="increase")
-            first = group * mine
+            first = group * (WGMMA_ROWS // halves)
 
-            def place_of(each, half):
-                return pl.ds(first + half * early[each], mine)
+            # of each piece: its half, and where in what was copied of that it begins
+            places = [(i, first) if gated else (0, first + i * line) for i in pieces]
 
             def multiply(inner, at):
                 """The next stage, and the sums [64, tile_m]: first of gate, then of up."""
@@ -172,13 +178,15 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                     slot = stages.wait(at)
                     for chunk in range(chunks):
                         codes = [
-                            codes_s.at[slot, pl.ds(first + half * tile_width, mine)]
-                            for half in range(halves)
+                            codes_s.at[slot, pl.ds(start + half * tile_width, line)]
+                            for half, start in places
                         ]
                         of = {
                             each: [
-                                scratch[each].at[slot, half, :, place_of(each, half)]
-                                for half in range(halves)
+                                scratch[each].at[
+                                    slot, half, :, pl.ds(start + half * early[each], line)
+                                ]
+                                for half, start in places
                             ]
                             for each in grouped
                         }
@@ -209,10 +217,10 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                 """A slice of the sums with what belongs to its rows."""
 
                 def vector_of(each):
-                    place = scratch[each].at[half, place_of(each, half)]
-                    part = _compat.load(place, layout(mine).reduce(1)).astype(jnp.float32)
-                    wide = lax.broadcast_in_dim(part, (mine, count), (0,))
-                    return plgpu.layout_cast(wide, layout(mine))
+                    place = scratch[each].at[half, pl.ds(first + half * early[each], line)]
+                    part = _compat.load(place, layout(line).reduce(1)).astype(jnp.float32)
+                    wide = lax.broadcast_in_dim(part, (line, count), (0,))
+                    return plgpu.layout_cast(wide, layout(line))
 
                 y = total[:, start : start + count]
                 y = y if rest == 1 else y * rest  # powers of two
@@ -223,14 +231,12 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                 column = column + first
 
                 def target(ref, i):
-                    start, count = slices[i]
-                    if sums_alone:
-                        return ref.at[part, pl.ds(column, WGMMA_ROWS), pl.ds(row + start, count)]
-                    return ref.at[pl.ds(row + start, count), pl.ds(column, mine)]
+                    start, count, piece = slices[i]
+                    place = pl.ds(row + start, count), pl.ds(column + piece * line, line)
+                    return ref.at[part, *place] if sums_alone else ref.at[*place]
 
                 def slot_rows(i):
-                    rows = WGMMA_ROWS if sums_alone else slices[i][1]
-                    return rows_as_copied(slots, (group, i % 2), 0, rows, interpret)
+                    return rows_as_copied(slots, (group, i % 2), 0, slices[i][1], interpret)
 
                 def load_residual(i):
                     barrier = scratch["residual"].at[group, i % 2]
@@ -241,12 +247,14 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                     for i in range(min(2, len(slices))):
                         load_residual(i)
                 at, total = multiply(inner, at)
-                sums: Any = halves_of(total, interpret=interpret) if gated else (total,)
+                sums: Any = (total,)
+                if len(pieces) > 1:
+                    sums = halves_of(total, interpret=interpret)
                 if vectors:
                     plgpu.barrier_wait(scratch["vectors_full"])
-                for i, (start, count) in enumerate(slices):
-                    slot = slots.at[group, i % 2, pl.ds(0, WGMMA_ROWS if sums_alone else count)]
-                    y = finished(sums[0], start, count, 0)
+                for i, (start, count, piece) in enumerate(slices):
+                    slot = slots.at[group, i % 2, pl.ds(0, count)]
+                    y = finished(sums[piece], start, count, 0)
                     if gated:
                         y = jax.nn.silu(y) * finished(sums[1], start, count, 1)
                     if residual is not None:
@@ -257,11 +265,7 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                         # tile before this one ended in the same slot
                         again = i == 0 and len(slices) % 2
                         plgpu.wait_smem_to_gmem(0 if again else 1, wait_read_only=True)
-                    y = y.astype(out_dtype)
-                    if sums_alone:
-                        slot[...] = y
-                    else:
-                        store_turned(slot, y, interpret=interpret)
+                    store_turned(slot, y.astype(out_dtype), interpret=interpret)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(slot_rows(i), target(out_ref, i))
                     if residual is not None and i + 2 < len(slices):
@@ -276,20 +280,20 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
 
         lax.cond(group == consumers, produce, consume)
 
-    dtype, columns = x.dtype, SLICE if sums_alone else mine
+    dtype = x.dtype
     scratch: dict[str, Any] = {
         "x": plgpu.SMEM(
             (c.stages, chunks, c.tile_m, CHUNK), dtype, transforms=wgmma_transforms(CHUNK, dtype)
         ),
         "codes": plgpu.SMEM(
-            (c.stages, c.tile_n, CODE_BYTES),
+            (c.stages, c.tile_n, row_bytes),
             packed.codes.dtype,
-            transforms=wgmma_transforms(CODE_BYTES, packed.codes.dtype),
+            transforms=wgmma_transforms(row_bytes, packed.codes.dtype),
         ),
         "out": plgpu.SMEM(
-            (consumers, 2, WGMMA_ROWS, columns),
+            (consumers, 2, WGMMA_ROWS, line),
             out_dtype,
-            transforms=wgmma_transforms(columns, out_dtype),
+            transforms=wgmma_transforms(line, out_dtype),
         ),
         "full": plgpu.Barrier(
             num_arrivals=chunks + halves * (1 + len(grouped)), num_barriers=c.stages
@@ -307,7 +311,7 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
         scratch["vectors_empty"] = plgpu.Barrier(num_arrivals=consumers)
     if residual is not None:
         scratch["residual"] = plgpu.Barrier(num_barriers=(consumers, 2))
-    shape = (c.splits, width, -(-m // 8) * 8) if sums_alone else (m, width)
+    shape = (c.splits, m, width) if sums_alone else (m, width)
     return _compat.kernel(
         body,
         name=static.name,

@@ -16,10 +16,9 @@ from pallas_kernels.packed import Packed
 from pallas_kernels.quantized_matmul_config import MOST_SPLITS
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS
 
-CODE_BYTES = 64  # of a row of the weight, in a stage
 CHUNK = 64  # numbers of a row that are expanded and multiplied at a time: 128 bytes
 COPIED_BYTES = 128  # where the copy engine writes begins at a multiple of them
-SLICE = 32  # rows of x whose sums, in float32, fill a line on chip
+M_PART = 32  # rows of x that a tile has a multiple of
 # Rows of x for whose sums each of so many consumers has registers
 MOST_M = {1: 256, 2: 256, 3: 128, 4: 96}
 
@@ -44,9 +43,19 @@ class Tiles:
         return self.tile_n // WGMMA_ROWS
 
 
-def step(scheme: str) -> int:
-    """Numbers of K in a stage."""
-    return CODE_BYTES // 4 * unpack.per_word(scheme)
+def step(packed: Packed) -> int:
+    """Numbers of K in a stage: two chunks, for one is expanded while the other is multiplied. One,
+    of codes of 8 bits, where two do not divide K or begin in the middle of a group.
+    """
+    two, (_, i) = 2 * CHUNK, packed.shape
+    group = packed.group_size or i
+    whole = i % two == 0 and (group % two == 0 or two % group == 0)
+    return two if whole or unpack.per_word(packed.scheme) == 8 else CHUNK
+
+
+def code_bytes(packed: Packed) -> int:
+    """Of a row of the weight, in a stage."""
+    return 4 * step(packed) // unpack.per_word(packed.scheme)
 
 
 def grouped_arrays(packed: Packed) -> dict[str, Any]:
@@ -57,7 +66,7 @@ def grouped_arrays(packed: Packed) -> dict[str, Any]:
 
 def groups_of(packed: Packed) -> int:
     """Of a row, in a stage."""
-    return max(1, step(packed.scheme) // (packed.group_size or packed.shape[1]))
+    return max(1, step(packed) // (packed.group_size or packed.shape[1]))
 
 
 def whole_copies(size: int, dtype) -> int:
@@ -79,7 +88,7 @@ def shared_bytes(config: Tiles, packed: Packed, *, gated: bool) -> int:
     gated: whether gate and up meet in the kernel.
     """
     c, halves = config, 1 + gated
-    stage = c.tile_m * step(packed.scheme) * 2 + c.tile_n * CODE_BYTES
+    stage = c.tile_m * step(packed) * 2 + c.tile_n * code_bytes(packed)
     for each in grouped_arrays(packed).values():
         early = too_early(packed.shape[0] // halves, each.dtype)
         wide = whole_copies(c.tile_n // halves + early, each.dtype) * each.dtype.itemsize
@@ -90,16 +99,16 @@ def shared_bytes(config: Tiles, packed: Packed, *, gated: bool) -> int:
 
 def problem(config: Tiles, packed: Packed, *, gated: bool) -> str | None:
     """What speaks against the config."""
-    c, steps = config, -(-packed.shape[1] // step(packed.scheme))
+    c, steps = config, -(-packed.shape[1] // step(packed))
     gated = gated and c.splits == 1
     wrong_n = c.tile_n % WGMMA_ROWS != 0 or c.consumers not in MOST_M
     most_m = 0 if wrong_n else MOST_M[c.consumers]
-    wrong_m = c.tile_m % SLICE != 0 or not 0 < c.tile_m <= most_m
+    wrong_m = c.tile_m % M_PART != 0 or not 0 < c.tile_m <= most_m
     wrong = wrong_n or wrong_m or c.stages < 2
     size_bytes = 0 if wrong else shared_bytes(c, packed, gated=gated)
     problems = {
         f"tile_n must be a multiple of {WGMMA_ROWS} to {WGMMA_ROWS * max(MOST_M)}": wrong_n,
-        f"tile_m must be a multiple of {SLICE} to {most_m} beside {c.tile_n} tile_n": wrong_m,
+        f"tile_m must be a multiple of {M_PART} to {most_m} beside {c.tile_n} tile_n": wrong_m,
         "stages must be 2 at least, snake 1": c.stages < 2 or c.snake < 1,
         f"splits must be 1 to {MOST_SPLITS}, and to the {steps} steps of K": (
             not 1 <= c.splits <= min(MOST_SPLITS, steps)
@@ -114,7 +123,7 @@ def why_not(packed: Packed) -> str | None:
     o, i = packed.shape
     if o % 16:
         return f"takes outputs in multiples of 16, got {o}"
-    group, size = packed.group_size or i, step(packed.scheme)
+    group, size = packed.group_size or i, step(packed)
     parts = group in (16, 32, CHUNK)
     wholes = group % CHUNK == 0 and (group % size == 0 or size % group == 0)
     if packed.scale is not None and not (parts or wholes):
@@ -124,8 +133,8 @@ def why_not(packed: Packed) -> str | None:
 
 def default_tiles(m: int, packed: Packed, *, gated: bool, num_sms: int) -> Tiles:
     """The tile with the least work in all its waves, by what tiles of int4 took on an H100."""
-    (o, i), rows = packed.shape, -(-m // SLICE) * SLICE
-    steps = i // step(packed.scheme)
+    (o, i), rows = packed.shape, -(-m // M_PART) * M_PART
+    steps = i // step(packed)
     # of so many consumers: what one expands hides behind what others multiply
     shares = {1: 1.45, 2: 1.1, 3: 1.04, 4: 1.0}
 
@@ -134,7 +143,7 @@ def default_tiles(m: int, packed: Packed, *, gated: bool, num_sms: int) -> Tiles
         waves = -(-tiles * config.splits // num_sms)
         share = shares[config.consumers] - 0.1 * (config.tile_m > 128)
         each = max(3.4e-5, 3.3e-7 * config.tile_m) * share  # of a number of the weight
-        total = waves * config.tile_n * -(-steps // config.splits) * step(packed.scheme) * each
+        total = waves * config.tile_n * -(-steps // config.splits) * step(packed) * each
         # the second launch, and sums to memory and back
         added = 2.5 + config.splits * m * o * 8 / 2.5e6 if config.splits > 1 else 0
         return total + added

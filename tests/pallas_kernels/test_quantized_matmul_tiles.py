@@ -122,6 +122,7 @@ CALLS: Any = {  # K of 896 and N of 80 are what is left of real models
         partial(call, 33, 272, 384, "nvfp4", BF16, "bias", epilogue="swiglu", out_dtype=F32),
     ),
     "a row": (Tiles(32, 64, 2), partial(call, 1, 64, 256, "mxfp8")),
+    "K of 320, a chunk a stage": (Tiles(32, 64, 3), partial(call, 17, 80, 320, "int8")),
     "four warpgroups, gate and up": (
         Tiles(96, 256, 2),
         partial(call, 70, 336, 256, "int4", BF16, "residual", epilogue="swiglu"),
@@ -180,10 +181,10 @@ def test_the_interpreter_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
     class WithoutFull(Watched):  # the ring waits
         def barrier_wait(self, barrier: Any) -> None:
             whole = getattr(barrier, "ref", barrier)
-            if (whole.shape, whole.dtype.num_arrivals) != ((config.stages,), 2):  # codes and x
+            if (whole.shape, whole.dtype.num_arrivals) != ((config.stages,), 3):  # codes, two of x
                 plgpu.barrier_wait(barrier)
 
-    arrays, _ = call(17, 64, 64 * config.stages, "int8")
+    arrays, _ = call(17, 64, 128 * config.stages, "int8")
     run = partial(quantized_matmul, config=config, interpret=True)
     monkeypatch.setattr(ring, "plgpu", WithoutFull())
     jax.block_until_ready(jax.jit(lambda arrays: run(**arrays))(arrays))
@@ -411,6 +412,17 @@ def test_compiled(form: str, rows: int, config: Tiles | None):
         assert kernel.count("HGMMA")
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize("epilogue", [None, "swiglu"])
+def test_what_follows_sums_of_several_blocks_is_one_launch(epilogue: str | None):
+    arrays = {"x": shape(64, 1024), "packed": weight_shape(1024, 1024, "int8")}
+    arrays["residual"] = shape(64, 1024 if epilogue is None else 512)
+    run = partial(quantized_matmul, epilogue=epilogue, config=Tiles(64, 128, 2, splits=4))
+    launches = aot.compile_for(lambda arrays: run(**arrays), arrays).launches
+    assert len(launches) == 2
+    assert launches[0].name.startswith("quantized_matmul")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -437,13 +449,14 @@ def test_on_a_gpu(form: str, dtype: str):
     turn = list(FORMATS).index(form) + list(DTYPES).index(dtype)
     rows = (17, 64, 300, 4096)[turn % 4]
     short, long = (1024, 3584) if "512" in form else (896, 4864)
+    odd = 832 if form in ("int8", "fp8", "fp8, groups", "mxfp8") else short  # a chunk a stage
     calls: Any = [
         (long, None, "", None),
         (short, Tiles(128, 128, 2), "bias residual", "swiglu"),
         (long, Tiles(64, 128, 3, splits=3), "residual", None),
         (short, Tiles(128, 192, 2), "residual", None),
         (short, Tiles(96, 256, 2), "bias residual", "swiglu"),
-        (short, Tiles(256, 128, 2), "bias", None),
+        (odd, Tiles(256, 128, 2), "bias", None),
     ]
     for k, config, extra, epilogue in calls:
         arrays, keywords = call(rows, 304, k, form, DTYPES[dtype], extra, epilogue=epilogue)
