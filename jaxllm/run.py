@@ -27,9 +27,9 @@ from jaxllm.programs import (
     DecodeState,
     Weights,
     decode,
-    empty_cache,
+    empty_state,
     flatten,
-    prefill,
+    prefill_without_graphs,
 )
 from jaxllm.prompts import encode_prompts
 from jaxllm.results import GenerationResult, Row, Timings
@@ -211,23 +211,25 @@ class Run:
         left = [row.budget - len(row.tokens) for row in self.rows] + [0] * pad
         ended = [RUNNING if row.reason is None else STOP for row in self.rows] + [STOP] * pad
         lengths = [len(history) for history in histories] + [1] * pad
-        cache = empty_cache(self.config, self.batch, self.capacity, self.kv_dtype, self.sharding)
-        cache = dataclasses.replace(cache, rope_lengths=self._put(np.array(lengths, np.int32)))
-        self.state = DecodeState(
-            cache,
-            self._put(np.zeros((self.batch, self.config.vocab_size), np.float32)),
-            self._put(np.array(left, np.int32)),
-            self._put(np.array(ended, np.int32)),
-            mask,
-            counts,
+        state, self.constants = empty_state(
+            self.config,
+            self.capacity,
+            self.kv_dtype,
+            lengths=np.array(lengths, np.int32),
+            left=np.array(left, np.int32),
+            ended=np.array(ended, np.int32),
+            constants=(self.settings, self.stop_ids),
+            sharding=self.sharding,
         )
-        self.constants = self._put((self.settings, self.stop_ids))
+        self.state = dataclasses.replace(state, prompt_mask=mask, counts=counts)
 
     def _append(self, tokens: np.ndarray, counts: np.ndarray) -> None:
         """One chunk of every row."""
         assert self.state is not None
         state, (tokens, counts) = self.state, self._put((tokens, counts))
-        logits, cache = prefill(self.weights, tokens, counts, state.cache, state.logits)
+        logits, cache = prefill_without_graphs(
+            self.weights, tokens, counts, state.cache, state.logits
+        )
         self.state = dataclasses.replace(state, logits=logits, cache=cache)
 
     def compile(self) -> None:
