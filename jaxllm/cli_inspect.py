@@ -167,8 +167,12 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
         yield "linear", "decode, head", ops.explain("linear", row, head)
     else:
         yield "linear", "decode", ops.explain("linear", row, weight)
-    f = config.intermediate_size
-    gates = [array(1, t, f)] * 2 if mlp.gate_up_proj is None else [array(1, t, 2 * f)]
+    f, joined = config.intermediate_size, mlp.gate_up_proj is not None
+    gates = [array(1, t, 2 * f)] if joined else [array(1, t, f)] * 2
+    gate: Any = ("glu", "prefill", gates, {"activation": config.hidden_act})
+    if joined and ops.gates_itself(weight, mlp.activation):
+        named = {"epilogue": ops.EPILOGUES[mlp.activation]}
+        gate = ("fused_linear", "prefill, gate", (x, weight), named)
     ids = array(1, t, dtype="int32")
     filtered = [
         array(*shape, dtype=kind) for shape in ((1, v), (1,)) for kind in ("int32", "float32")
@@ -177,7 +181,7 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
         ("embedding", "prefill", (_weight(model.embed_tokens), ids), {}),
         ("rms_norm", "prefill", (x, array(d)), {"eps": config.rms_norm_eps}),
         ("rope", "prefill", (array(1, t, n, h), array(1, t, k, h), rotary, rotary), {}),
-        ("glu", "prefill", gates, {"activation": config.hidden_act}),
+        gate,
         ("sampling_threshold", "top-k, top-p", filtered, {}),
         ("linear_cross_entropy", "training", (x, head, ids), {}),
     ):

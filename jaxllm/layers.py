@@ -307,14 +307,19 @@ class MLP(nnx.Module):
         self.implementation = runtime.implementation
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        if self.gate_up_proj is None:
-            both = self.gate_proj(x), self.up_proj(x)
-        else:
-            both = (self.gate_up_proj(x),)
-        gated = ops.glu(*both, activation=self.activation, implementation=self.implementation)
+        gated = self._gated(x)
         if self.ffn_sub_norm is not None:
             gated = self.ffn_sub_norm(gated)
         return self.down_proj(gated)
+
+    def _gated(self, x: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
+        if self.gate_up_proj is None:
+            both = self.gate_proj(x), self.up_proj(x)
+        elif ops.gates_itself(weight_of(self.gate_up_proj), self.activation):
+            return _fused(self.gate_up_proj, x, epilogue=ops.EPILOGUES[self.activation])
+        else:
+            both = (self.gate_up_proj(x),)
+        return ops.glu(*both, activation=self.activation, implementation=self.implementation)
 
 
 class Block(nnx.Module):

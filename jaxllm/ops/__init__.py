@@ -33,6 +33,7 @@ from jaxllm.ops.fused_linear import (
     Norm,
     Rotary,
     fused_linear,
+    gates_itself,
     takes_rows,
 )
 from jaxllm.ops.glu import GLU, glu
@@ -139,6 +140,7 @@ __all__ = [
     "embedding",
     "explain",
     "fused_linear",
+    "gates_itself",
     "glu",
     "layer_norm",
     "linear",

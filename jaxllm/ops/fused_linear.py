@@ -41,6 +41,13 @@ def takes_rows(count: int, *weights: Array | Packed) -> bool:
     return count <= min(PACKED_ROWS if isinstance(w, Packed) else FEW_ROWS for w in weights)
 
 
+def gates_itself(weight: Array | Packed | None, activation: str) -> bool:
+    """Whether a product with these rows of gate and up, of however many rows of x, is better had
+    with its gate in it: of ternary weights that was not measured, and XLA multiplies plain ones.
+    """
+    return activation == "silu" and isinstance(weight, Packed) and weight.scheme != "ternary"
+
+
 def fused_linear(
     x: Float[Array, "*B I"],
     weight: Float[Array, "O I"] | Packed,

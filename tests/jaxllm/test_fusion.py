@@ -12,9 +12,10 @@ from safetensors.numpy import load_file
 from tiny_models import ALL, SLIDING, TINY, build, logits
 
 import jaxllm
-from jaxllm import fusion, lora, train
+from jaxllm import fusion, layers, lora, train
 from jaxllm.config import ModelConfig, Runtime
 from jaxllm.layers import Linear
+from jaxllm.ops.fused_linear import PACKED_ROWS
 
 CONFIGS = {
     "plain": TINY,
@@ -171,3 +172,22 @@ def test_adapters_want_single_projections():
     fusion.fuse(model)
     with pytest.raises(ValueError, match="^lora: layers.0.mlp.gate_up_proj is several"):
         lora.add_adapters(model, rank=2, rngs=nnx.Rngs(3))
+
+
+@pytest.mark.parametrize(("scheme", "epilogue"), [("int4", "swiglu"), ("ternary", None)])
+def test_the_gate_of_many_rows_is_its_products(monkeypatch, scheme, epilogue):
+    """Of packed weights; more rows than are decoded, and the numbers of the two ops."""
+    config = dataclasses.replace(WIDE, mlp_bias=True)
+    jaxllm.quantize(model := build(config), scheme)
+    ids = tokens(config, 2, 1 + PACKED_ROWS // 2)
+    before = logits(model, ids)
+    fusion.fuse(model)
+    whole, seen = layers.ops.fused_linear, []
+
+    def watched(*args: Any, **keywords: Any) -> Any:
+        seen.append(keywords["epilogue"])
+        return whole(*args, **keywords)
+
+    monkeypatch.setattr(layers.ops, "fused_linear", watched)
+    np.testing.assert_allclose(logits(model, ids), before, atol=2e-5)
+    assert seen == ([] if epilogue is None else [epilogue])
