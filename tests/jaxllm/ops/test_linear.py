@@ -167,6 +167,24 @@ def test_who_runs_a_product():
         linear(wide, narrow, implementation="pallas-interpret")
 
 
+@pytest.mark.parametrize(
+    ("rows", "weight", "dtype", "taken"),
+    [
+        (16, (128, 896), jnp.bfloat16, False),
+        (17, (128, 896), jnp.bfloat16, True),
+        (64, (151936, 896), jnp.bfloat16, True),
+        (65, (128, 896), jnp.bfloat16, False),
+        (17, (128, 896), jnp.float16, False),
+        (17, (8, 896), jnp.bfloat16, False),
+        (17, (896, 8), jnp.bfloat16, False),
+    ],
+)
+def test_several_rows_are_the_kernels(rows, weight, dtype, taken):
+    """As many as were measured, and not an adapter's products."""
+    x, weight = (jax.ShapeDtypeStruct(s, dtype) for s in ((rows, weight[1]), weight))
+    assert (ops.LINEAR["pallas"].why_not_auto(x, weight, device=INTERPRETED) is None) == taken
+
+
 def test_a_prefill_of_packed_weights_is_the_kernels():
     weight = jax.eval_shape(lambda w: quantize(w, "int4"), jnp.ones((64, 256), jnp.bfloat16))
     for rows in (1, 512, 8192):
