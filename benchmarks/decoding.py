@@ -47,7 +47,8 @@ PACKED = (
         [1],
     ),
     (f"ternary{AT_ONCE}", 1),  # of which "auto" makes two a layer
-    *(("bfloat16", 16), ("int4", 16)),
+    *itertools.product(["bfloat16", "int4"], [16]),
+    *itertools.product(["bfloat16", "int8", "int4"], [64]),
 )
 HEAD = "int8"  # of packed models
 # What XLA is told, for one compilation; its own default makes a graph of the loop's body
@@ -319,21 +320,24 @@ def _packed(
         return
     yield (
         "Decoding, Llama-3.1-8B's shape, random weights, 64 + 256 tokens a row; packed projections "
-        f"with the head in {HEAD}. Times as fast: as bfloat16 with as many rows."
+        f"with the head in {HEAD}. Times as fast: as bfloat16 with as many rows. Prompts: until "
+        f"they are read, {PROMPT} tokens a row."
     )
     yield ""
-    yield "| weights | rows | GB | tokens a second | of the read rate | times as fast |"
-    yield "|---|--:|--:|--:|--:|--:|"
+    yield (
+        "| weights | rows | GB | prompts, ms | tokens a second | of the read rate | times as fast |"
+    )
+    yield "|---|--:|--:|--:|--:|--:|--:|"
     for label, row in found.items():  # of which some are not made any more, or by another name
         name, rows = _parts(label)
         if "tokens_per_s" not in row:
-            yield f"| {name} | {rows} | | {why(row)} | | |"
+            yield f"| {name} | {rows} | | | {why(row)} | | |"
             continue
         plain = found.get(_label("bfloat16", rows), {}).get("tokens_per_s")
         times = f"{row['tokens_per_s'] / plain:.2f}" if plain and name != "bfloat16" else ""
         yield (
-            f"| {name} | {rows} | {row['weight_bytes'] / 1e9:.2f} | {row['tokens_per_s']:.0f} | "
-            f"{_share(row, ceilings, 'read')} | {times} |"
+            f"| {name} | {rows} | {row['weight_bytes'] / 1e9:.2f} | {1e3 * row['prefill_s']:.1f} | "
+            f"{row['tokens_per_s']:.0f} | {_share(row, ceilings, 'read')} | {times} |"
         )
     yield ""
 

@@ -147,6 +147,7 @@ def test_the_sections_are_those_that_are_asked_for():
         ),
         "packed-decode/ternary, one launch for all layers",
         *(f"packed-decode/{name}, 16 rows" for name in ("bfloat16", "int4")),
+        *(f"packed-decode/{name}, 64 rows" for name in ("bfloat16", "int8", "int4")),
     ]
     assert len(keys["cuda-graphs"]) == 6
     assert LLAMA_8B.num_hidden_layers == 32
@@ -154,7 +155,8 @@ def test_the_sections_are_those_that_are_asked_for():
 
 def test_the_tables():
     def row(speed, **changes):
-        return {"tokens_per_s": speed, "bytes_a_token": 10**10, "weight_bytes": 10**10, **changes}
+        sizes = {"bytes_a_token": 10**10, "weight_bytes": 10**10}
+        return {"tokens_per_s": speed, "prefill_s": 0.02, **sizes, **changes}
 
     sections = {
         "decode": {"auto": row(200.0), "xla": {"failed": "z"}},
@@ -180,11 +182,13 @@ def test_the_tables():
     text = "\n".join(decoding.lines(lambda name: sections[name], ceilings, why))
     assert "| auto | 200 | 50 % | 40 % |" in text
     assert "| xla | {'failed': 'z'} | | |" in text
-    assert "| bfloat16 | 1 | 10.00 | 300 | 60 % |  |" in text
-    assert "| int4 | 1 | 10.00 | 930 | 56 % | 3.10 |" in text
-    assert "| ternary | 1 | | {'not_run': 'late'} | | |" in text
-    assert "| int4, as it once was | 1 | 10.00 | 600 | 36 % | 2.00 |" in text
-    assert "| int4 | 16 | 10.00 | 5000 | 30 % |  |" in text  # nothing to compare with in this run
+    assert "| bfloat16 | 1 | 10.00 | 20.0 | 300 | 60 % |  |" in text
+    assert "| int4 | 1 | 10.00 | 20.0 | 930 | 56 % | 3.10 |" in text
+    assert "| ternary | 1 | | | {'not_run': 'late'} | | |" in text
+    assert "| int4, as it once was | 1 | 10.00 | 20.0 | 600 | 36 % | 2.00 |" in text
+    assert (
+        "| int4 | 16 | 10.00 | 20.0 | 5000 | 30 % |  |" in text
+    )  # nothing to compare with in this run
     assert "| Qwen2.5-0.5B, the loop one graph | 500 | 0 |" in text
     assert "| Qwen2.5-0.5B, no graphs | 900 | 0.5 |" in text
     assert "| Llama-3.1-8B, no graphs | 4000 |  |" in text
