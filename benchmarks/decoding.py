@@ -204,7 +204,7 @@ def generated(
     return {
         "tokens_per_s": statistics.median(r.timings.decode_tokens_per_s for r in results),
         "best_tokens_per_s": best.timings.decode_tokens_per_s,
-        "prefill_s": best.timings.prefill_s,
+        "prefill_s": statistics.median(r.timings.prefill_s for r in results),
         "first_call_s": first_s,
         "bytes_a_token": step_bytes(model) // rows + cached,
         "tokens": best.tokens[0][:8],

@@ -156,7 +156,11 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
     projection = mlp.up_proj if mlp.gate_up_proj is None else mlp.gate_up_proj
     # BitNet's in training run in one way alone
     weight = head if isinstance(projection, BitLinear) else _weight(projection)
-    yield "linear", "prefill", ops.explain("linear", x, weight)
+    joined = mlp.gate_up_proj is not None
+    gated = joined and ops.gates_itself(weight, mlp.activation)
+    alone = _weight(model.layers[-1].self_attn.o_proj) if gated else weight
+    inputs = x if not gated else array(1, t, alone.shape[1])
+    yield "linear", "prefill", ops.explain("linear", inputs, alone)
     if model.layers[-1].is_fused(1, config.rotary_dim(config.layer_types[-1])):
         around = {
             "norm": ops.Norm(array(d), config.rms_norm_eps, config.zero_centered_norm),
@@ -167,10 +171,10 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
         yield "linear", "decode, head", ops.explain("linear", row, head)
     else:
         yield "linear", "decode", ops.explain("linear", row, weight)
-    f, joined = config.intermediate_size, mlp.gate_up_proj is not None
+    f = config.intermediate_size
     gates = [array(1, t, 2 * f)] if joined else [array(1, t, f)] * 2
     gate: Any = ("glu", "prefill", gates, {"activation": config.hidden_act})
-    if joined and ops.gates_itself(weight, mlp.activation):
+    if gated:
         named = {"epilogue": ops.EPILOGUES[mlp.activation]}
         gate = ("fused_linear", "prefill, gate", (x, weight), named)
     ids = array(1, t, dtype="int32")

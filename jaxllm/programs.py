@@ -158,9 +158,10 @@ def prefill(
     return new if logits is None else jnp.where((counts > 0)[:, None], new, logits), cache
 
 
-# `prefill` as `generate` calls it, which no other jit may: a call has a cache of its own, and XLA
-# makes a CUDA graph anew for arrays that have moved. H100, ms until 64 tokens are read, with graphs
-# and without: Qwen2.5-0.5B 6.5 and 5.1, Llama-3.1-8B 14.4 and 11.0, in int4 10.7 and 7.7.
+# `prefill` as `generate` calls it (options are for the outermost jit alone): a call has a cache of
+# its own, and XLA makes a CUDA graph anew for arrays that have moved. H100, ms until 64 tokens are
+# read, with graphs and without: Qwen2.5-0.5B 6.5 and 5.1, Llama-3.1-8B 14.4 and 11.0, in int4 10.7
+# and 7.7; where nothing has moved, Qwen2.5-0.5B 3.8 and 6.2, and the others the same.
 prefill_without_graphs = jax.jit(
     prefill.__wrapped__,  # pyright: ignore[reportAttributeAccessIssue]
     donate_argnames=("cache", "logits"),
@@ -357,7 +358,8 @@ _PROGRAMS = (prefill, prefill_without_graphs, decode_step, decode)
 
 
 def compile_count() -> int:
-    """For how many kinds of arguments `prefill`, `decode_step` and `decode` hold a program.
+    """For how many kinds of arguments `prefill` (one's own, and `generate`'s), `decode_step` and
+    `decode` hold a program.
 
     A call after which it is the same compiled nothing; arrays of NumPy and of JAX are two kinds,
     which share a program.

@@ -20,6 +20,9 @@ MAX_BOX = 256  # numbers a dimension that one copy takes
 REGISTERS, THREAD_REGISTERS = 65536, 255  # of 32 bits; a thread has so many at most
 SHARED_BYTES = 227 * 1024  # of shared memory that blocks may have
 
+# Mosaic of jax 0.10 lowers some kernels (norms, embedding) and not attention, the gates or the loss
+LOWERS = jax.__version_info__ >= (0, 11)
+
 # An abstract device tells its name but not its capability.
 # Source: https://developer.nvidia.com/cuda-gpus
 _CAPABILITIES = (
@@ -40,13 +43,14 @@ class Device:
     """A device; a number that is not known, or has no meaning for the platform, is 0.
 
     platform is "cpu", "gpu" or another name of JAX's; capability is CUDA's compute capability (9.0
-    for an H200).
+    for an H200). lowers: whether this JAX makes programs of Hopper's kernels for it.
     """
 
     platform: str
     name: str = ""
     capability: float = 0.0
     num_sms: int = 0
+    lowers: bool = True
 
 
 # What kernels are told in the interpreter: a Hopper GPU so small that each block has several tiles
@@ -63,6 +67,8 @@ def why_not_hopper(device: Device) -> str | None:
     if not 9.0 <= device.capability < 10.0:
         found = device.capability or "an unknown one"
         return f"needs a Hopper GPU (compute capability 9.0), found {found} ({device.name})"
+    if not device.lowers:
+        return f"needs jax 0.11 or newer (Python 3.12) on a Hopper GPU, found {jax.__version__}"
     if device.num_sms < 1:
         return f"needs to know how many multiprocessors {device.name} has; the mesh does not say"
     return None
@@ -91,6 +97,7 @@ def current() -> Device:
         abstract.device_kind,
         _capability_by_name(abstract.device_kind),
         abstract.num_cores or 0,
+        LOWERS,
     )
 
 
@@ -105,6 +112,7 @@ def _of(device: Any) -> Device:
         device.device_kind,
         float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0,
         getattr(device, "core_count", 0),
+        LOWERS,
     )
 
 

@@ -482,6 +482,8 @@ def _backward(static, arrays, dy):
     x, packed, *rest = arrays
     if packed.scheme == PLAIN:
         return jax.vjp(functools.partial(_plain, static), *arrays)[1](dy)
+    # Behind the barrier the weight becomes numbers when it is needed, not for all layers at once
+    dy, packed = jax.lax.optimization_barrier((dy, packed))
 
     def plain(x, *rest):
         return _plain(static, x, packed, *rest)

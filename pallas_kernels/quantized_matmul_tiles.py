@@ -2,15 +2,16 @@
 
 x is multiplied by tiles of the weight that become numbers of x's dtype in registers. A warpgroup of
 few registers brings x, codes, scales and zero points through the copy engine (TMA) into a ring of
-stages, 128 numbers of each row a stage. Each of the others takes 64 rows of the weight (32 of
-gate and 32 of up), expands their codes, 64 numbers of each row at a time, and multiplies what it
-holds (wgmma, whose left operand is the weight, from registers, and whose right one is x, on chip).
-What one expands hides behind what the others multiply, and of codes of 4 bits behind its own
-product. So sums stand with a row of the weight in a row, and are turned on their way out. Blocks
-stay on their multiprocessors and take tile after tile in an order that snakes through groups of
-rows; with `splits`, several blocks divide K, and their float32 sums are added behind the kernel in
-a fixed order. What happens to a code between its word and its number is `quantized_unpack`'s, and
-plain JAX in the interpreter, which sees all the rest. Imported only by quantized_matmul.py.
+stages, 128 numbers of each row a stage (or 64: `step`). Each of the others takes 64 rows of the
+weight (32 of gate and 32 of up), expands their codes, 64 numbers of each row at a time, and
+multiplies what it holds (wgmma, whose left operand is the weight, from registers, and whose right
+one is x, on chip). What one expands hides behind what the others multiply, and behind its own
+product before that. So sums stand with a row of the weight in a row, and are turned on their way
+out. Blocks stay on their multiprocessors and take tile after tile in an order that snakes through
+groups of rows; with `splits`, several blocks divide K, and their float32 sums are added behind the
+kernel in a fixed order. What happens to a code between its word and its number is
+`quantized_unpack`'s, and plain JAX in the interpreter, which sees all the rest. Imported only by
+quantized_matmul.py.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
     ]
     vectors = {"row_scale": packed.row_scale, "bias": bias}
     vectors = {name: each for name, each in vectors.items() if each is not None}
+    assert not (sums_alone and (gated or vectors or residual is not None))
     # the second half's numbers lie so far behind the start of what was copied
     early = {name: too_early(width, each.dtype) for name, each in (grouped | vectors).items()}
 

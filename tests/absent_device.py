@@ -1,18 +1,24 @@
 """GPUs that this machine need not have."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels import device as device_lib
 from pallas_kernels.device import Device
 
 H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
 
 
+@contextmanager
 def absent(
     name: str = "NVIDIA H200", num_cores: int | None = 132, platform: str = "gpu"
-) -> AbstractContextManager[object]:
-    """Sets an abstract mesh that names the device."""
+) -> Iterator[None]:
+    """Sets an abstract mesh that names the device, as if any JAX lowered kernels for it."""
     device = AbstractDevice(device_kind=name, num_cores=num_cores, platform=platform)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    mesh = AbstractMesh((), (), abstract_device=device)
+    with mock.patch.object(device_lib, "LOWERS", True), jax.sharding.use_abstract_mesh(mesh):
+        yield

@@ -44,6 +44,7 @@ def takes_rows(count: int, *weights: Array | Packed) -> bool:
 def gates_itself(weight: Array | Packed | None, activation: str) -> bool:
     """Whether a product with these rows of gate and up, of however many rows of x, is better had
     with its gate in it: of ternary weights that was not measured, and XLA multiplies plain ones.
+    A backward pass multiplies by them once more.
     """
     return activation == "silu" and isinstance(weight, Packed) and weight.scheme != "ternary"
 

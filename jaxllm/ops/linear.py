@@ -31,7 +31,8 @@ from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
-LEAST_SIDE = 128  # of a weight that "auto" has a kernel for: adapters' are narrower
+SEVERAL_ROWS = WGMMA_ROWS  # of x, at most, and more than `fused_linear` takes, by a plain weight of
+LEAST_SIDE = 128  # that many rows and columns at least, are the kernel's: adapters are narrower
 
 
 def linear(
@@ -114,7 +115,7 @@ def _linear_pallas_not_auto(x, weight, bias=None, *, out_dtype=None, device):
     # layers of Llama-3.1-8B and its head 1923, 1852 / 1961, 1879 / 2179, 2045, of Qwen2.5-0.5B 442,
     # 393 / 462, 408 / 506, 461; not fused, 24 / 64 rows 2066, 1902 / 2357, 2142 and 450, 463 / 529,
     # 521 (XLA joins q, k and v)
-    several = FEW_ROWS < math.prod(x.shape[:-1]) <= WGMMA_ROWS
+    several = FEW_ROWS < math.prod(x.shape[:-1]) <= SEVERAL_ROWS
     if several and x.dtype == jnp.bfloat16 and min(weight.shape) >= LEAST_SIDE:
         return None
     # H200, bfloat16: alone the kernel is 2 to 7 % faster than XLA's at 8192 tokens, at few up to a

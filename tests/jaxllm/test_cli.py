@@ -354,6 +354,21 @@ def test_inspect_tells_fused_products_where_a_layer_decodes_with_them():
     }
 
 
+def test_inspect_tells_that_packed_gates_are_in_their_product():
+    found = []
+    for scheme in (None, "int4"):
+        model = tiny_models.build(TINY, Runtime("bfloat16"))
+        if scheme is not None:
+            jaxllm.quantize(model, scheme)
+        jaxllm.fuse(model)
+        said = cli_inspect.explained(model, "bfloat16")
+        found.append([(op, call) for op, call, _ in said if "prefill" in call])
+    plain, packed = found
+    assert ("glu", "prefill") in plain
+    assert ("glu", "prefill") not in packed
+    assert set(packed) - set(plain) == {("fused_linear", "prefill, gate")}
+
+
 def test_inspect_tells_what_decoding_has_in_one_launch(monkeypatch):
     """All layers, or what lies between two attentions; with a cache as long as a row's may be."""
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)

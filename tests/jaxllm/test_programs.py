@@ -17,6 +17,7 @@ from tiny_checkpoints import read_golden, write_checkpoint
 from tiny_models import SLIDING, TINY, build
 
 import jaxllm
+from jaxllm import programs
 from jaxllm.config import GenerationDefaults, Runtime
 
 FP32 = Runtime(dtype="float32")
@@ -33,6 +34,14 @@ def test_one_program_a_bucket(tiny):
     assert jaxllm.compile_count() == again
     jaxllm.generate(tiny, None, [[1]], max_new_tokens=200)
     assert jaxllm.compile_count() > again  # another batch bucket: the counter counts
+
+
+def test_prompts_are_read_without_graphs(tiny):
+    """The public `prefill` may be called within a jit, where no options can be given."""
+    before = [p._cache_size() for p in (programs.prefill, programs.prefill_without_graphs)]
+    jaxllm.generate(tiny, None, [[1] * 5], max_new_tokens=300)
+    after = [p._cache_size() for p in (programs.prefill, programs.prefill_without_graphs)]
+    assert (after[0] - before[0], after[1] - before[1]) == (0, 1)
 
 
 @pytest.mark.parametrize("steps", [16, 9])

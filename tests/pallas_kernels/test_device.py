@@ -1,10 +1,13 @@
 """Device facts: read from the abstract mesh first, then from the device that is here."""
 
+import re
+
 import jax
 import pytest
 from absent_device import absent
 from jax.sharding import AbstractMesh
 
+from jaxllm import ops
 from pallas_kernels import device
 from pallas_kernels.device import Device
 
@@ -24,6 +27,19 @@ def test_abstract_mesh_goes_first_and_is_not_remembered():
             assert device.current() == Device("gpu", "NVIDIA A100-SXM4-80GB", 8.0, 108)
         assert device.current().name == "NVIDIA H200"
     assert device.current() == before
+
+
+def test_a_jax_that_does_not_lower_the_kernels_is_told(monkeypatch):
+    """All that asks for a Hopper GPU then says so, and "auto" takes XLA."""
+    with absent("NVIDIA H200"):
+        assert device.why_not_hopper(device.current()) is None
+        monkeypatch.setattr(device, "LOWERS", False)
+        reason = device.why_not_hopper(device.current())
+        assert reason is not None
+        assert re.fullmatch("needs jax 0.11 or newer .* on a Hopper GPU, found .*", reason)
+        x = jax.ShapeDtypeStruct((1, 512, 8, 128), "bfloat16")
+        assert ops.explain("attention", x, x, x)["pallas"] == reason
+        assert ops.chosen("attention", x, x, x) != "pallas"
 
 
 def test_abstract_mesh_reaches_into_jit():

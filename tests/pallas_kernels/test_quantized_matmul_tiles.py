@@ -123,6 +123,10 @@ CALLS: Any = {  # K of 896 and N of 80 are what is left of real models
     ),
     "a row": (Tiles(32, 64, 2), partial(call, 1, 64, 256, "mxfp8")),
     "K of 320, a chunk a stage": (Tiles(32, 64, 3), partial(call, 17, 80, 320, "int8")),
+    "likewise, groups, K in three": (
+        Tiles(32, 64, 2, splits=3),
+        partial(call, 33, 80, 320, "mxfp8", BF16, "bias residual"),
+    ),
     "four warpgroups, gate and up": (
         Tiles(96, 256, 2),
         partial(call, 70, 336, 256, "int4", BF16, "residual", epilogue="swiglu"),
@@ -327,7 +331,8 @@ def test_what_lies_on_chip_is_known(form: str, monkeypatch: pytest.MonkeyPatch):
             assert taken < shared_bytes(c, weight, gated=gated) < taken + 4096
             if not gated:
                 static = dataclasses.replace(static, out_dtype="float32")
-                taken = on_chip(monkeypatch, partial(run.func, static), x, weight)
+                sums_of = dataclasses.replace(weight, row_scale=None)
+                taken = on_chip(monkeypatch, partial(run.func, static), x, sums_of)
                 assert taken < shared_bytes(c, weight, gated=False) < taken + 8192
 
 
