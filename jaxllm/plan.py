@@ -80,6 +80,14 @@ class Plan:
         """Whether the card has room for the peak and for what CUDA takes itself."""
         return self.peak + RESERVED <= self.card_bytes
 
+    @property
+    def is_known(self) -> bool:
+        """Whether `fits` tells of a GPU. Compiled for a CPU a step may need many times as much, so
+        that one that does not fit by that may fit; not if weights and moments do not.
+        """
+        kept = self.weights + self.moments + RESERVED
+        return self.compiled_for != "cpu" or self.fits or kept > self.card_bytes
+
     def rows(self) -> list[tuple[str, int]]:
         """(kind, bytes), the peak last."""
         kinds = "weights moments activations gradients temporaries".split()
@@ -100,16 +108,20 @@ class Plan:
         lines += ["", f"Trained: {trained} parameters. Remat policy: {self.remat}."]
         gib = round(self.card_bytes / 2**30, 2)
         room = f"{self.card} ({gib:g} GiB, of which CUDA itself takes 1)"
-        verdict = "fits on" if self.fits else "does not fit on"
-        lines.append(f"The step {verdict} {room}.")
+        verdict = f"The step {'fits' if self.fits else 'does not fit'} on {room}."
+        lines.append(verdict if self.is_known else f"Whether the step fits on {room} is not known.")
+        says = " does not" if self.is_known else ""
         for name, size in self.tried:
-            lines.append(f"Policy {name} does not: {_size(size)} or more.")
+            lines.append(f"Policy {name}{says}: {_size(size)} or more.")
         if self.fits and self.peak > 0.75 * self.card_bytes:
             lines.append(
                 "JAX takes three quarters of a card unless XLA_PYTHON_CLIENT_MEM_FRACTION=0.95."
             )
         if self.compiled_for == "cpu":
-            lines.append(f"Compiled for the CPU, which needs more: {aot.why_not()}.")
+            lines.append(
+                "Compiled for the CPU, where a step may need many times what it needs on a GPU: "
+                f"{aot.why_not()}."
+            )
         else:
             lines.append(f"Compiled for an {self.compiled_for.upper()}, not run.")
         return "\n".join(lines)

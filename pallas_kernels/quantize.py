@@ -242,6 +242,9 @@ def _quantize(w, scheme: str, group_size: int | None, zero_points: bool, mx_rule
     elif scheme == "nvfp4":
         tensor = _divide(jnp.max(largest), _E2M1_MAX * _E4M3_MAX)
         tensor = jnp.where(tensor == 0, np.float32(1), tensor)
+        # Files hold the reciprocal: so it is one of those that come back from there as they were
+        stored = _divide(jnp.ones_like(tensor), tensor)
+        tensor = jnp.where(jnp.isfinite(stored), _divide(jnp.ones_like(tensor), stored), tensor)
         scale = jnp.clip(_divide(_divide(largest, _E2M1_MAX), tensor), 2**-9, _E4M3_MAX)
         scale, wide = _positive(jnp.where(largest == 0, np.float32(1), scale), jnp.float8_e4m3fn)
         codes = _codes(_divide(groups, (wide * tensor)[..., None]), scheme)

@@ -47,6 +47,10 @@ def quantization_config(forms: Mapping[str, Form | None]) -> dict[str, Any]:
     Raises: NotImplementedError if one is packed otherwise, or the head is ternary.
     """
     others = [name for name, form in forms.items() if form not in (None, FORM)]
+    if forms.get("lm_head") == FORM:
+        raise NotImplementedError(
+            "save: lm_head is ternary, which no checkpoint has; quantize with another head, or none"
+        )
     if others or forms.get("lm_head") is not None:
         raise NotImplementedError(
             f"save: {next(iter(others), 'lm_head')} is packed beside ternary layers, which no "

@@ -141,6 +141,21 @@ def test_auto_takes_the_first_policy_that_fits(monkeypatch):
     assert "Policy none does not: 0.93 GiB or more." in str(ours)
 
 
+def test_a_cpu_does_not_tell_that_a_step_is_too_large(monkeypatch):
+    """But that weights and moments are; and a step that fits there fits."""
+    monkeypatch.setattr(plan_module._Step, "peak", lambda self, target: 3 * 10**9)
+    unknown, too_large, fits = (
+        plan(WIDE, **ON_CPU, remat="none", card=card) for card in ("2GB", "1.07375GB", "9GB")
+    )
+    assert (unknown.fits, unknown.is_known) == (False, False)
+    assert "Whether the step fits on 2GB" in str(unknown)
+    assert (too_large.fits, too_large.is_known) == (False, True)
+    assert "The step does not fit on" in str(too_large)
+    assert (fits.fits, fits.is_known) == (True, True)
+    on_gpu = dataclasses.replace(unknown, compiled_for="h200")
+    assert "The step does not fit on 2GB" in str(on_gpu)
+
+
 @pytest.mark.usefixtures("uncompiled")
 def test_auto_leaves_out_dots_where_adapters_double_the_products():
     ours = plan(WIDE, **ON_CPU, lora=16, remat="auto", card="0.1GB")

@@ -75,6 +75,17 @@ def test_golden_nvfp4():
     np.testing.assert_allclose(dequantize(packed)[0], np.asarray(values) * 448 / 1680, rtol=1e-6)
 
 
+def test_a_tensors_scale_of_nvfp4_survives_a_file():
+    """Which has its reciprocal, in float32."""
+    for seed in range(50):
+        w = np.random.default_rng(seed).normal(size=(2, 16))
+        scale = np.asarray(quantize(jnp.asarray(w, jnp.float32), "nvfp4").row_scale)
+        stored = np.float32(1) / scale
+        np.testing.assert_array_equal(np.float32(1) / stored, scale)
+    tiny = quantize(jnp.full((1, 16), 1e-37, jnp.float32), "nvfp4").row_scale
+    assert np.all(np.asarray(tiny) > 0)
+
+
 @pytest.mark.parametrize(
     ("rule", "exponent", "values"),
     [

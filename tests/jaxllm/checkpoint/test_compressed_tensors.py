@@ -152,8 +152,10 @@ def test_a_plain_model_over_a_packed_one(tmp_path):
 
 def test_what_cannot_be_said(tmp_path):
     phi = dataclasses.replace(made.LLAMA, model_type="phi3")
+    even = dataclasses.replace(made.LLAMA, vocab_size=64)
     cases = [
         (model_of("ternary", head="int8"), "lm_head is packed beside ternary layers"),
+        (model_of("int8", config=even, head="ternary"), "lm_head is ternary, which no checkpoint"),
         (model_of("nvfp4", config=phi), "gate_up_proj is one tensor .* nvfp4 stores one"),
         (model_of("int4", config=phi, keep=("up_proj",)), "gate_up_proj .* only parts are packed"),
     ]
