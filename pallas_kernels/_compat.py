@@ -33,6 +33,8 @@ INTERPRETS_TRANSPOSED_WGMMA = VERSION >= (0, 11)
 INTERPRETS_CUT_COPIES = VERSION >= (0, 11)
 # A kernel that writes into `jax.new_ref(x)` writes into x's own memory; ends with jax 0.10.
 WRITES_REFERENCES = VERSION >= (0, 11)
+# Mosaic of jax 0.10 lowers norms, say, but neither attention nor the loss; ends with jax 0.10.
+LOWERS = VERSION >= (0, 11)
 
 
 def why_not_written() -> str | None:
@@ -40,6 +42,11 @@ def why_not_written() -> str | None:
     if WRITES_REFERENCES:
         return None
     return "needs jax 0.11, where a kernel may write into an array that is there"
+
+
+def why_not_lowered() -> str:
+    """What keeps a kernel from a Hopper GPU without `LOWERS`; ends with jax 0.10."""
+    return f"needs jax 0.11 or newer (Python 3.12) on a Hopper GPU, found {jax.__version__}"
 
 
 def kernel(

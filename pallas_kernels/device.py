@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import _compat
+
 # Of a Hopper multiprocessor, and of the copy engine (TMA) in it
 ACCESS_BYTES = 16  # the widest access of a thread, and the grain of the copy engine
 WARPS, LANES = 4, 32  # of a warpgroup
@@ -19,9 +21,6 @@ THREADS = WARPS * LANES  # likewise
 MAX_BOX = 256  # numbers a dimension that one copy takes
 REGISTERS, THREAD_REGISTERS = 65536, 255  # of 32 bits; a thread has so many at most
 SHARED_BYTES = 227 * 1024  # of shared memory that blocks may have
-
-# Mosaic of jax 0.10 lowers some kernels (norms, embedding) and not attention, the gates or the loss
-LOWERS = jax.__version_info__ >= (0, 11)
 
 # An abstract device tells its name but not its capability.
 # Source: https://developer.nvidia.com/cuda-gpus
@@ -68,7 +67,7 @@ def why_not_hopper(device: Device) -> str | None:
         found = device.capability or "an unknown one"
         return f"needs a Hopper GPU (compute capability 9.0), found {found} ({device.name})"
     if not device.lowers:
-        return f"needs jax 0.11 or newer (Python 3.12) on a Hopper GPU, found {jax.__version__}"
+        return _compat.why_not_lowered()
     if device.num_sms < 1:
         return f"needs to know how many multiprocessors {device.name} has; the mesh does not say"
     return None
@@ -97,7 +96,7 @@ def current() -> Device:
         abstract.device_kind,
         _capability_by_name(abstract.device_kind),
         abstract.num_cores or 0,
-        LOWERS,
+        _compat.LOWERS,
     )
 
 
@@ -112,7 +111,7 @@ def _of(device: Any) -> Device:
         device.device_kind,
         float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0,
         getattr(device, "core_count", 0),
-        LOWERS,
+        _compat.LOWERS,
     )
 
 

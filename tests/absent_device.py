@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import device as device_lib
+from pallas_kernels import _compat
 from pallas_kernels.device import Device
 
 H200 = Device("gpu", "NVIDIA H200", 9.0, 132)
@@ -20,5 +20,5 @@ def absent(
     """Sets an abstract mesh that names the device, as if any JAX lowered kernels for it."""
     device = AbstractDevice(device_kind=name, num_cores=num_cores, platform=platform)
     mesh = AbstractMesh((), (), abstract_device=device)
-    with mock.patch.object(device_lib, "LOWERS", True), jax.sharding.use_abstract_mesh(mesh):
+    with mock.patch.object(_compat, "LOWERS", True), jax.sharding.use_abstract_mesh(mesh):
         yield

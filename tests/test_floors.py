@@ -22,7 +22,7 @@ OP = f"{KERNELS} jaxllm.ops._select"
 LAYERS = "jaxllm.ops jaxllm.ops.[!_]* jaxllm.cache jaxllm.config"
 MAY_IMPORT = {
     "pallas_kernels": "pallas_kernels.*",
-    "pallas_kernels.device": "",
+    "pallas_kernels.device": "pallas_kernels._compat",
     "pallas_kernels._wgmma": "pallas_kernels.wgmma_tiles",
     "pallas_kernels._compat": "pallas_kernels._wgmma",
     "pallas_kernels.ring": "",

@@ -8,7 +8,7 @@ from absent_device import absent
 from jax.sharding import AbstractMesh
 
 from jaxllm import ops
-from pallas_kernels import device
+from pallas_kernels import _compat, device
 from pallas_kernels.device import Device
 
 
@@ -33,7 +33,7 @@ def test_a_jax_that_does_not_lower_the_kernels_is_told(monkeypatch):
     """All that asks for a Hopper GPU then says so, and "auto" takes XLA."""
     with absent("NVIDIA H200"):
         assert device.why_not_hopper(device.current()) is None
-        monkeypatch.setattr(device, "LOWERS", False)
+        monkeypatch.setattr(_compat, "LOWERS", False)
         reason = device.why_not_hopper(device.current())
         assert reason is not None
         assert re.fullmatch("needs jax 0.11 or newer .* on a Hopper GPU, found .*", reason)
