@@ -159,8 +159,7 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
     joined = mlp.gate_up_proj is not None
     gated = joined and ops.gates_itself(weight, mlp.activation)
     alone = _weight(model.layers[-1].self_attn.o_proj) if gated else weight
-    inputs = x if not gated else array(1, t, alone.shape[1])
-    yield "linear", "prefill", ops.explain("linear", inputs, alone)
+    yield "linear", "prefill", ops.explain("linear", array(1, t, alone.shape[1]), alone)
     if model.layers[-1].is_fused(1, config.rotary_dim(config.layer_types[-1])):
         around = {
             "norm": ops.Norm(array(d), config.rms_norm_eps, config.zero_centered_norm),

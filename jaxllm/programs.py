@@ -346,8 +346,8 @@ def empty_state(
     constants: Any,
     sharding: jax.sharding.Sharding,
 ) -> tuple[DecodeState, Any]:
-    """What `prefill` and `decode` begin with, and the constants, all by one program where they are
-    to lie: of arrays put there one by one each costs more than to fill the cache.
+    """What `prefill` and `decode` begin with, and the constants, made by one program where they are
+    to lie: arrays put there one by one cost more than filling the cache does.
 
     lengths: how long rows are that are read next (`KVCache.rope_lengths`).
     """

@@ -51,9 +51,9 @@ def quantization_config(forms: Mapping[str, Form | None]) -> dict[str, Any]:
         raise NotImplementedError(
             "save: lm_head is ternary, which no checkpoint has; quantize with another head, or none"
         )
-    if others or forms.get("lm_head") is not None:
+    if others:
         raise NotImplementedError(
-            f"save: {next(iter(others), 'lm_head')} is packed beside ternary layers, which no "
+            f"save: {others[0]} is packed beside ternary layers, which no "
             "checkpoint has; keep it as it is"
         )
     kept = [name for name, form in forms.items() if form is None]

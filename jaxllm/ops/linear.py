@@ -31,8 +31,8 @@ from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
-SEVERAL_ROWS = WGMMA_ROWS  # of x, at most, and more than `fused_linear` takes, by a plain weight of
-LEAST_SIDE = 128  # that many rows and columns at least, are the kernel's: adapters are narrower
+SEVERAL_ROWS = WGMMA_ROWS  # of x, at most, that "auto" has the kernel multiply by a plain weight
+LEAST_SIDE = 128  # the fewest rows and columns of such a weight: those of adapters are fewer
 
 
 def linear(
@@ -111,10 +111,8 @@ def _linear_pallas_not_auto(x, weight, bias=None, *, out_dtype=None, device):
     del bias, out_dtype, device
     if isinstance(weight, Packed):  # XLA would write the weight as numbers, and read those
         return None
-    # H100, us of a decode step's kernels by XLA's products and by these, 24 / 32 / 64 rows: eight
-    # layers of Llama-3.1-8B and its head 1923, 1852 / 1961, 1879 / 2179, 2045, of Qwen2.5-0.5B 442,
-    # 393 / 462, 408 / 506, 461; not fused, 24 / 64 rows 2066, 1902 / 2357, 2142 and 450, 463 / 529,
-    # 521 (XLA joins q, k and v)
+    # H100, 24 to 64 rows: a decode step's kernels take 4 to 12 % less time; not fused, those of
+    # Llama-3.1-8B 8 %, and of Qwen2.5-0.5B 3 % more to 2 % less (benchmarks/notes.md)
     several = FEW_ROWS < math.prod(x.shape[:-1]) <= SEVERAL_ROWS
     if several and x.dtype == jnp.bfloat16 and min(weight.shape) >= LEAST_SIDE:
         return None

@@ -142,7 +142,9 @@ def test_auto_takes_the_first_policy_that_fits(monkeypatch):
 
 
 def test_a_cpu_does_not_tell_that_a_step_is_too_large(monkeypatch):
-    """But that weights and moments are; and a step that fits there fits."""
+    """But that weights and moments are (here of what CUDA leaves, 8 KB); and a step that fits there
+    fits.
+    """
     monkeypatch.setattr(plan_module._Step, "peak", lambda self, target: 3 * 10**9)
     unknown, too_large, fits = (
         plan(WIDE, **ON_CPU, remat="none", card=card) for card in ("2GB", "1.07375GB", "9GB")
