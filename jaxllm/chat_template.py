@@ -212,7 +212,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         # str.format comes wrapped by the sandbox, which keeps the method beside it
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         name = getattr(function, "__name__", "") if isinstance(owner, str) else ""
-        self._pay_call(name, isinstance(owner, str | list | dict), owner, *args, *kwargs.values())
+        # in loops and blocks Jinja passes its variables too, which the function never sees
+        given = (value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars"))
+        self._pay_call(name, isinstance(owner, str | list | dict), owner, *args, *given)
         return self._paid(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

@@ -1,7 +1,7 @@
 """BitNet's ternary weights as the hub stores them: uint8 [O / 4, I] and one scale, both ways.
 
-    autobitlinear   weight_scale is what a 1 stands for
-    bitlinear       weight_scale is the inverse of that
+    autobitlinear   weight_scale is what a 1 stands for; it multiplies the sum with its bias
+    bitlinear       weight_scale is the inverse of that, and of the sum alone
 
 Four codes, weight + 1, lie in a byte, and byte row r holds the rows r, r + O / 4, r + O / 2 and
 r + 3 O / 4 of the weight, the first in its lowest bits; `Packed` has four columns in a byte.
@@ -20,7 +20,8 @@ from jaxllm.checkpoint.quantization_config import Form, Quantization
 from jaxllm.config import ModelConfig
 
 PER_BYTE = 4
-FORM = Form("autobitlinear", "ternary", "tensor")  # of what is saved
+# Of what is saved: the first where no layer has a bias, for its scale is not rounded
+FORM, BIASED = (Form(layout, "ternary", "tensor") for layout in ("autobitlinear", "bitlinear"))
 
 
 def packed_modules(owner: str, config: ModelConfig, hf: Mapping[str, Any]) -> Quantization | None:
@@ -46,8 +47,8 @@ def quantization_config(forms: Mapping[str, Form | None]) -> dict[str, Any]:
 
     Raises: NotImplementedError if one is packed otherwise, or the head is ternary.
     """
-    others = [name for name, form in forms.items() if form not in (None, FORM)]
-    if forms.get("lm_head") == FORM:
+    others = [name for name, form in forms.items() if form not in (None, FORM, BIASED)]
+    if forms.get("lm_head") in (FORM, BIASED):
         raise NotImplementedError(
             "save: lm_head is ternary, which no checkpoint has; quantize with another head, or none"
         )
@@ -59,7 +60,7 @@ def quantization_config(forms: Mapping[str, Form | None]) -> dict[str, Any]:
     kept = [name for name, form in forms.items() if form is None]
     return {
         "quant_method": "bitnet",
-        "linear_class": FORM.layout,
+        "linear_class": (BIASED if BIASED in forms.values() else FORM).layout,
         "quantization_mode": "offline",
         "modules_to_not_convert": kept if set(kept) - {"lm_head"} else None,
     }

@@ -2,8 +2,8 @@
 them in config.json; of ternary weights as a BitNet one. `packed_weights` reads them.
 
 int8 and int4 become "pack-quantized", fp8 "float-quantized", nvfp4, mxfp4 and mxfp8 the formats of
-their names. Codes and scales are moved, not computed; of nvfp4 the tensor's scale is stored as its
-reciprocal, which is rounded.
+their names. Codes and scales are moved, not computed; of nvfp4 the tensor's scale, and that of a ternary
+weight beside biases, is stored as its reciprocal, which is rounded.
 Source: compressed-tensors 0.20 (no code taken).
 """
 
@@ -29,10 +29,12 @@ _FORMATS = {
 _SCALE_DTYPES = {"nvfp4": "float8_e4m3fn", "mxfp4": "uint8", "mxfp8": "uint8"}
 
 
-def form_of(packed: Any) -> Form:
-    """The form that holds the weight, a `Packed` of NumPy arrays."""
+def form_of(packed: Any, *, biased: bool) -> Form:
+    """The form that holds the weight, a `Packed` of NumPy arrays; biased: whether any of the
+    model's packed layers has a bias.
+    """
     if packed.scheme == "ternary":
-        return bitnet.FORM
+        return bitnet.BIASED if biased else bitnet.FORM
     size = packed.group_size
     strategy = "channel" if size is None else "group"
     zero_points = packed.zero is not None
@@ -56,8 +58,8 @@ def check(packed: Any, owner: str) -> None:
             )
 
 
-def tensor(name: str, packed: Any) -> np.ndarray:
-    """The tensor of that name, one of those that `packed_weights.parts` lists for the form of this
+def tensor(name: str, packed: Any, form: Form) -> np.ndarray:
+    """The tensor of that name, one of those that `packed_weights.parts` lists for the form, of this
     weight of NumPy arrays.
     """
     if name in ("weight", "weight_packed"):
@@ -77,7 +79,8 @@ def tensor(name: str, packed: Any) -> np.ndarray:
         return np.ascontiguousarray(_words(zero[:, 0::2] | zero[:, 1::2] << np.uint8(4)).T)
     assert name == "weight_scale", name
     if packed.scheme == "ternary":
-        return np.asarray(packed.row_scale)[:1]
+        scale = np.asarray(packed.row_scale)[:1]
+        return scale if form == bitnet.FORM else np.float32(1) / scale
     if packed.scale is None:
         return np.asarray(packed.row_scale)[:, None]
     return np.ascontiguousarray(np.asarray(packed.scale).T)

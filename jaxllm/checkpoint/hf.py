@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Sharding
 
 from jaxllm.byte_size import byte_size
-from jaxllm.checkpoint import compressed_tensors
+from jaxllm.checkpoint import bitnet, compressed_tensors
 from jaxllm.checkpoint.folder import (
     INDEX,
     WEIGHTS,
@@ -131,7 +131,9 @@ def load(
     for placement in sorted(placements, key=lambda p: (p.tensor.file, p.tensor.offset, p.first)):
         parameters[placement.path].set_value(placement.load(on_bytes))
     model = nnx.merge(graph, state)
-    put(model, (item for x in modules for item in x.load(sharding_of, on_bytes).items()))
+    loaded = (item for x in modules for item in x.load(sharding_of, on_bytes).items())
+    scaled = {layer for x in modules if x.form == bitnet.FORM for layer in x.layers}
+    put(model, loaded, scaled=scaled)
     model.generation = generation
     return model, tokenizer
 
@@ -320,7 +322,9 @@ def _packed_sources(
             first += rows
     # In one order, joined by jaxllm.fuse or not
     layers = dict(sorted(layers.items()))
-    sources, forms = packed_sources(layers, fused=FAMILIES[config.model_type].fused)
+    biased = any(f"model.{layer}.bias" in others for layer in layers)
+    fused = FAMILIES[config.model_type].fused
+    sources, forms = packed_sources(layers, fused=fused, biased=biased)
     plain = [name.removesuffix(".weight") for name in others if name.endswith("_proj.weight")]
     if both := sorted(forms.keys() & plain):
         raise NotImplementedError(

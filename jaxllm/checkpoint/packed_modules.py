@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +171,21 @@ def find(
     return modules, rest
 
 
-def put(model: nnx.Module, weights: Iterable[tuple[str, Ordered]]) -> None:
-    """Makes `PackedLinear`s of the linear layers of these paths, one after the other."""
+def put(
+    model: nnx.Module, weights: Iterable[tuple[str, Ordered]], *, scaled: Collection[str] = ()
+) -> None:
+    """Makes `PackedLinear`s of the linear layers of these paths, one after the other.
+
+    scaled: those whose bias is stored as a part of the sum that the weight's scale multiplies.
+    """
     places = linears(model, (), _KINDS)
     for path, (weight, order) in weights:
         parent, attribute, linear = places.pop(path)
+        bias = linear.bias
+        if bias is not None and path in scaled:
+            bias = nnx.Param((bias[...] * weight.row_scale).astype(bias.dtype))
         like = {"dtype": linear.dtype, "implementation": linear.implementation}
-        setattr(parent, attribute, PackedLinear(weight, linear.bias, order=order, **like))
+        setattr(parent, attribute, PackedLinear(weight, bias, order=order, **like))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,10 +237,13 @@ class _Joined:
         return found[0] if len(found) == 1 else np.concatenate(found, axis=axis)
 
 
-def sources(layers: Mapping[str, Rows], *, fused: bool) -> tuple[list[Source], dict[str, Form]]:
+def sources(
+    layers: Mapping[str, Rows], *, fused: bool, biased: bool
+) -> tuple[list[Source], dict[str, Form]]:
     """The tensors to write for packed linear layers ("layers.0.mlp.up_proj"), in the forms of
     compressed-tensors, and the form of each module by its name in the file.
 
+    biased: whether any of them has a bias, which is not written here.
     Raises: NotImplementedError for what those forms cannot hold.
     """
     shapes = {f"{path}.weight": (rows.count, rows.packed.shape[1]) for path, rows in layers.items()}
@@ -247,13 +258,13 @@ def sources(layers: Mapping[str, Rows], *, fused: bool) -> tuple[list[Source], d
                 f"{len(kinds)} ways"
             )
         compressed_tensors.check(joined, module)
-        form = forms[module] = compressed_tensors.form_of(joined)
+        form = forms[module] = compressed_tensors.form_of(joined, biased=biased)
         for last, part in packed_weights.parts(form, joined.shape).items():
             scale = joined.parts[0].packed.scale
             dtype = packed_weights.DTYPES[part.dtypes[0]]
             if last == "weight_scale":
                 dtype = np.dtype(np.float32 if scale is None else scale.dtype)
-            make = functools.partial(_tensor, last, joined)
+            make = functools.partial(_tensor, last, joined, form)
             found.append(Source(f"{module}.{last}", dtype, part.shapes[0], make))
     return found, forms
 
@@ -263,8 +274,8 @@ def _kind(packed: Packed) -> tuple[Any, ...]:
     return packed.scheme, packed.group_size, dtype, packed.codes.shape[1]
 
 
-def _tensor(name: str, joined: _Joined) -> list[np.ndarray]:
-    return [compressed_tensors.tensor(name, joined)]
+def _tensor(name: str, joined: _Joined, form: Form) -> list[np.ndarray]:
+    return [compressed_tensors.tensor(name, joined, form)]
 
 
 # Every tensor that some layout has beside a bias

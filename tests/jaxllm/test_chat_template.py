@@ -215,6 +215,19 @@ def test_long_conversations_are_not_refused():
     assert one.count("lorem") == 100_000
 
 
+def test_long_messages_are_not_refused_for_variables_of_a_loop():
+    """Jinja passes those to each call beside its arguments."""
+    template = (
+        "{% for m in messages %}{% set content = m.content %}"
+        "{{ content.split('</think>')[-1].strip() ~ content.startswith('x') }}{% endfor %}"
+    )
+    text = "lorem ipsum " * 5000
+    messages = [{"role": "user", "content": text}]
+    assert render(template, messages) == text.strip() + "False"
+    with pytest.raises(ValueError, match="it needs more than the"):  # what a call reads does count
+        render("{% set s = messages[0].content %}{{ s.replace(s, s) }}", messages)
+
+
 def test_a_rendering_leaves_nothing_to_the_next():
     template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     for _ in range(2):

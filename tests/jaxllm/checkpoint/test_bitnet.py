@@ -308,3 +308,54 @@ def test_the_original_reads_the_same_files(form, model, original, transformers, 
         with torch.no_grad():
             out = theirs(torch.from_numpy(text.astype(np.int64))[None], use_cache=False)
         assert distance(logits_of(model, text), out.logits[0].numpy()) < TOLERANCE
+
+
+@pytest.fixture
+def biased(tmp_path):
+    """A ternary model with biases, its folder, and its logits of some tokens."""
+    golden = tiny_checkpoints.read_golden("llama_biases")
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", golden)
+    model, _ = jaxllm.load(source, dtype="float32")
+    jaxllm.quantize(model, "ternary")
+    folder = tmp_path / "saved"
+    jaxllm.save(model, None, folder)
+    text = np.arange(9) % model.config.vocab_size
+    return folder, text, logits_of(model, text)
+
+
+def as_autobitlinear(folder):
+    """Of a saved folder: the other form of the same numbers, its biases as they are."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_scale")]:
+        tensors[name] = 1 / tensors[name]
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["linear_class"] = "autobitlinear"
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_biases_are_added_last_in_what_is_saved(biased):
+    folder, text, expected = biased
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert said["linear_class"] == "bitlinear"
+    again, _ = jaxllm.load(folder, dtype="float32")
+    assert distance(logits_of(again, text), expected) < 1e-6
+    as_autobitlinear(folder)  # where the scale multiplies them too
+    other, _ = jaxllm.load(folder, dtype="float32")
+    assert distance(logits_of(other, text), expected) > 10 * TOLERANCE
+
+
+@pytest.mark.reference
+def test_the_original_adds_biases_so(biased, original, transformers):
+    import torch
+
+    folder, text, _ = biased
+    for change in (lambda _: None, as_autobitlinear):
+        change(folder)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype="float32"
+        ).eval()
+        with torch.no_grad():
+            out = theirs(torch.from_numpy(text)[None], use_cache=False)
+        ours, _ = jaxllm.load(folder, dtype="float32")
+        assert distance(logits_of(ours, text), out.logits[0].numpy()) < TOLERANCE

@@ -173,9 +173,9 @@ def test_a_tensor_is_made_when_its_turn_comes(tmp_path, monkeypatch):
     made_of, written = [], []
     tensor, write = compressed_tensors.tensor, hf.write
 
-    def recorded(name, packed):
+    def recorded(name, packed, form):
         made_of.append(name)
-        return tensor(name, packed)
+        return tensor(name, packed, form)
 
     def writing(file, sources):
         assert not made_of
