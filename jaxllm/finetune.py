@@ -25,13 +25,19 @@ from rich.console import Console
 
 from jaxllm import data, fp8, lora, metrics, optimizers, precision, train
 from jaxllm.checkpoint import hf
-from jaxllm.checkpoint.folder import find_folder, read_config, read_quantization, stated_dtype
+from jaxllm.checkpoint.folder import (
+    find_folder,
+    read_config,
+    read_quantization,
+    stated_dtype,
+    weights_digest,
+)
 from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.config import DTYPES, ModelConfig, Runtime
 from jaxllm.console import Lines
 from jaxllm.generate import generate
 from jaxllm.model import Transformer
-from jaxllm.quantize import QLORA_GROUP_SIZE, on_host, quantize
+from jaxllm.quantize import on_host, qlora_group_size, quantize
 from jaxllm.records import ON_LONG
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.trainer import Fitted, Trainer
@@ -46,6 +52,7 @@ SHORTEST, LONGEST = 128, 1024  # tokens a row, where nobody says how many
 HELD_OUT = 256  # records held out at most, where no file of them is given
 SAMPLE = 64  # tokens of a sample
 RUN = "run.json"
+BASE = "base_weights"  # in it beside the recipe: what tells the weights that adapters are for
 # What `jaxllm finetune` calls a field, where it is no field's name with dashes
 OPTIONS = {
     "method": "--lora, --qlora, --full",
@@ -71,7 +78,8 @@ class Recipe:
     the longest record, 1024 and the model's positions at most. on_long: what is done with records
     that are longer, as in `data.encode_records`.
     micro_batches: parts that a batch is computed in (None: 1, and row by row on a CPU, where that
-    is fastest). precision, remat: by their names in `jaxllm.precision` and `Runtime`.
+    is fastest). precision, remat: by their names in `jaxllm.precision` and `Runtime`. seed: of
+    adapters and of the order of the data; which records are held out does not depend on it.
     """
 
     model: str
@@ -97,6 +105,9 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("model", "data", "held_out"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
         for name, names in (
             ("method", METHODS),
             ("optimizer", optimizers.BY_NAME),
@@ -109,8 +120,10 @@ class Recipe:
                 )
         for name in "rank epochs steps rows length micro_batches eval_every save_every".split():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"finetune: {_named(name)} must be at least 1, got {value}")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(
+                    f"finetune: {_named(name)} must be a whole number, at least 1, got {value!r}"
+                )
         if not 0 <= self.seed < 2**32:
             raise ValueError(
                 f"finetune: {_named('seed')} must be from 0 to 2**32 - 1, got {self.seed}"
@@ -236,7 +249,7 @@ def finetune(
         )
         with _naming(out):
             if not resume:
-                _write_json(out / RUN, dataclasses.asdict(recipe))
+                _write_json(out / RUN, {**dataclasses.asdict(recipe), BASE: weights_digest(folder)})
             fitted = trainer.fit(resume=resume)
     if fitted.loss is None:
         raise ValueError(
@@ -253,28 +266,43 @@ def finetune(
 
 
 def export(
-    run: str | os.PathLike[str], folder: str | os.PathLike[str], *, adapter: bool = False
+    run: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    adapter: bool = False,
+    console: Console | None = None,
 ) -> int:
-    """Writes what a run has learnt at its best step so far, and returns that step.
+    """Writes what a run has learnt at its best step so far, and returns that step: the last one
+    saved, which is said, where none has a finite held-out loss.
 
     A Hugging Face folder in the dtype of the base, with adapters merged into the weights of the
     original model (also where they were trained beside int4 ones); or, with `adapter`, a PEFT
     folder.
     Raises: FileNotFoundError if there is no run, or it has saved nothing; ValueError if `folder` is
-    not empty, or `adapter` is asked of a full run; NotImplementedError for adapters beside ternary
-    layers, which only `adapter` can write.
+    not empty, `adapter` is asked of a full run, what was learnt is not finite, or adapters were
+    trained beside other weights than the base has now; NotImplementedError for adapters beside
+    ternary layers, which only `adapter` can write.
     """
     run, folder = Path(run).expanduser(), Path(folder).expanduser()
-    recipe = read_recipe(run)
+    recipe, base = _read_run(run)
     if adapter and recipe.method == "full":
         raise ValueError(f"{run}: a full fine-tuning has no adapter; leave --adapter out")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; give a new folder")
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
-        step = checkpoints.best_step
-        step = checkpoints.latest_step if step is None else step
+        best = checkpoints.best_step
+        step = checkpoints.latest_step if best is None else best
         params = checkpoints.parameters(step=step)
     assert step is not None
+    if not all(np.isfinite(x).all() for x in params.values()):
+        raise ValueError(f"{run}: what was learnt until step {step} is not finite")
+    if recipe.method != "full" and base not in (None, weights_digest(find_folder(recipe.model))):
+        raise ValueError(
+            f"{run}: the adapters were trained beside other weights than {recipe.model} has now"
+        )
+    if best is None:
+        said = f"{run}: no step has a finite held-out loss; step {step} is the last one saved"
+        (console or Lines(stderr=True)).print(said, soft_wrap=True)
     model, tokenizer = hf.load(recipe.model, dtype=None)
     if recipe.method != "full":
         rngs = nnx.Rngs(recipe.seed)
@@ -336,13 +364,19 @@ def read_recipe(run: str | os.PathLike[str]) -> Recipe:
 
     Raises: FileNotFoundError if there is no run; ValueError if it is of something else.
     """
-    out = Path(run).expanduser()
+    return _read_run(Path(run).expanduser())[0]
+
+
+def _read_run(out: Path) -> tuple[Recipe, str | None]:
+    """The recipe, and the digest of the base's weights (None: the run is of an older version)."""
     file = out / RUN
     try:
-        return Recipe(**json.loads(file.read_text(encoding="utf-8")))
+        content = json.loads(file.read_text(encoding="utf-8"))
+        base = content.pop(BASE, None)
+        return Recipe(**content), base
     except FileNotFoundError:
         raise FileNotFoundError(f"{out}: there is no run here ({RUN} is missing)") from None
-    except (TypeError, json.JSONDecodeError) as error:
+    except (AttributeError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file}: this is no recipe of jaxllm finetune: {error}") from None
 
 
@@ -399,7 +433,8 @@ def _split(recipe: Recipe, records: Sequence[Any]) -> tuple[Sequence[Any], Seque
     if isinstance(recipe.held_out, str):
         return records, data.read_records(recipe.held_out)
     assert recipe.held_out is not None
-    return data.hold_out(records, fraction=recipe.held_out, seed=recipe.seed)
+    # Runs of other seeds are measured by the same records
+    return data.hold_out(records, fraction=recipe.held_out)
 
 
 def _build(recipe: Recipe) -> Transformer:
@@ -412,7 +447,7 @@ def _build(recipe: Recipe) -> Transformer:
     with on_host() if recipe.method == "qlora" else contextlib.nullcontext():
         model, _ = hf.load(recipe.model, dtype, runtime)
     if recipe.method == "qlora":
-        quantize(model, "int4", QLORA_GROUP_SIZE, from_host=True)
+        quantize(model, "int4", qlora_group_size(model.config), from_host=True)
     elif policy.fp8:
         fp8.use_fp8(model)
     if recipe.method != "full":

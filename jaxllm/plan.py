@@ -32,7 +32,7 @@ from jaxllm.lora import RANK
 from jaxllm.model import Transformer
 from jaxllm.optimizers import BY_NAME
 from jaxllm.precision import policy as policy_named
-from jaxllm.quantize import QLORA_GROUP_SIZE, WORKING_BYTES, packed_weights
+from jaxllm.quantize import WORKING_BYTES, packed_weights, qlora_group_size
 from jaxllm.quantize import quantize as pack
 
 # From what costs no time to what costs most; each needs less memory than the one before
@@ -195,7 +195,7 @@ def plan(
     if qlora and quantize is not None:
         raise ValueError("plan: qlora packs the base in int4; give it or quantize, not both")
     if qlora:
-        quantize = {"scheme": "int4", "group_size": QLORA_GROUP_SIZE}
+        quantize = {"scheme": "int4", "group_size": qlora_group_size(config)}
     if quantize is not None and "scheme" not in quantize:
         raise ValueError(f"plan: quantize needs a scheme, got {', '.join(quantize) or 'nothing'}")
     if quantize is not None and policy_named(policy).fp8:

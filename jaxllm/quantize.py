@@ -23,6 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm import ops
+from jaxllm.config import ModelConfig
 from jaxllm.layers import BitLinear, Embedding, Linear
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import check_finite, check_group_size, check_scheme, dequantize
@@ -34,7 +35,14 @@ _HEADS = ("lm_head", "embed_tokens")  # the second where they are one
 # While a weight is packed: codes, scales, and parts of them in float32
 WORKING_BYTES = 2  # a number
 
-QLORA_GROUP_SIZE = 64  # of the int4 base that adapters are trained beside
+
+def qlora_group_size(config: ModelConfig) -> int:
+    """Of the int4 base that adapters are trained beside: 64, or 32 where 64 does not divide the
+    inputs of all projections.
+    """
+    heads = config.num_attention_heads * config.head_dim
+    inputs = config.hidden_size, config.intermediate_size, heads
+    return 32 if all(n % 32 == 0 for n in inputs) and any(n % 64 for n in inputs) else 64
 
 
 class _Holder(nnx.Module):

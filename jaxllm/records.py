@@ -25,6 +25,7 @@ from jaxllm.tokenizer import Tokenizer
 IGNORE = -100  # a target that is not counted, as in jaxllm.train
 ON_LONG = ("truncate", "split", "drop")
 Key = str | Sequence[str]
+PROMPT, COMPLETION = "prompt", "completion"  # the keys of these, where nobody says others
 
 
 class Record(dict[str, Any]):
@@ -131,8 +132,9 @@ Kind = TypeVar("Kind", Example, PreferenceExample)
 class Encoded(Generic[Kind]):
     """Examples, none longer than `length`, and what became of the records; as a text, a sentence.
 
-    long: records that were longer, of which on_long says what was done. untaught: records left out
-    since no target of theirs is counted, be it that it was cut off.
+    long: records that were longer, of which on_long says what was done. lost: tokens of theirs that
+    no example has. untaught: records left out since no target of theirs is counted, be it that it
+    was cut off.
     """
 
     examples: list[Kind]
@@ -140,11 +142,12 @@ class Encoded(Generic[Kind]):
     length: int
     on_long: str
     long: int
+    lost: int
     untaught: int
 
     def __str__(self) -> str:
-        parts = [part for example in self.examples for part in _parts(example)]
-        tokens, learnt = sum(map(len, parts)), sum(part.learnt for part in parts)
+        tokens = _tokens(self.examples)
+        learnt = sum(part.learnt for example in self.examples for part in _parts(example))
         done = {"truncate": "truncated", "split": "split", "drop": "left out"}[self.on_long]
         said = [
             f"{_count(self.records, 'record')}: {_count(len(self.examples), 'example')}, "
@@ -152,7 +155,8 @@ class Encoded(Generic[Kind]):
             f"{learnt} of them learnt"
         ]
         if self.long:
-            said.append(f"{self.long} longer than {self.length} tokens {done}")
+            lost = f", {_count(self.lost, 'token')} of them lost" if self.lost else ""
+            said.append(f"{self.long} longer than {self.length} tokens {done}{lost}")
         if self.untaught:
             said.append(f"{self.untaught} without anything to learn left out")
         return "; ".join(said)
@@ -213,17 +217,19 @@ def encode_preferences(
 
 
 def check_keys(records: Sequence[Mapping[str, Any]], *keys: Key) -> None:
-    """Raises ValueError if a key is a list with a name that no record has: `encode` leaves it out.
+    """Raises ValueError if a key, one of `encode`'s own apart, names a field that no record has:
+    `encode` would leave it out, or take another form of the record.
 
     Of all records, for a part of them may lack what others have.
     """
     names = dict.fromkeys(name for record in records for name in record)
     for key in keys:
-        for name in [] if isinstance(key, str) else key:
+        for name in [] if key in (PROMPT, COMPLETION) else _fields(key):
             if name not in names:
+                said = key if isinstance(key, str) else ",".join(key)
                 raise ValueError(
-                    f"data: no record has {name!r}, which the key {','.join(key)!r} names; there "
-                    f"are {_names(names)}"
+                    f"data: no record has {name!r}, which the key {said!r} names; there are "
+                    f"{', '.join(map(repr, names))}"
                 )
 
 
@@ -249,7 +255,7 @@ def _encode_all(
 ) -> Encoded[Kind]:
     if length < 1:
         raise ValueError(f"data: length must be 1 or more tokens, got {length}")
-    examples, long, untaught = [], 0, 0
+    examples, long, lost, untaught = [], 0, 0, 0
     for i, record in enumerate(records, 1):
         if not isinstance(record, Mapping):
             raise ValueError(f"data: record {i} must have fields by name, not {record!r:.40}")
@@ -261,12 +267,13 @@ def _encode_all(
             if vocab_size is not None:
                 check_vocabulary(example, vocab_size)
         longer = max(map(len, _parts(example))) > length
-        long += longer
-        if not (longer and on_long == "drop"):
-            parts = cut(example)
-            untaught += not parts
-            examples += parts
-    result = Encoded(examples, len(records), length, on_long, long, untaught)
+        parts = [] if longer and on_long == "drop" else cut(example)
+        if longer:
+            long += 1
+            lost += _tokens([example]) - _tokens(parts)
+        untaught += not parts and not (longer and on_long == "drop")
+        examples += parts
+    result = Encoded(examples, len(records), length, on_long, long, lost, untaught)
     if not examples:
         raise ValueError(f"data: there is nothing to train on; {result}")
     return result
@@ -281,22 +288,27 @@ def _parts(example: Example | PreferenceExample) -> tuple[Example, ...]:
     return (example,) if isinstance(example, Example) else (example.chosen, example.rejected)
 
 
+def _tokens(examples: Sequence[Example | PreferenceExample]) -> int:
+    return sum(len(part) for example in examples for part in _parts(example))
+
+
 def encode(
     record: Mapping[str, Any],
     tokenizer: Tokenizer,
     *,
-    prompt_key: Key = "prompt",
-    completion_key: Key = "completion",
+    prompt_key: Key = PROMPT,
+    completion_key: Key = COMPLETION,
     text_key: str = "text",
     messages_key: str = "messages",
     stop_id: int | None = None,
 ) -> Example:
-    r"""The example that a record makes; of several forms in it, the first of these.
+    r"""The example that a record makes; of several forms in it, the first of these, but prompt and
+    completion before all where their keys are not the default ones. A field that is null is none.
 
     messages: the tokenizer's own chat template, which is also given the record's `tools`; the
-    assistant's messages are targets (`Tokenizer.encode_answers`). prompt and completion: one behind
-    the other as they are, without a space between; the completion is the target. text: all of it
-    is.
+    assistant's messages are targets (`Tokenizer.encode_answers`). Content in parts is their texts,
+    one behind the other. prompt and completion: one behind the other as they are, without a space
+    between; the completion is the target. text: all of it is.
     A BOS comes first where `Tokenizer.encode` writes one, and `stop_id` (the tokenizer's EOS if
     None) last, as a target, so that the model learns to stop; after a chat, only where it ends with
     an answer that has none.
@@ -309,17 +321,20 @@ def encode(
     """
     with _place(record):
         stop = _stop_id(tokenizer, stop_id)
-        if messages_key in record:
-            messages = _objects(record, messages_key, "messages")
+        completes = _present(record, prompt_key) and _present(record, completion_key)
+        asked_for = (prompt_key, completion_key) != (PROMPT, COMPLETION)
+        if _present(record, messages_key) and not (completes and asked_for):
+            messages = _messages(record, messages_key)
             return _chat(tokenizer, messages, _tools(record), stop)
-        if _present(record, prompt_key) and _present(record, completion_key):
+        if completes:
             prompt = _text(record, prompt_key)
             return _completion(tokenizer, prompt, _text(record, completion_key), stop)
-        if text_key in record:
+        if _present(record, text_key):
             return _completion(tokenizer, "", _text(record, text_key), stop)
+        pairs = "; jaxllm.dpo learns from 'chosen' and 'rejected'" if "rejected" in record else ""
         raise ValueError(
             f"there is no {messages_key!r}, no {_name(prompt_key)} with {_name(completion_key)} "
-            f"and no {text_key!r}; the record has {_names(record)}"
+            f"and no {text_key!r}; the record has {_names(record)}{pairs}"
         )
 
 
@@ -327,7 +342,7 @@ def encode_preference(
     record: Mapping[str, Any],
     tokenizer: Tokenizer,
     *,
-    prompt_key: Key = "prompt",
+    prompt_key: Key = PROMPT,
     chosen_key: str = "chosen",
     rejected_key: str = "rejected",
     stop_id: int | None = None,
@@ -352,9 +367,9 @@ def encode_preference(
             prompt = _text(record, prompt_key)
             answers = (_text(record, key) for key in keys)
             return PreferenceExample(*(_completion(tokenizer, prompt, a, stop) for a in answers))
-        chats = [_objects(record, key, "messages") for key in keys]
+        chats = [_messages(record, key) for key in keys]
         if isinstance(prompt_key, str) and isinstance(record.get(prompt_key), list):
-            before = _objects(record, prompt_key, "messages")
+            before = _messages(record, prompt_key)
             chats = [[*before, *chat] for chat in chats]
         else:
             before = _common(*chats)
@@ -450,7 +465,7 @@ def _fields(key: Key) -> list[str]:
 
 
 def _present(record: Mapping[str, Any], key: Key) -> bool:
-    return any(name in record for name in _fields(key))
+    return any(record.get(name) is not None for name in _fields(key))
 
 
 def _text(record: Mapping[str, Any], key: Key) -> str:
@@ -477,6 +492,25 @@ def _objects(record: Mapping[str, Any], key: str, what: str) -> list[Any]:
     return objects
 
 
+def _messages(record: Mapping[str, Any], key: str) -> list[Any]:
+    """Messages, whose content is one text each, or what else a template may know."""
+    return [
+        message | {"content": _joined(message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in _objects(record, key, "messages")
+    ]
+
+
+def _joined(parts: list[Any]) -> str:
+    """The text of content that is given in parts."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"content in parts must be of type 'text', and one is of {kind!r:.40}")
+    return "".join(part["text"] for part in parts)
+
+
 def _tools(record: Mapping[str, Any]) -> list[Any] | None:
     """What a chat's template is to show of functions that the model may call; an empty list, as
     columns of JSONL have it, is none.
@@ -491,4 +525,5 @@ def _name(key: Key) -> str:
 
 
 def _names(record: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, record)) or "no fields"
+    null = {name: " (null)" if value is None else "" for name, value in record.items()}
+    return ", ".join(f"{name!r}{is_null}" for name, is_null in null.items()) or "no fields"

@@ -84,7 +84,9 @@ class StoppedError(Exception):
 class Trainer:
     """Trains a model on batches and keeps what it makes in a folder.
 
-    out: gets `checkpoints/`, `metrics.jsonl` and `metrics.csv`, and at the end `loss.png`.
+    out: gets `checkpoints/`, `metrics.jsonl` and `metrics.csv`, and at the end `loss.png`. In the
+        metrics `tokens` are the targets that count; `tokens_per_s` is of all tokens that are no
+        padding.
     steps: how many batches in all.
     trainable, scale: as in `train.init_state`; what is not trained is never written. loss,
         micro_batches, stochastic_rounding: as in `train.make_train_step`.
@@ -180,10 +182,10 @@ class Trainer:
         beside it.
         Raises: ValueError, with nothing overwritten, if the folder holds a run and `resume` is not
         set, or if it holds one with other settings, another model or optimiser; if the batches end
-        early, or have rows that `micro_batches` does not divide; if what is held out has no target,
-        or a loss that is not finite before training; if no step changed anything, for no loss and
-        gradient was finite. FileNotFoundError if there is none to resume. StoppedError after
-        Ctrl-C.
+        early, or have rows that `micro_batches` does not divide, when what was trained is saved; if
+        what is held out has no target, or a loss that is not finite before training; if no step
+        changed anything, for no loss and gradient was finite. FileNotFoundError if there is none to
+        resume. StoppedError after Ctrl-C.
         """
         folder = self.out / "checkpoints"
         with Checkpoints(folder, keep=self.keep, say=self._say) as checkpoints:
@@ -253,6 +255,13 @@ class Trainer:
             for write in self.writers:
                 write(row["step"], metrics.numbers(row))
 
+        def save(place: dict[str, Any], loss: float | None) -> None:
+            """The state as it is; its rows are there before what goes on from them."""
+            read(0)
+            notes = {"settings": self.settings, "batches": place}
+            key = jax.random.key(0)  # nothing draws: rounding takes its key from the step
+            checkpoints.save(self.state, key=key, position=notes, loss=loss)
+
         with progress, _Profile(self, begun + 3) as profile:
             if begun == 0:
                 row = {"step": 0, **self._measure(0)}
@@ -266,8 +275,14 @@ class Trainer:
                         "weights, or what is computed from them, are not finite, and no step can "
                         "be compared with that; look at the model, or take a wider precision"
                     )
+            saved, place = begun, {}
             for i in range(begun + 1, self.steps + 1):
-                batch, work, place = ready or self._next_batch(i)
+                try:
+                    batch, work, place = ready or self._next_batch(i)
+                except BaseException:  # of others' code, or there are no more of them
+                    if i - 1 > saved:
+                        save(place, None)
+                    raise
                 ready = None
                 profile.before(i)
                 self.state, numbers = self.step(self.state, batch)
@@ -294,14 +309,13 @@ class Trainer:
                         failed = error
                 # Ctrl-C may have come during the evaluation
                 saves = saves or stop.is_set() or failed is not None
-                if evaluates or saves:
-                    read(0)  # its rows are there before the checkpoint that goes on from them
-                    speed.pause()
+                if evaluates:
+                    read(0)
                 if saves:
-                    notes = {"settings": self.settings, "batches": place}
-                    loss = row.get("held_out_loss")
-                    key = jax.random.key(0)  # nothing draws: rounding takes its key from the step
-                    checkpoints.save(self.state, key=key, position=notes, loss=loss)
+                    save(place, row.get("held_out_loss"))
+                    saved = i
+                if evaluates or saves:
+                    speed.resume()
                 if failed is not None:
                     raise failed
                 if saves and stop.is_set() and i < self.steps:
@@ -457,9 +471,10 @@ class _Speed:
         self.trains_all = trains_all
         self.seen: collections.deque[tuple[float, _Work]] = collections.deque(maxlen=SMOOTHED + 1)
 
-    def pause(self) -> None:
-        """What lies between this look and the next is no training."""
+    def resume(self) -> None:
+        """What lies behind this look was no training: steps are timed anew."""
         self.seen.clear()
+        self.seen.append((time.perf_counter(), _Work(0, 0)))
 
     def of(self, work: _Work) -> dict[str, Any]:
         self.seen.append((time.perf_counter(), work))

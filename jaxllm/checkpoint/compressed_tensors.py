@@ -2,8 +2,8 @@
 them in config.json; of ternary weights as a BitNet one. `packed_weights` reads them.
 
 int8 and int4 become "pack-quantized", fp8 "float-quantized", nvfp4, mxfp4 and mxfp8 the formats of
-their names. Codes and scales are moved, not computed; of nvfp4 the tensor's scale, and that of a ternary
-weight beside biases, is stored as its reciprocal, which is rounded.
+their names. Codes and scales are moved, not computed; of nvfp4 the tensor's scale, and of ternary
+weights beside biases theirs, are stored as reciprocals, which are rounded.
 Source: compressed-tensors 0.20 (no code taken).
 """
 

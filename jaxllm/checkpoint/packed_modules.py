@@ -183,6 +183,7 @@ def put(
         parent, attribute, linear = places.pop(path)
         bias = linear.bias
         if bias is not None and path in scaled:
+            assert weight.row_scale is not None, "a ternary weight"
             bias = nnx.Param((bias[...] * weight.row_scale).astype(bias.dtype))
         like = {"dtype": linear.dtype, "implementation": linear.implementation}
         setattr(parent, attribute, PackedLinear(weight, bias, order=order, **like))

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 
 import jax
@@ -18,6 +19,7 @@ import jaxllm
 from jaxllm import cli, cli_train, finetune, lora, metrics, plan, train
 from jaxllm.checkpoint import native
 from jaxllm.finetune import Recipe, _sample
+from jaxllm.quantize import qlora_group_size
 from jaxllm.trainer import Fitted, StoppedError, Trainer
 
 pytest.importorskip("grain", reason="grain is not installed: pip install 'jaxllm[train]'")
@@ -241,9 +243,9 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
     ("more", "words"),
     [
         (("--full", "--lora", "4"), "--full trains all weights; give it without"),
-        (("--steps", "0"), "steps (--steps) must be at least 1, got 0"),
+        (("--steps", "0"), "steps (--steps) must be a whole number, at least 1, got 0"),
         (("--epochs", "2"), "give epochs (--epochs) or steps (--steps), not both"),
-        (("--lora", "0"), "rank (--lora) must be at least 1, got 0"),
+        (("--lora", "0"), "rank (--lora) must be a whole number, at least 1, got 0"),
         (("--seq", "999"), "length (--seq) 999 is more than the model's 128 positions"),
         (("--resume",), "there is no run to go on with; begin one without --resume"),
         (("--held-out", "2"), "the fraction to hold out must be above 0 and below 1"),
@@ -253,13 +255,20 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--targets", "nothing"), "'nothing' matches no Linear"),
         (("--prompt-key", "{a"), "the format '{a' cannot be read"),
         (("--prompt-key", "nope,prompt"), "no record has 'nope', which the key 'nope,prompt'"),
+        (("--prompt-key", "promt"), "no record has 'promt', which the key 'promt' names; there"),
         (
             ("--qlora", "int4", "--precision", "fp8"),
             "(--precision) 'fp8' is of plain weights",
         ),
         (("--batch", "3", "--micro-batches", "2"), "rows (--batch) 3 cannot be split into 2 equal"),
-        (("--eval-every", "0"), "eval_every (--eval-every) must be at least 1, got 0"),
-        (("--save-every", "0"), "save_every (--save-every) must be at least 1, got 0"),
+        (
+            ("--eval-every", "0"),
+            "eval_every (--eval-every) must be a whole number, at least 1, got 0",
+        ),
+        (
+            ("--save-every", "0"),
+            "save_every (--save-every) must be a whole number, at least 1, got 0",
+        ),
         (("--seed", "-1"), "seed (--seed) must be from 0 to 2**32 - 1, got -1"),
         (("--seed", f"{2**32}"), "(--seed) must be from 0 to 2**32 - 1, got 4294967296"),
         (("--full", "--targets", "q_proj"), "targets (--targets) 'q_proj' are of adapters"),
@@ -430,6 +439,43 @@ def test_the_learning_rate_goes_with_method_and_width():
         for config in (wide, CONFIG)
     ]
     assert rates == [2e-5, 1.3e-3, 2e-4, 1.3e-2]
+
+
+@pytest.mark.slow
+def test_what_an_export_refuses_and_says(run, tune, folder, tmp_path):
+    """A base with other weights than the run had; and steps that no loss speaks for."""
+    base, out = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(folder, base)
+    code, _, err = tune(out, "--lora", "4", "--learning-rate", "1e30", model=base)
+    assert code == 2, err
+    assert "is not a finite number, so nothing is written" in err
+    code, _, err = run("export", out, "--out", tmp_path / "peft", "--adapter")
+    assert code == 0
+    assert "no step has a finite held-out loss; step 4 is the last one saved" in err
+    model, tokenizer = jaxllm.load(base, dtype=None)
+    model.norm.weight.set_value(2 * model.norm.weight[...])
+    jaxllm.save(model, tokenizer, base)
+    code, _, err = run("export", out, "--out", tmp_path / "whole")
+    assert code == 2
+    assert "trained beside other weights than" in err
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_recipe_takes_paths(tmp_path):
+    recipe = Recipe(tmp_path, tmp_path / "data", held_out=tmp_path / "other")
+    assert recipe == Recipe(str(tmp_path), f"{tmp_path}/data", held_out=f"{tmp_path}/other")
+    for rows in ("8", 4.0):
+        with pytest.raises(
+            ValueError, match=r"rows \(--batch\) must be a whole number, at least 1"
+        ):
+            Recipe("m", "d", rows=rows)
+
+
+def test_int4_beside_adapters_has_groups_that_divide():
+    wide = {64: 64, 96: 32, 40: 64}  # of 40 quantize says that nothing does
+    for width, size in wide.items():
+        config = dataclasses.replace(CONFIG, intermediate_size=width)
+        assert qlora_group_size(config) == size
 
 
 def test_a_missing_package_is_said_before_the_model_is_read(tune, tmp_path, monkeypatch):

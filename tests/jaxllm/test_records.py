@@ -190,15 +190,43 @@ def test_other_keys(key, prompt):
     assert learnt(example) == learnt(expected)
 
 
-def test_a_listed_name_that_no_record_has_is_refused():
+@pytest.mark.parametrize("key", [["nope", "input"], "nope", "{nope}: {input}"])
+def test_a_name_that_no_record_has_is_refused(key):
     rows = [{"instruction": "a", "output": "b"}, {"instruction": "a", "input": "c", "output": "b"}]
-    records.check_keys(rows, "prompt", ["instruction", "input"], "{nothing}")
+    records.check_keys(rows, "prompt", ["instruction", "input"], "output", "{input}")
+    said = key if isinstance(key, str) else ",".join(key)
     sentence = (
-        "^data: no record has 'nope', which the key 'nope,input' names; there are 'instruction', "
-        "'output', 'input'$"
+        f"data: no record has 'nope', which the key '{said}' names; there are 'instruction', "
+        "'output', 'input'"
     )
-    with pytest.raises(ValueError, match=sentence):
-        records.check_keys(rows, "prompt", ["nope", "input"])
+    with pytest.raises(ValueError, match=re.escape(sentence) + "$"):
+        records.check_keys(rows, "prompt", key)
+
+
+def test_keys_of_ones_own_come_before_other_forms():
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    record = {"question": "q", "answer": "a", "text": "no", "messages": chat}
+    keys = {"prompt_key": "question", "completion_key": "answer"}
+    assert whole(encode(record, TINY, **keys)) == whole(
+        encode({"prompt": "q", "completion": "a"}, TINY)
+    )
+    assert whole(encode({"messages": chat}, TINY, **keys)) == whole(encode(record, TINY))
+
+
+def test_a_field_that_is_null_is_none():
+    """As a table's columns are written where a row has no such field."""
+    empty = {"messages": None, "prompt": None, "completion": None, "text": None}
+    for record in ({"text": "a"}, {"prompt": "a", "completion": "b"}):
+        assert whole(encode(empty | record, TINY)) == whole(encode(record, TINY))
+
+
+def test_content_in_parts_is_their_texts():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    question, answer = ({"role": role} for role in ("user", "assistant"))
+    split = {"messages": [question | {"content": parts}, answer | {"content": parts}]}
+    joined = {"messages": [question | {"content": "ab"}, answer | {"content": "ab"}]}
+    assert whole(encode(split, TINY)) == whole(encode(joined, TINY))
+    assert learnt(encode(split, TINY)) == learnt(encode(joined, TINY))
 
 
 def test_keys_of_texts_and_chats():
@@ -223,7 +251,11 @@ NO_FORM = "there is no 'messages', no 'prompt' with 'completion' and no 'text'; 
         ({}, {}, NO_FORM.format("no fields")),
         ({"prompt": "a", "b": 1}, {}, NO_FORM.format("'prompt', 'b'")),
         ({"text": 3}, {}, "'text' must be a text, not 3"),
-        ({"text": None}, {}, "'text' must be a text, not None"),
+        ({"text": None}, {}, "and no 'text'; the record has 'text' (null)"),
+        ({"prompt": "a", "completion": None}, {}, "the record has 'prompt', 'completion' (null)"),
+        ({"chosen": "a", "rejected": "b"}, {}, "jaxllm.dpo learns from 'chosen' and 'rejected'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "is of 'image'"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, {}, "is of 'str'"),
         ({"prompt": "a", "completion": ["b"]}, {}, "'completion' must be a text, not ['b']"),
         (
             {"a": "x", "completion": "y"},
@@ -412,11 +444,12 @@ TEXTS = [{"text": "x" * n} for n in (3, 10, 4, 25)]  # each makes as many tokens
 
 
 def test_longer_records_are_truncated_split_or_left_out():
-    results = {}
+    results, lost = {}, {"truncate": 15, "split": 0, "drop": 25}
     for on_long in records.ON_LONG:
         found = encode_records(TEXTS, TINY, length=10, on_long=on_long)
         results[on_long] = [len(example) for example in found.examples]
         assert (found.records, found.long, found.untaught) == (4, 1, 0)
+        assert found.lost == lost[on_long]
         assert "1 longer than 10 tokens" in str(found)
     assert results == {
         "truncate": [3, 10, 4, 10],
@@ -435,8 +468,8 @@ def test_the_summary_counts():
     rows = [{"prompt": "abcdefghijkl", "completion": "m"}, {"prompt": "ab", "completion": "cd"}]
     found = encode_records(rows, TINY, length=10)
     assert str(found) == (
-        "2 records: 1 example, 4 tokens, 3 of them learnt; 1 longer than 10 tokens truncated; "
-        "1 without anything to learn left out"
+        "2 records: 1 example, 4 tokens, 3 of them learnt; 1 longer than 10 tokens truncated, 13 "
+        "tokens of them lost; 1 without anything to learn left out"
     )
     with pytest.raises(ValueError, match="data: there is nothing to train on; 1 record: 0 exam"):
         encode_records(rows[:1], TINY, length=10)
