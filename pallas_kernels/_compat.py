@@ -44,6 +44,13 @@ def why_not_written() -> str | None:
     return "needs jax 0.11, where a kernel may write into an array that is there"
 
 
+def why_not_interpreted() -> str | None:
+    """What keeps attention from the interpreter; ends with jax 0.10."""
+    if VERSION >= (0, 11):
+        return None
+    return "needs jax 0.11 (Python 3.12), whose interpreter knows attention's layouts"
+
+
 def why_not_lowered() -> str:
     """What keeps a kernel from a Hopper GPU without `LOWERS`; ends with jax 0.10."""
     return f"needs jax 0.11 or newer (Python 3.12) on a Hopper GPU, found {jax.__version__}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
@@ -200,8 +201,10 @@ def check(
     for what, array in (("q", q), ("k", k), ("v", v)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name}: {what} is {array.dtype}; it must be floating point")
-    if window is not None and window < 1:
-        raise ValueError(f"{name}: window must be at least 1 or None, got {window}")
+    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
+        raise ValueError(
+            f"{name}: window must be a whole number, 1 at least, or None, got {window}"
+        )
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"{name}: softcap must be positive and finite or None, got {softcap}")
     if (q_segment_ids is None) != (kv_segment_ids is None):

@@ -313,7 +313,9 @@ def check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
         )
     traced = isinstance(token.window, Tracer)  # which `why_not` has a phrase for
     if token.window is not None and not traced and token.window < 1:
-        raise ValueError(f"{NAME}: window must be at least 1 or None, got {token.window}")
+        raise ValueError(
+            f"{NAME}: window must be a whole number, 1 at least, or None, got {token.window}"
+        )
     check_meeting(meeting, meeting_words(kv_heads), who=NAME)
 
 

@@ -50,11 +50,13 @@ def linear(
     weight's numbers are rounded to x's dtype without their row scale, which the sums are multiplied
     by. Where it is ternary, x becomes int8 a token (BitNet b1.58), and the gradient is that of x at
     the ternary weight.
-    Raises: ValueError for a packed weight whose inputs are not x's width.
+    Raises: ValueError for a weight whose inputs are not x's width.
     """
-    if isinstance(weight, Packed) and weight.shape[1] != x.shape[-1]:
+    if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1]:
+        kind = "packed weight" if isinstance(weight, Packed) else "weight"
         raise ValueError(
-            f"linear: x has {x.shape[-1]} inputs, but the packed weight is {list(weight.shape)}"
+            f"linear: x has {x.shape[-1]} inputs, but the {kind} is {list(weight.shape)}, and not "
+            f"[outputs, {x.shape[-1]}]"
         )
     run = select("linear", LINEAR, implementation, x, weight, bias, out_dtype=out_dtype)
     return run(x, weight, bias, out_dtype=out_dtype)

@@ -70,6 +70,7 @@ def test_a_measured_config_that_does_not_fit_is_left(monkeypatch):
     measured = Config(tile=128)
     assert config_problem(measured, call["q"], cache) is not None
     monkeypatch.setattr("pallas_kernels.tuned.lookup", lambda *_: measured)
+    monkeypatch.setattr("pallas_kernels._compat.why_not_interpreted", lambda: None)
     out = jax.eval_shape(lambda call: decode_attention(**call, interpret=True), call)
     assert out.shape == call["q"].shape
 
@@ -151,7 +152,7 @@ def test_without_a_gpu_it_says_so():
             "kv_lengths[0] is 129; a row has 0 to 128",
         ),
         ({"kv_lengths": np.asarray([1.0, 0.0], np.float32)}, "it must hold integers"),
-        ({"window": 0}, "window must be at least 1 or None, got 0"),
+        ({"window": 0}, "window must be a whole number, 1 at least, or None, got 0"),
         ({"softcap": -1.0}, "softcap must be positive and finite or None, got -1.0"),
         ({"sinks": np.zeros(3, np.float32)}, "sinks is float32[3]; it must be float32"),
         ({"splits": 0}, "splits must be at least 1 or None, got 0"),

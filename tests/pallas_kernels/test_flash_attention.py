@@ -14,8 +14,10 @@ from attention_cases import CASES
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+import pallas_kernels
 from benchmarks.cases.flash_attention import SPILLED_WIDE
 from jaxllm import aot
+from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.flash_attention import (
     Config,
@@ -250,7 +252,7 @@ def test_a_traced_scale_is_refused():
 @pytest.mark.parametrize(
     ("keywords", "phrase"),
     [
-        ({"window": 0}, "window must be at least 1"),
+        ({"window": 0}, "window must be a whole number, 1 at least"),
         ({"softcap": -1.0}, "softcap must be positive"),
         ({"kv_lengths": np.asarray([1, 65], np.int32)}, r"kv_lengths\[1\] is 65"),
         ({"q_segment_ids": np.zeros((2, 64), np.int32)}, "both sides or neither"),
@@ -432,3 +434,14 @@ def test_under_a_soft_cap_what_is_masked_may_be_nan():
     right = attend(q, k, v)
     assert np.array_equal(attend(q, jnp.where(behind, jnp.nan, k), v), right)
     assert np.isnan(attend(q, k.at[:, 5].set(jnp.nan), v)).all()
+
+
+@pytest.mark.skipif(_compat.why_not_interpreted() is None, reason="this jax interprets attention")
+def test_an_interpreter_that_knows_no_attention_says_so():
+    x, lengths = jnp.ones((1, 64, 2, 64), jnp.bfloat16), jnp.ones(1, jnp.int32)
+    for run in (
+        lambda: pallas_kernels.flash_attention(x, x, x, interpret=True),
+        lambda: pallas_kernels.decode_attention(x[:, :1], x, x, lengths, interpret=True),
+    ):
+        with pytest.raises(NotImplementedError, match=r"needs jax 0.11 \(Python 3.12\), whose int"):
+            run()

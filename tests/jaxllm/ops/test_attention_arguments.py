@@ -271,8 +271,17 @@ EVERY = [*ATTENTION, "auto"]
         (((2, 5, 4, 8), (1, 5, 2, 8)), {}, "differ in batch or head width"),
         (((2, 5, 4, 8), (2, 5, 2, 4)), {}, "differ in batch or head width"),
         (((5, 4, 8), (5, 2, 8)), {}, r"are not \[B, T, N, H\] and twice \[B, S, K, H\]"),
-        (((2, 5, 4, 8), (2, 5, 2, 8)), {"window": 0}, "window must be at least 1 or None, got 0"),
-        (((2, 5, 4, 8), (2, 5, 2, 8)), {"window": -3}, "window must be at least 1 or None, got -3"),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
+            {"window": 0},
+            "window must be a whole number, 1 at least, or None, got 0",
+        ),
+        (
+            ((2, 5, 4, 8), (2, 5, 2, 8)),
+            {"window": -3},
+            "window must be a whole number, 1 at least, or None, got -3",
+        ),
+        (((2, 5, 4, 8), (2, 5, 2, 8)), {"window": 2.5}, "must be a whole number, 1 at least, or"),
         (
             ((2, 5, 4, 8), (2, 5, 2, 8)),
             {"softcap": 0.0},

@@ -232,3 +232,9 @@ def test_embedding_gradient_adds_up_rows_that_occur_twice():
     d_out = jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     (gradient,) = jax.vjp(lambda table: embedding(table, ids), table)[1](d_out)
     assert gradient.tolist() == [[0, 0], [6, 8], [0, 0], [3, 4]]
+
+
+def test_a_weight_of_other_inputs_is_refused():
+    sentence = r"^linear: x has 8 inputs, but the weight is \[8, 5\], and not \[outputs, 8\]$"
+    with pytest.raises(ValueError, match=sentence):
+        linear(jnp.ones((3, 8)), jnp.ones((8, 5)))

@@ -70,7 +70,9 @@ def test_who_runs_a_packed_product():
 @pytest.mark.own_errors
 def test_a_width_that_is_not_the_weights_is_refused():
     packed = quantize(draw(12, 64), "int4")
-    sentence = r"^linear: x has 32 inputs, but the packed weight is \[12, 64\]$"
+    sentence = (
+        r"^linear: x has 32 inputs, but the packed weight is \[12, 64\], and not \[outputs, 32\]"
+    )
     with pytest.raises(ValueError, match=sentence):
         ops.linear(draw(2, 32), packed)
 
