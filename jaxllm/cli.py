@@ -1,4 +1,5 @@
-"""The `jaxllm` command: generate, chat, inspect; `cli_train.py` adds those that train.
+"""The `jaxllm` command: generate, chat, inspect; `cli_quantize.py` adds quantize, `cli_train.py`
+those that train.
 
 It parses, prints and calls; the library does the work. A third of it are the options with their
 help.
@@ -161,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
     cli_quantize.add_options(inspect)
     inspect.set_defaults(run=_inspect)
+    cli_quantize.add_command(commands)
     cli_train.add_commands(commands)
     return parser
 

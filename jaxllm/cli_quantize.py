@@ -1,30 +1,67 @@
-"""`--quantize` of the `jaxllm` command: its options, and what they say."""
+"""`--quantize` of the `jaxllm` command, its options and what they say; and `jaxllm quantize`."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+from flax import nnx
+
+import jaxllm
+from jaxllm.quantize import on_host
+from pallas_kernels.measure import size_bytes
 from pallas_kernels.packed import SCHEMES
+
+
+def add_command(commands: Any) -> None:
+    """Puts `quantize` beside the others."""
+    parser = commands.add_parser(
+        "quantize", help="a checkpoint with its weights in fewer bits, for jaxllm and transformers"
+    )
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder or hub id")
+    parser.add_argument("quantize", choices=SCHEMES, metavar="SCHEME", help=", ".join(SCHEMES))
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="a new folder")
+    _add_how(parser)
+    parser.set_defaults(run=_quantize)
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    out, how = Path(args.out).expanduser(), arguments(args)
+    assert how is not None
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already; give a new folder")
+    with on_host():  # the device need not have room for what is packed as it was
+        model, tokenizer = jaxllm.load(args.model, dtype=None)
+    before = size_bytes(nnx.state(model))
+    jaxllm.quantize(model, **how, from_host=True)
+    jaxllm.save(model, tokenizer, out)
+    share = size_bytes(nnx.state(model)) / before
+    print(f"{out}: {args.quantize}, {share:.0%} of the bytes that there were")
+    return 0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """To the parser of a command that has a model."""
     group = parser.add_argument_group("weights in fewer bits (norms and embedding stay)")
     group.add_argument("--quantize", choices=SCHEMES, metavar="SCHEME", help=", ".join(SCHEMES))
-    group.add_argument(
+    _add_how(group)
+
+
+def _add_how(parser: Any) -> None:
+    parser.add_argument(
         "--quantize-head",
         choices=SCHEMES,
         metavar="SCHEME",
         help="of the head, and of the embedding where they are one (default: it stays)",
     )
-    group.add_argument(
+    parser.add_argument(
         "--group-size",
         type=int,
         metavar="N",
         help="numbers that share a scale (default: as the scheme has it; int4: 128, 64 or 32)",
     )
-    group.add_argument(
+    parser.add_argument(
         "--keep",
         action="append",
         metavar="NAME",

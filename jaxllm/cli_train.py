@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm import cli_quantize
-from jaxllm.checkpoint.folder import find_folder, read_config, read_json, read_quantization
+from jaxllm.checkpoint.folder import (
+    find_folder,
+    read_config,
+    read_json,
+    read_quantization,
+    stated_dtype,
+)
 from jaxllm.config import REMAT, ModelConfig
 from jaxllm.console import Lines
 from jaxllm.families import from_hf
@@ -287,8 +293,12 @@ def _key(text: str | None) -> str | list[str] | None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from jaxllm.finetune import export
+    from jaxllm.finetune import export, read_recipe
 
     step = export(args.run_folder, args.out, adapter=args.adapter)
-    print(f"{args.out}: {'the adapter' if args.adapter else 'the model'} of step {step}")
+    base = read_recipe(args.run_folder).model
+    what = f"the adapter of step {step}, for {base}"
+    if not args.adapter:
+        what = f"the model of step {step}, in {stated_dtype(read_config(Path(args.out))[1])}"
+    print(f"{args.out}: {what}")
     return 0

@@ -96,3 +96,28 @@ def test_an_unknown_scheme_is_refused_with_those_there_are(capsys):
     said = capsys.readouterr().err
     assert "invalid choice: 'int3'" in said
     assert "'ternary'" in said
+
+
+def test_quantize_writes_a_checkpoint(stories, tmp_path, capsys):
+    out = tmp_path / "packed"
+    options = ["--quantize-head", "fp8", "--keep", "o_proj"]
+    assert main(["quantize", str(stories), "int8", "--out", str(out), *options]) == 0
+    said = capsys.readouterr().out
+    assert re.fullmatch(rf"{out}: int8, [2-5]\d% of the bytes that there were\n", said)
+    again, tokenizer = jaxllm.load(out)
+    assert again.layers[0].mlp.down_proj.scheme == "int8"
+    assert again.lm_head.scheme == "fp8"
+    assert not hasattr(again.layers[0].self_attn.o_proj, "scheme")
+    assert tokenizer is not None
+    for wrong, sentence in (
+        ([str(stories), "int8", "--out", str(out)], "is there already; give a new folder"),
+        (
+            [str(out), "int8", "--out", str(tmp_path / "b"), "--keep", "o_proj"],
+            "no linear layer that is not packed or kept",
+        ),
+        ([str(out), "int4", "--out", str(tmp_path / "b")], "is packed in int8 already"),
+        ([str(tmp_path / "none"), "int4", "--out", str(tmp_path / "b")], "none"),
+    ):
+        assert main(["quantize", *wrong]) == 2
+        assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()

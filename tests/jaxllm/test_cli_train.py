@@ -109,7 +109,7 @@ def test_finetune_and_export(run, tune, folder, tmp_path, method, transformers_o
 
     whole = tmp_path / "whole"
     code, printed, err = run("export", out, "--out", whole)
-    assert (code, printed) == (0, f"{whole}: the model of step 4\n"), err
+    assert (code, printed) == (0, f"{whole}: the model of step 4, in bfloat16\n"), err
     stored = json.loads((whole / "config.json").read_text())
     assert stored["dtype"] == "bfloat16"
     assert (logits(whole) != logits(folder)).any()
