@@ -9,6 +9,8 @@ from typing import Any
 from flax import nnx
 
 import jaxllm
+from jaxllm.checkpoint.folder import check_new
+from jaxllm.console import Lines
 from jaxllm.quantize import on_host
 from pallas_kernels.measure import size_bytes
 from pallas_kernels.packed import SCHEMES
@@ -29,13 +31,13 @@ def add_command(commands: Any) -> None:
 def _quantize(args: argparse.Namespace) -> int:
     out, how = Path(args.out).expanduser(), arguments(args)
     assert how is not None
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is there already; give a new folder")
-    with on_host():  # the device need not have room for what is packed as it was
-        model, tokenizer = jaxllm.load(args.model, dtype=None)
-    before = size_bytes(nnx.state(model))
-    jaxllm.quantize(model, **how, from_host=True)
-    jaxllm.save(model, tokenizer, out)
+    check_new(out)
+    with Lines(stderr=True).status(f"packing {args.model}"):
+        with on_host():  # the device need not have room for what is packed as it was
+            model, tokenizer = jaxllm.load(args.model, dtype=None)
+        before = size_bytes(nnx.state(model))
+        jaxllm.quantize(model, **how, from_host=True)
+        jaxllm.save(model, tokenizer, out)
     share = size_bytes(nnx.state(model)) / before
     print(f"{out}: {args.quantize}, {share:.0%} of the bytes that there were")
     return 0

@@ -102,8 +102,8 @@ def _plan(args: argparse.Namespace) -> int:
     method = _method(args)
     cli_quantize.check(args)
     config, checkpoint = _config(args.model)
-    print(
-        plan(
+    with Lines(stderr=True).status("compiling the step"):
+        found = plan(
             config,
             batch=args.batch,
             seq=min(1024, config.max_position_embeddings) if args.seq is None else args.seq,
@@ -117,7 +117,7 @@ def _plan(args: argparse.Namespace) -> int:
             micro_batches=args.micro_batches,
             card=args.card,
         )
-    )
+    print(found)
     return 0
 
 

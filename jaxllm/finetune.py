@@ -26,6 +26,7 @@ from rich.console import Console
 from jaxllm import data, fp8, lora, metrics, optimizers, precision, train
 from jaxllm.checkpoint import hf
 from jaxllm.checkpoint.folder import (
+    check_new,
     find_folder,
     read_config,
     read_quantization,
@@ -287,8 +288,7 @@ def export(
     recipe, base = _read_run(run)
     if adapter and recipe.method == "full":
         raise ValueError(f"{run}: a full fine-tuning has no adapter; leave --adapter out")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already; give a new folder")
+    check_new(folder)
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         best = checkpoints.best_step
         step = checkpoints.latest_step if best is None else best

@@ -162,6 +162,12 @@ def stated_dtype(hf: Mapping[str, Any]) -> str | None:
     return None
 
 
+def check_new(folder: Path) -> None:
+    """Raises: ValueError if something is there, but an empty folder, that would be written into."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already; give a new folder")
+
+
 def weights_digest(folder: Path) -> str:
     """A digest of each tensor's name, dtype, shape and some of its bytes: it tells two checkpoints
     of one shape apart without reading all of them.
