@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
 
     # Records of prompt, chosen and rejected -> pairs; the loss is on the answers only.
     records = data.read_records(args.data)
-    training, held_out = data.hold_out(records, fraction=0.2, seed=args.seed)
+    training, held_out = data.hold_out(records, fraction=0.2)
     options = {"length": args.length, "vocab_size": model.config.vocab_size}
     pairs = data.encode_preferences(training, tokenizer, **options)
     measured = data.encode_preferences(held_out, tokenizer, **options)
@@ -101,7 +101,7 @@ def parse() -> argparse.Namespace:
     add("--length", type=int, default=64, help="tokens a row; an answer and its prompt take one")
     add("--learning-rate", type=float, default=1e-3, help="at the end of the warm-up")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
-    add("--seed", type=int, default=0, help="of the adapters, what is held out and the order")
+    add("--seed", type=int, default=0, help="of the adapters and the order of the data")
     return parser.parse_args()
 
 

@@ -41,7 +41,7 @@ def main(
 
     # Records -> examples. Loss is on completions only; what is longer than a row is cut.
     records = data.read_records(args.data)
-    training, held_out = data.hold_out(records, fraction=0.1, seed=args.seed)
+    training, held_out = data.hold_out(records, fraction=0.1)
     options = {"length": args.length, "vocab_size": model.config.vocab_size}
     encoded = data.encode_records(training, tokenizer, **options)
     measured = data.encode_records(held_out, tokenizer, **options)
@@ -101,7 +101,7 @@ def parse(rate: float = 4e-4) -> argparse.Namespace:
     add("--learning-rate", type=float, default=rate, help="at the end of the warm-up")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
     add("--remat", default="none", help="what the backward pass computes again")
-    add("--seed", type=int, default=0, help="of what is held out and of the order")
+    add("--seed", type=int, default=0, help="of the order of the data")
     return parser.parse_args()
 
 

@@ -295,10 +295,11 @@ def _key(text: str | None) -> str | list[str] | None:
 def _export(args: argparse.Namespace) -> int:
     from jaxllm.finetune import export, read_recipe
 
-    step = export(args.run_folder, args.out, adapter=args.adapter)
+    out = Path(args.out).expanduser()
+    step = export(args.run_folder, out, adapter=args.adapter)
     base = read_recipe(args.run_folder).model
     what = f"the adapter of step {step}, for {base}"
     if not args.adapter:
-        what = f"the model of step {step}, in {stated_dtype(read_config(Path(args.out))[1])}"
-    print(f"{args.out}: {what}")
+        what = f"the model of step {step}, in {stated_dtype(read_config(out)[1])}"
+    print(f"{out}: {what}")
     return 0

@@ -67,7 +67,7 @@ FREE = ("model", "data", "held_out", "eval_every", "save_every")  # compared by 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to fine-tune; None: chosen from the model, the data and the device.
+    """How to fine-tune; None: chosen from the model, the data and the device. Paths become texts.
 
     model: a folder or hub id. data: a file for `data.read_records`. held_out: another one, or the
     fraction of the records whose loss is only measured (None: a tenth, 256 records at most).
@@ -83,9 +83,9 @@ class Recipe:
     adapters and of the order of the data; which records are held out does not depend on it.
     """
 
-    model: str
-    data: str
-    held_out: str | float | None = None
+    model: str | os.PathLike[str]
+    data: str | os.PathLike[str]
+    held_out: str | os.PathLike[str] | float | None = None
     prompt_key: str | Sequence[str] = "prompt"
     completion_key: str | Sequence[str] = "completion"
     method: str = "lora"
@@ -121,18 +121,20 @@ class Recipe:
                 )
         for name in "rank epochs steps rows length micro_batches eval_every save_every".split():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(
-                    f"finetune: {_named(name)} must be a whole number, at least 1, got {value!r}"
+                    f"finetune: {_named(name)} must be a whole number (int), at least 1, got "
+                    f"{value!r}"
                 )
-        if not 0 <= self.seed < 2**32:
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise ValueError(
-                f"finetune: {_named('seed')} must be from 0 to 2**32 - 1, got {self.seed}"
+                f"finetune: {_named('seed')} must be a whole number from 0 to 2**32 - 1, got "
+                f"{self.seed!r}"
             )
         rate = self.learning_rate
-        if rate is not None and not 0 < rate < math.inf:
+        if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
             raise ValueError(
-                f"finetune: {_named('learning_rate')} must be positive and finite, got {rate}"
+                f"finetune: {_named('learning_rate')} must be positive and finite, got {rate!r}"
             )
         if self.method == "full" and self.targets != "all-linear":
             raise ValueError(
@@ -262,7 +264,7 @@ def finetune(
             _cast(model, recipe.model)
             hf.save(model, tokenizer, result)
         else:
-            lora.save_peft(model, result, base_model_name=recipe.model)
+            lora.save_peft(model, result, base_model_name=os.fspath(recipe.model))
     return fitted
 
 
@@ -301,7 +303,7 @@ def export(
             f"{run}: the adapters were trained beside other weights than {recipe.model} has now"
         )
     if best is None:
-        said = f"{run}: no step has a finite held-out loss; step {step} is the last one saved"
+        said = f"{run}: no saved step has a finite held-out loss; step {step} is the last of them"
         (console or Lines(stderr=True)).print(said, soft_wrap=True)
     model, tokenizer = hf.load(recipe.model, dtype=None)
     if recipe.method != "full":
@@ -317,7 +319,7 @@ def export(
     train.update(model, {**own, **{n: x.astype(own[n].dtype) for n, x in params.items()}})
     with _naming(folder):
         if adapter:
-            lora.save_peft(model, folder, base_model_name=recipe.model)
+            lora.save_peft(model, folder, base_model_name=os.fspath(recipe.model))
         else:
             lora.merge(model)
             hf.save(model, tokenizer, folder)
@@ -371,12 +373,12 @@ def _read_run(out: Path) -> tuple[Recipe, str | None]:
     """The recipe, and the digest of the base's weights (None: the run is of an older version)."""
     file = out / RUN
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = dict(json.loads(file.read_text(encoding="utf-8")))
         base = content.pop(BASE, None)
         return Recipe(**content), base
     except FileNotFoundError:
         raise FileNotFoundError(f"{out}: there is no run here ({RUN} is missing)") from None
-    except (AttributeError, TypeError, json.JSONDecodeError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: this is no recipe of jaxllm finetune: {error}") from None
 
 
@@ -430,7 +432,7 @@ def _steps(recipe: Recipe, batches_per_epoch: int) -> int:
 
 
 def _split(recipe: Recipe, records: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    if isinstance(recipe.held_out, str):
+    if isinstance(recipe.held_out, str | os.PathLike):
         return records, data.read_records(recipe.held_out)
     assert recipe.held_out is not None
     # Runs of other seeds are measured by the same records
@@ -505,7 +507,7 @@ def _writers(log: str | None, out: Path, settings: dict[str, Any]) -> list[metri
     return [metrics.wandb(out, settings)]
 
 
-def _cast(model: Transformer, base: str) -> None:
+def _cast(model: Transformer, base: str | os.PathLike[str]) -> None:
     """The parameters in the dtype that the base is stored in."""
     stated = stated_dtype(read_config(find_folder(base))[1])
     if stated in DTYPES:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ class Record(dict[str, Any]):
     where = "a record"
 
 
-def read_records(path: str | Path) -> list[Record]:
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """The objects of a JSONL file (one a line; blank lines are passed over) or of a JSON array.
 
     Raises: FileNotFoundError if there is no such file. ValueError if it is empty or not UTF-8, or
@@ -224,12 +225,16 @@ def check_keys(records: Sequence[Mapping[str, Any]], *keys: Key) -> None:
     """
     names = dict.fromkeys(name for record in records for name in record)
     for key in keys:
-        for name in [] if key in (PROMPT, COMPLETION) else _fields(key):
+        try:
+            asked = [] if key in (PROMPT, COMPLETION) else _fields(key)
+        except ValueError as error:
+            raise ValueError(f"data: {error}") from None
+        for name in asked:
             if name not in names:
                 said = key if isinstance(key, str) else ",".join(key)
                 raise ValueError(
                     f"data: no record has {name!r}, which the key {said!r} names; there are "
-                    f"{', '.join(map(repr, names))}"
+                    f"{', '.join(map(repr, names)) or 'no fields'}"
                 )
 
 
@@ -505,9 +510,12 @@ def _messages(record: Mapping[str, Any], key: str) -> list[Any]:
 def _joined(parts: list[Any]) -> str:
     """The text of content that is given in parts."""
     for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"content in parts must be of type 'text', and one is of {kind!r:.40}")
+        text = isinstance(part, dict) and part.get("type") == "text" and part.get("text")
+        if not isinstance(text, str):
+            raise ValueError(
+                "each part of a message's content must be {'type': 'text', 'text': a text}, not "
+                f"{part!r:.60}"
+            )
     return "".join(part["text"] for part in parts)
 
 

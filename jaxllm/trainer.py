@@ -181,11 +181,11 @@ class Trainer:
         gone. A state that is to be resumed takes the place of the one there is, and never lies
         beside it.
         Raises: ValueError, with nothing overwritten, if the folder holds a run and `resume` is not
-        set, or if it holds one with other settings, another model or optimiser; if the batches end
-        early, or have rows that `micro_batches` does not divide, when what was trained is saved; if
-        what is held out has no target, or a loss that is not finite before training; if no step
-        changed anything, for no loss and gradient was finite. FileNotFoundError if there is none to
-        resume. StoppedError after Ctrl-C.
+        set, or if it holds one with other settings, another model or optimiser; if what is held out
+        has no target, or a loss that is not finite before training; if no step changed anything,
+        for no loss and gradient was finite; and, the last step being saved first, if the batches
+        end early or have rows that `micro_batches` does not divide. FileNotFoundError if there is
+        none to resume. StoppedError after Ctrl-C.
         """
         folder = self.out / "checkpoints"
         with Checkpoints(folder, keep=self.keep, say=self._say) as checkpoints:
@@ -279,7 +279,7 @@ class Trainer:
             for i in range(begun + 1, self.steps + 1):
                 try:
                     batch, work, place = ready or self._next_batch(i)
-                except BaseException:  # of others' code, or there are no more of them
+                except Exception:  # of others' code, or there are no more of them
                     if i - 1 > saved:
                         save(place, None)
                     raise

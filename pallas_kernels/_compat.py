@@ -31,6 +31,7 @@ VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 # What the interpreter of jax 0.10 cannot do; ends with Python 3.11, whose newest jax that is.
 INTERPRETS_TRANSPOSED_WGMMA = VERSION >= (0, 11)
 INTERPRETS_CUT_COPIES = VERSION >= (0, 11)
+INTERPRETS_LAYOUTS = VERSION >= (0, 11)  # as attention and tiles of packed weights cast them
 # A kernel that writes into `jax.new_ref(x)` writes into x's own memory; ends with jax 0.10.
 WRITES_REFERENCES = VERSION >= (0, 11)
 # Mosaic of jax 0.10 lowers norms, say, but neither attention nor the loss; ends with jax 0.10.
@@ -42,13 +43,6 @@ def why_not_written() -> str | None:
     if WRITES_REFERENCES:
         return None
     return "needs jax 0.11, where a kernel may write into an array that is there"
-
-
-def why_not_interpreted() -> str | None:
-    """What keeps attention from the interpreter; ends with jax 0.10."""
-    if VERSION >= (0, 11):
-        return None
-    return "needs jax 0.11 (Python 3.12), whose interpreter knows attention's layouts"
 
 
 def why_not_lowered() -> str:

@@ -168,6 +168,14 @@ def visible(
     return mask
 
 
+def check_window(name: str, window: Any) -> None:
+    """Refuses what is no number of keys; `name` is who speaks."""
+    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
+        raise ValueError(
+            f"{name}: window must be a whole number, 1 at least, or None, got {window!r}"
+        )
+
+
 def check(
     name: str,
     q: Any,
@@ -201,10 +209,7 @@ def check(
     for what, array in (("q", q), ("k", k), ("v", v)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name}: {what} is {array.dtype}; it must be floating point")
-    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
-        raise ValueError(
-            f"{name}: window must be a whole number, 1 at least, or None, got {window}"
-        )
+    check_window(name, window)
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"{name}: softcap must be positive and finite or None, got {softcap}")
     if (q_segment_ids is None) != (kv_segment_ids is None):

@@ -99,7 +99,7 @@ def decode_attention(
     config = config or default_config(*arrays, **shape, splits=splits, device=device)
     if problem := config_problem(config, q, k_cache):
         raise ValueError(f"{NAME}: {config}: {problem}")
-    if interpret and (reason := _compat.why_not_interpreted()):
+    if interpret and (reason := device_lib.why_not_interpreted()):
         raise NotImplementedError(f"{NAME}: cannot run this call: {reason}")
     static = Static(
         config,

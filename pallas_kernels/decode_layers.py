@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import decode_layers_kernel as kernel
 from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Norm, Rotary
-from pallas_kernels.attention_reference import in_32_bits
+from pallas_kernels.attention_reference import check_window, in_32_bits
 from pallas_kernels.between_attentions import (
     Following,
     Link,
@@ -311,11 +311,8 @@ def check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
         raise ValueError(
             f"{NAME}: kv_lengths is {lengths.dtype}{list(lengths.shape)}, not int32[1]"
         )
-    traced = isinstance(token.window, Tracer)  # which `why_not` has a phrase for
-    if token.window is not None and not traced and token.window < 1:
-        raise ValueError(
-            f"{NAME}: window must be a whole number, 1 at least, or None, got {token.window}"
-        )
+    if not isinstance(token.window, Tracer):  # which `why_not` has a phrase for
+        check_window(NAME, token.window)
     check_meeting(meeting, meeting_words(kv_heads), who=NAME)
 
 

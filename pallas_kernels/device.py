@@ -73,6 +73,13 @@ def why_not_hopper(device: Device) -> str | None:
     return None
 
 
+def why_not_interpreted() -> str | None:
+    """What keeps kernels that cast the layouts of registers from the interpreter."""
+    if _compat.INTERPRETS_LAYOUTS:
+        return None
+    return "needs jax 0.11 (Python 3.12), whose interpreter casts layouts"
+
+
 def why_not_copied(what: str, size_bytes: int) -> str | None:
     """What keeps the copy engine from pieces of `size_bytes` bytes; `what` says it: "rows"."""
     if size_bytes % ACCESS_BYTES == 0:

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _compat, attention_fp8, flash_attention_fp8, soft_cap, tuned
+from pallas_kernels import attention_fp8, flash_attention_fp8, soft_cap, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.attention_fp8 import FP8
 from pallas_kernels.attention_reference import attention_reference, check, in_32_bits
@@ -94,7 +94,7 @@ def flash_attention(
         or tuned.lookup("flash_attention", bucket(q, k, v, **keywords), device, Config)
         or default_config(q, k, v, **keywords, device=device)
     )
-    if interpret and (reason := _compat.why_not_interpreted()):
+    if interpret and (reason := device_lib.why_not_interpreted()):
         raise NotImplementedError(f"flash_attention: cannot run this call: {reason}")
     static = Static(
         config,

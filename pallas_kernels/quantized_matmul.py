@@ -103,6 +103,8 @@ def quantized_matmul(
         or _tuned(x, packed, norm=norm, device=device, **around)
         or default_config(x, packed, norm=norm, **around, device=device)
     )
+    if isinstance(chosen, Tiles) and interpret and (reason := device_lib.why_not_interpreted()):
+        raise NotImplementedError(f"quantized_matmul: cannot run this call: {reason}")
     static = Static(
         "quantized_matmul" + "_norm" * (norm is not None) + f"_{epilogue}" * bool(epilogue),
         chosen,

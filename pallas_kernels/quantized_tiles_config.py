@@ -132,8 +132,8 @@ def why_not(packed: Packed) -> str | None:
 
 
 def default_tiles(m: int, packed: Packed, *, gated: bool, num_sms: int) -> Tiles:
-    """The tile with the least work in all its waves, by what 1300 of them took on an H100, of six
-    formats and 32 to 8192 rows (benchmarks/notes.md).
+    """The tile with the least work in all its waves, by what tiles of six formats and 32 to 8192
+    rows took on an H100 (benchmarks/notes.md).
     """
     (o, i), rows = packed.shape, -(-m // M_PART) * M_PART
     steps = i // step(packed)

@@ -405,7 +405,7 @@ MAY_IMPORT = {
         "jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision jaxllm.quantize "
         "pallas_kernels.packed"
     ),
-    "jaxllm.quantize": f"{KERNELS} jaxllm.layers jaxllm.ops",
+    "jaxllm.quantize": f"{KERNELS} jaxllm.config jaxllm.layers jaxllm.ops",
     "jaxllm.fp8": "jaxllm.layers jaxllm.ops jaxllm.ops.linear jaxllm.quantize",
     "jaxllm.checkpoint.shipped": "",
     "jaxllm.checkpoint.bitnet": "jaxllm.checkpoint.quantization_config jaxllm.config",
@@ -419,7 +419,7 @@ MAY_IMPORT = {
         "jaxllm.checkpoint.bitnet jaxllm.checkpoint.quantization_config"
     ),
     "jaxllm.checkpoint.packed_modules": (
-        "jaxllm.checkpoint.compressed_tensors jaxllm.checkpoint.folder "
+        "jaxllm.checkpoint.bitnet jaxllm.checkpoint.compressed_tensors jaxllm.checkpoint.folder "
         "jaxllm.checkpoint.packed_weights jaxllm.checkpoint.placement "
         "jaxllm.checkpoint.quantization_config jaxllm.checkpoint.safetensors_file "
         "jaxllm.checkpoint.tensor_names jaxllm.layers jaxllm.quantize pallas_kernels.packed "
@@ -466,7 +466,10 @@ MAY_IMPORT = {
         "jaxllm.model jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.records "
         "jaxllm.tokenizer jaxllm.train jaxllm.trainer"
     ),
-    "jaxllm.cli_quantize": "pallas_kernels.packed",
+    "jaxllm.cli_quantize": (
+        "jaxllm jaxllm.checkpoint.folder jaxllm.console jaxllm.quantize pallas_kernels.measure "
+        "pallas_kernels.packed"
+    ),
     "jaxllm.cli_inspect": (
         "jaxllm.cache jaxllm.chain jaxllm.checkpoint.folder jaxllm.checkpoint.hf "
         "jaxllm.cli_quantize jaxllm.config jaxllm.fusion jaxllm.layers jaxllm.model jaxllm.ops "

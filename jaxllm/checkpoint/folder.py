@@ -170,7 +170,8 @@ def check_new(folder: Path) -> None:
 
 def weights_digest(folder: Path) -> str:
     """A digest of each tensor's name, dtype, shape and some of its bytes: it tells two checkpoints
-    of one shape apart without reading all of them.
+    of one shape apart without reading all of them, in how many files they may be. Of the files,
+    and so before anything is loaded, cast or packed; `trainer.fingerprint` is of what a run holds.
 
     Raises: as `list_tensors`.
     """

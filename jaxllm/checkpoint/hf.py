@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Sharding
 
 from jaxllm.byte_size import byte_size
-from jaxllm.checkpoint import bitnet, compressed_tensors
+from jaxllm.checkpoint import compressed_tensors
 from jaxllm.checkpoint.folder import (
     INDEX,
     WEIGHTS,
@@ -132,7 +132,7 @@ def load(
         parameters[placement.path].set_value(placement.load(on_bytes))
     model = nnx.merge(graph, state)
     loaded = (item for x in modules for item in x.load(sharding_of, on_bytes).items())
-    scaled = {layer for x in modules if x.form == bitnet.FORM for layer in x.layers}
+    scaled = {layer for x in modules if x.scales_bias for layer in x.layers}
     put(model, loaded, scaled=scaled)
     model.generation = generation
     return model, tokenizer

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from jaxllm.checkpoint import compressed_tensors, packed_weights
+from jaxllm.checkpoint import bitnet, compressed_tensors, packed_weights
 from jaxllm.checkpoint.folder import enumerate_some
 from jaxllm.checkpoint.placement import check_sharding, to_host
 from jaxllm.checkpoint.quantization_config import Form, Quantization
@@ -44,6 +44,11 @@ class PackedModule:
     shape: Shape
     tensors: Mapping[str, Tensor]
     layers: Mapping[str, int]
+
+    @property
+    def scales_bias(self) -> bool:
+        """Whether a bias is stored as a part of the sum that the weight's scale multiplies."""
+        return self.form == bitnet.FORM
 
     @property
     def size_bytes(self) -> int:
@@ -176,7 +181,7 @@ def put(
 ) -> None:
     """Makes `PackedLinear`s of the linear layers of these paths, one after the other.
 
-    scaled: those whose bias is stored as a part of the sum that the weight's scale multiplies.
+    scaled: those of a module that `scales_bias`.
     """
     places = linears(model, (), _KINDS)
     for path, (weight, order) in weights:
@@ -184,7 +189,7 @@ def put(
         bias = linear.bias
         if bias is not None and path in scaled:
             assert weight.row_scale is not None, "a ternary weight"
-            bias = nnx.Param((bias[...] * weight.row_scale).astype(bias.dtype))
+            bias = nnx.Param((bias[...].astype(jnp.float32) * weight.row_scale).astype(bias.dtype))
         like = {"dtype": linear.dtype, "implementation": linear.implementation}
         setattr(parent, attribute, PackedLinear(weight, bias, order=order, **like))
 

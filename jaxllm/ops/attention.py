@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from pallas_kernels import attention_fp8
 from pallas_kernels import attention_reference as reference
+from pallas_kernels import device as device_lib
 from pallas_kernels import softmax as softmax_kernels
 from pallas_kernels.attention_fp8 import FP8, TWO_SUMS
 from pallas_kernels.decode_attention import decode_attention
@@ -204,6 +205,8 @@ def _why_not_pallas(
     del q_scale
     if return_weights:
         return "returns no weights: it never has them all"
+    if device == device_lib.INTERPRETED and (reason := device_lib.why_not_interpreted()):
+        return reason
     if _decodes(q, kwargs["q_segment_ids"]):
         lengths = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
         scales = {"k_scale": k_scale, "v_scale": v_scale}

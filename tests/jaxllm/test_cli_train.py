@@ -91,7 +91,9 @@ def logits(path, adapter=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [("--full",), ("--lora", "4"), ("--qlora", "int4")])
-def test_finetune_and_export(run, tune, folder, tmp_path, method, transformers_or_none):
+def test_finetune_and_export(
+    run, tune, folder, tmp_path, method, transformers_or_none, monkeypatch
+):
     out = tmp_path / "run"
     code, printed, err = tune(out, *method)
     assert code == 0, err
@@ -108,7 +110,8 @@ def test_finetune_and_export(run, tune, folder, tmp_path, method, transformers_o
     assert rows[4]["held_out_loss"] < rows[0]["held_out_loss"]
 
     whole = tmp_path / "whole"
-    code, printed, err = run("export", out, "--out", whole)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, printed, err = run("export", out, "--out", "~/whole")
     assert (code, printed) == (0, f"{whole}: the model of step 4, in bfloat16\n"), err
     stored = json.loads((whole / "config.json").read_text())
     assert stored["dtype"] == "bfloat16"
@@ -243,9 +246,9 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
     ("more", "words"),
     [
         (("--full", "--lora", "4"), "--full trains all weights; give it without"),
-        (("--steps", "0"), "steps (--steps) must be a whole number, at least 1, got 0"),
+        (("--steps", "0"), "steps (--steps) must be a whole number (int), at least 1, got 0"),
         (("--epochs", "2"), "give epochs (--epochs) or steps (--steps), not both"),
-        (("--lora", "0"), "rank (--lora) must be a whole number, at least 1, got 0"),
+        (("--lora", "0"), "rank (--lora) must be a whole number (int), at least 1, got 0"),
         (("--seq", "999"), "length (--seq) 999 is more than the model's 128 positions"),
         (("--resume",), "there is no run to go on with; begin one without --resume"),
         (("--held-out", "2"), "the fraction to hold out must be above 0 and below 1"),
@@ -253,7 +256,7 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--learning-rate", "inf"), "must be positive and finite, got inf"),
         (("--profile", "-1"), "profile must be at least 0 steps, got -1"),
         (("--targets", "nothing"), "'nothing' matches no Linear"),
-        (("--prompt-key", "{a"), "the format '{a' cannot be read"),
+        (("--prompt-key", "{a"), "jaxllm: data: the format '{a' cannot be read"),
         (("--prompt-key", "nope,prompt"), "no record has 'nope', which the key 'nope,prompt'"),
         (("--prompt-key", "promt"), "no record has 'promt', which the key 'promt' names; there"),
         (
@@ -263,14 +266,17 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--batch", "3", "--micro-batches", "2"), "rows (--batch) 3 cannot be split into 2 equal"),
         (
             ("--eval-every", "0"),
-            "eval_every (--eval-every) must be a whole number, at least 1, got 0",
+            "eval_every (--eval-every) must be a whole number (int), at least 1, got 0",
         ),
         (
             ("--save-every", "0"),
-            "save_every (--save-every) must be a whole number, at least 1, got 0",
+            "save_every (--save-every) must be a whole number (int), at least 1, got 0",
         ),
-        (("--seed", "-1"), "seed (--seed) must be from 0 to 2**32 - 1, got -1"),
-        (("--seed", f"{2**32}"), "(--seed) must be from 0 to 2**32 - 1, got 4294967296"),
+        (("--seed", "-1"), "seed (--seed) must be a whole number from 0 to 2**32 - 1, got -1"),
+        (
+            ("--seed", f"{2**32}"),
+            "(--seed) must be a whole number from 0 to 2**32 - 1, got 4294967296",
+        ),
         (("--full", "--targets", "q_proj"), "targets (--targets) 'q_proj' are of adapters"),
     ],
 )
@@ -442,7 +448,7 @@ def test_the_learning_rate_goes_with_method_and_width():
 
 
 @pytest.mark.slow
-def test_what_an_export_refuses_and_says(run, tune, folder, tmp_path):
+def test_what_an_export_refuses_and_says(run, tune, folder, tmp_path, monkeypatch):
     """A base with other weights than the run had; and steps that no loss speaks for."""
     base, out = tmp_path / "base", tmp_path / "run"
     shutil.copytree(folder, base)
@@ -451,7 +457,7 @@ def test_what_an_export_refuses_and_says(run, tune, folder, tmp_path):
     assert "is not a finite number, so nothing is written" in err
     code, _, err = run("export", out, "--out", tmp_path / "peft", "--adapter")
     assert code == 0
-    assert "no step has a finite held-out loss; step 4 is the last one saved" in err
+    assert "no saved step has a finite held-out loss; step 4 is the last of them" in err
     model, tokenizer = jaxllm.load(base, dtype=None)
     model.norm.weight.set_value(2 * model.norm.weight[...])
     jaxllm.save(model, tokenizer, base)
@@ -459,16 +465,28 @@ def test_what_an_export_refuses_and_says(run, tune, folder, tmp_path):
     assert code == 2
     assert "trained beside other weights than" in err
     assert not (tmp_path / "whole").exists()
+    content = json.loads((out / "run.json").read_text())
+    del content["base_weights"]  # as older versions have written it
+    (out / "run.json").write_text(json.dumps(content))
+    code, printed, err = run("export", out, "--out", tmp_path / "older", "--adapter")
+    said = f"{tmp_path}/older: the adapter of step 4, for {base}\n"
+    assert (code, printed) == (0, said), err
+    monkeypatch.setattr(
+        native.Checkpoints, "parameters", lambda *_, **__: {"x": np.full(3, np.nan, np.float32)}
+    )
+    code, _, err = run("export", out, "--out", tmp_path / "whole")
+    assert code == 2
+    assert "what was learnt until step 4 is not finite" in err
 
 
 def test_a_recipe_takes_paths(tmp_path):
     recipe = Recipe(tmp_path, tmp_path / "data", held_out=tmp_path / "other")
     assert recipe == Recipe(str(tmp_path), f"{tmp_path}/data", held_out=f"{tmp_path}/other")
-    for rows in ("8", 4.0):
-        with pytest.raises(
-            ValueError, match=r"rows \(--batch\) must be a whole number, at least 1"
-        ):
-            Recipe("m", "d", rows=rows)
+    for name, wrong in (("rows", "8"), ("rows", 4.0), ("rows", True), ("seed", 1.5)):
+        with pytest.raises(ValueError, match=f"{name} .* must be a whole number .*, got {wrong!r}"):
+            Recipe("m", "d", **{name: wrong})
+    with pytest.raises(ValueError, match="learning_rate .* must be positive and finite, got '1'"):
+        Recipe("m", "d", learning_rate="1")
 
 
 def test_int4_beside_adapters_has_groups_that_divide():

@@ -254,8 +254,13 @@ NO_FORM = "there is no 'messages', no 'prompt' with 'completion' and no 'text'; 
         ({"text": None}, {}, "and no 'text'; the record has 'text' (null)"),
         ({"prompt": "a", "completion": None}, {}, "the record has 'prompt', 'completion' (null)"),
         ({"chosen": "a", "rejected": "b"}, {}, "jaxllm.dpo learns from 'chosen' and 'rejected'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "is of 'image'"),
-        ({"messages": [{"role": "user", "content": ["hi"]}]}, {}, "is of 'str'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "{'type': 'image'}"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, {}, "'text': a text}, not 'hi'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
+            {},
+            "each part of a message's content must be {'type': 'text', 'text': a text}, not {'type",
+        ),
         ({"prompt": "a", "completion": ["b"]}, {}, "'completion' must be a text, not ['b']"),
         (
             {"a": "x", "completion": "y"},

@@ -228,6 +228,7 @@ def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):
         (changed(kv_lengths=jnp.ones(1)), r"kv_lengths is float32\[1\], not int32\[1\]"),
         (call(128, 256, (3, 2, 64), PLAIN), "3 query heads cannot share 2 key heads; N must be"),
         (changed(window=0), "window must be a whole number, 1 at least, or None, got 0"),
+        (changed(window=2.5), "window must be a whole number, 1 at least, or None, got 2.5"),
         (unlike(k=jnp.ones((1, 40, 2, 64), jnp.bfloat16)), "layer 1, qkv: "),
     ],
 )

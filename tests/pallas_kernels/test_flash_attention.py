@@ -17,7 +17,6 @@ from numerics import assert_as_accurate
 import pallas_kernels
 from benchmarks.cases.flash_attention import SPILLED_WIDE
 from jaxllm import aot
-from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.flash_attention import (
     Config,
@@ -436,7 +435,9 @@ def test_under_a_soft_cap_what_is_masked_may_be_nan():
     assert np.isnan(attend(q, k.at[:, 5].set(jnp.nan), v)).all()
 
 
-@pytest.mark.skipif(_compat.why_not_interpreted() is None, reason="this jax interprets attention")
+@pytest.mark.skipif(
+    device_lib.why_not_interpreted() is None, reason="this jax interprets attention"
+)
 def test_an_interpreter_that_knows_no_attention_says_so():
     x, lengths = jnp.ones((1, 64, 2, 64), jnp.bfloat16), jnp.ones(1, jnp.int32)
     for run in (

@@ -3,6 +3,7 @@
 import json
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -343,6 +344,11 @@ def test_biases_are_added_last_in_what_is_saved(biased):
     as_autobitlinear(folder)  # where the scale multiplies them too
     other, _ = jaxllm.load(folder, dtype="float32")
     assert distance(logits_of(other, text), expected) > 10 * TOLERANCE
+    with jax.numpy_dtype_promotion("strict"):
+        narrow, _ = jaxllm.load(folder, dtype="bfloat16")
+    bias, wide = (m.layers[0].self_attn.q_proj.bias[...] for m in (narrow, other))
+    assert bias.dtype == jnp.bfloat16
+    np.testing.assert_allclose(bias.astype(jnp.float32), wide, rtol=2**-7)
 
 
 @pytest.mark.reference

@@ -11,12 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiny_models
 import tiny_tokenizers
 from flax import nnx
 from tiny_checkpoints import GOLDENS, make_weights, read_golden, write_checkpoint
 
 from jaxllm.checkpoint import hf, load, save
-from jaxllm.checkpoint.folder import find_folder, list_tensors, read_config
+from jaxllm.checkpoint.folder import find_folder, list_tensors, read_config, weights_digest
 from jaxllm.config import GenerationDefaults, Runtime
 from jaxllm.model import Transformer
 from jaxllm.tokenizer import Tokenizer
@@ -759,3 +760,22 @@ def test_float_names_agree_with_the_writer():
     assert hf._widest({np.dtype(np.float16)}) == "float16"
     assert hf._widest({np.dtype(BF16), np.dtype(ml_dtypes.float8_e5m2)}) == "bfloat16"
     assert hf._widest({np.dtype(BF16), np.dtype(np.float16)}) == "float32"
+
+
+def test_a_digest_tells_weights_apart_and_not_files(tmp_path):
+    model = tiny_models.build(tiny_models.TINY)
+    save(model, None, tmp_path / "one")
+    save(model, None, tmp_path / "many", max_shard_size="20KB")
+    one = weights_digest(tmp_path / "one")
+    assert weights_digest(tmp_path / "many") == one
+    tensors = safetensors.numpy.load_file(tmp_path / "one/model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    changed = (
+        tensors | {name: tensors[name] + np.float32(1)},
+        tensors | {name: tensors[name].astype(np.float16)},
+        tensors | {name: tensors[name].T.copy()},
+        {f"{key}x" if key == name else key: value for key, value in tensors.items()},
+    )
+    for others in changed:
+        safetensors.numpy.save_file(others, tmp_path / "one/model.safetensors")
+        assert weights_digest(tmp_path / "one") != one
