@@ -272,11 +272,11 @@ def _encode_all(
             if vocab_size is not None:
                 check_vocabulary(example, vocab_size)
         longer = max(map(len, _parts(example))) > length
-        parts = [] if longer and on_long == "drop" else cut(example)
-        if longer:
-            long += 1
-            lost += _tokens([example]) - _tokens(parts)
-        untaught += not parts and not (longer and on_long == "drop")
+        dropped = longer and on_long == "drop"
+        parts = [] if dropped else cut(example)
+        long += longer
+        lost += longer * (_tokens([example]) - _tokens(parts))
+        untaught += not (parts or dropped)
         examples += parts
     result = Encoded(examples, len(records), length, on_long, long, lost, untaught)
     if not examples:
