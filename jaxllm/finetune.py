@@ -27,6 +27,7 @@ from jaxllm import data, fp8, lora, metrics, optimizers, precision, train
 from jaxllm.checkpoint import hf
 from jaxllm.checkpoint.folder import (
     check_new,
+    check_writable,
     find_folder,
     read_config,
     read_quantization,
@@ -341,9 +342,7 @@ def _check_out(out: Path, resume: bool) -> None:
     begun = (out / RUN).is_file()
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; give a folder")
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} cannot be written to; give another folder")
+    check_writable(out)
     saved = [path for path in out.glob("checkpoints/*") if path.name.isdecimal()]
     if resume and not begun:
         raise FileNotFoundError(f"{out}: there is no run to go on with; begin one without --resume")

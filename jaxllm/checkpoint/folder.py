@@ -163,9 +163,19 @@ def stated_dtype(hf: Mapping[str, Any]) -> str | None:
 
 
 def check_new(folder: Path) -> None:
-    """Raises: ValueError if something is there, but an empty folder, that would be written into."""
+    """Before the work whose result goes there. Raises: ValueError if something is there but an
+    empty folder; PermissionError as `check_writable`.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; give a new folder")
+    check_writable(folder)
+
+
+def check_writable(folder: Path) -> None:
+    """Raises: PermissionError if nothing can be written to the folder, or it cannot be made."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{there} cannot be written to; give another folder")
 
 
 def weights_digest(folder: Path) -> str:

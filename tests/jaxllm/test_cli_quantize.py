@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -98,7 +99,7 @@ def test_an_unknown_scheme_is_refused_with_those_there_are(capsys):
     assert "'ternary'" in said
 
 
-def test_quantize_writes_a_checkpoint(stories, tmp_path, capsys):
+def test_quantize_writes_a_checkpoint(stories, tmp_path, capsys, monkeypatch):
     out = tmp_path / "packed"
     options = ["--quantize-head", "fp8", "--keep", "o_proj"]
     assert main(["quantize", str(stories), "int8", "--out", str(out), *options]) == 0
@@ -120,4 +121,7 @@ def test_quantize_writes_a_checkpoint(stories, tmp_path, capsys):
     ):
         assert main(["quantize", *wrong]) == 2
         assert sentence in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    assert main(["quantize", str(stories), "int8", "--out", str(tmp_path / "b")]) == 2
+    assert f"{tmp_path} cannot be written to; give another folder" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
