@@ -15,6 +15,7 @@ from numerics import assert_as_accurate
 from jaxllm import ops
 from jaxllm.ops.attention import attention
 from pallas_kernels.attention_fp8 import FP8, attention_fp8_reference
+from pallas_kernels.device import why_not_interpreted
 
 BYTES_REFUSED = "takes no queries of float8_e4m3fn"
 BIG = {"B": 2, "T": 16, "S": 32, "H": 64}
@@ -108,7 +109,7 @@ def test_who_takes_float8():
         why = ops.explain("attention", *wide)["pallas"]
         assert why == "values of heads of 256 are summed in the tensor cores' 13 bits over all keys"
     refused = dict.fromkeys(("cudnn", "unfused", "unfused-interpret"), BYTES_REFUSED)
-    by_name = "runs only by name: it is a test, and slow"
+    by_name = why_not_interpreted() or "runs only by name: it is a test, and slow"
     assert reasons == {"pallas": None, "pallas-interpret": by_name, **refused, "xla": None}
     for name in refused:
         with absent("NVIDIA H200"), pytest.raises(NotImplementedError) as error:
