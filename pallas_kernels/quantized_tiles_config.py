@@ -146,8 +146,9 @@ def default_tiles(m: int, packed: Packed, *, gated: bool, num_sms: int) -> Tiles
         tiles = -(-m // config.tile_m) * -(-o // config.tile_n)
         waves = -(-tiles * config.splits // num_sms)
         share = shares[config.consumers] * (1.25 if config.stages == 2 else 1)
-        each = max(3.64e-5, 1.83e-7 * (config.tile_m + expanded)) * share  # number of the weight
-        total = waves * config.tile_n * -(-steps // config.splits) * step(packed) * each
+        numbers = config.tile_n * -(-steps // config.splits) * step(packed)  # of the weight
+        each = max(3.64e-5, 1.83e-7 * (config.tile_m + expanded)) * share
+        total = waves * numbers * each
         # sums to memory and back, and the launch that adds them
         added = 1.5 + config.splits * m * o * 8 / 3.3e6 if config.splits > 1 else 0
         return total + added

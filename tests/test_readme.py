@@ -58,9 +58,8 @@ def test_the_commands_of_the_readme_exist():
     parser = cli._parser()
     found = list(commands(README.read_text(), "jaxllm"))
     assert ["finetune", *"MODEL --data FILE.jsonl --out DIR --qlora int4".split()] in found
-    assert (
-        len({words[0] for words in found}) == 7
-    )  # generate, chat, inspect, quantize and three of training
+    # generate, chat, inspect, quantize and three of training
+    assert len({words[0] for words in found}) == 7
     for words in found:
         parser.parse_args(words)  # else it ends the process
     with pytest.raises(SystemExit):

@@ -56,16 +56,19 @@ def pallas(
     not_auto: Callable[..., str | None] = lambda *args, **kwargs: None,
     interpreted: device_lib.Device = device_lib.INTERPRETED,
     name: str = "pallas",
+    *,
+    not_interpreted: Callable[[], str | None] = lambda: None,
 ) -> dict[str, Implementation]:
     """The entries of a kernel that takes `interpret=`: on the GPU, and in the interpreter.
 
     The second, "pallas-interpret", is there to test whole models with the kernels on a CPU.
-    interpreted: what `why_not` is told there; name: of the first.
+    interpreted: what `why_not` is told there; not_interpreted: what else keeps the kernel from it;
+    name: of the first.
     """
 
     def why_not_interpret(*args: Any, device: device_lib.Device, **kwargs: Any) -> str | None:
         del device
-        return why_not(*args, device=interpreted, **kwargs)
+        return why_not(*args, device=interpreted, **kwargs) or not_interpreted()
 
     return {
         name: Implementation(run, why_not, not_auto),

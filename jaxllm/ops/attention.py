@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int, Num
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from pallas_kernels import attention_fp8
 from pallas_kernels import attention_reference as reference
-from pallas_kernels import device as device_lib
 from pallas_kernels import softmax as softmax_kernels
 from pallas_kernels.attention_fp8 import FP8, TWO_SUMS
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import why_not as why_not_decode
+from pallas_kernels.device import why_not_interpreted
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention import why_not as why_not_flash
 
@@ -205,8 +205,6 @@ def _why_not_pallas(
     del q_scale
     if return_weights:
         return "returns no weights: it never has them all"
-    if device == device_lib.INTERPRETED and (reason := device_lib.why_not_interpreted()):
-        return reason
     if _decodes(q, kwargs["q_segment_ids"]):
         lengths = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
@@ -395,7 +393,9 @@ ATTENTION: Table = {
     #   heads of 64, 2 x 8192: 2707 and 3281; 14 / 2 heads of 64, 1 x 512: 25 and 27
     # - a token, 1 row over 1k, 8k, 32k keys: 4.4 and 6.7, 11.1 and 14.8, 33.2 and 37.0
     # cuDNN takes packed texts by a mask of T x S, twenty times as slow.
-    **pallas(_attention_pallas, _why_not_pallas, _pallas_not_auto),
+    **pallas(
+        _attention_pallas, _why_not_pallas, _pallas_not_auto, not_interpreted=why_not_interpreted
+    ),
     "cudnn": _over_codes(Implementation(_attention_cudnn, _why_not_cudnn)),
     **{name: _over_codes(entry) for name, entry in UNFUSED.items()},
     "xla": Implementation(_attention_xla),

@@ -394,6 +394,13 @@ def test_candidates_are_legal(monkeypatch):
         jax.eval_shape(partial(quantized_matmul, config=config, interpret=True), x, weight)
 
 
+def test_an_interpreter_that_casts_no_layouts_says_so(monkeypatch):
+    monkeypatch.setattr("pallas_kernels._compat.INTERPRETS_LAYOUTS", False)
+    x, weight = shape(64, 256), weight_shape(64, 256)
+    with pytest.raises(NotImplementedError, match=r"quantized_matmul: .* needs jax 0.11 \(Python"):
+        jax.eval_shape(partial(quantized_matmul, interpret=True), x, weight)
+
+
 def test_a_form_that_is_asked_for_is_looked_at():
     """Warps take no groups of 192, so that few rows are of tiles too."""
     weight = jax.eval_shape(lambda w: quantize(w, "int8", 192), shape(64, 768))
