@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trained.add_argument("--full", action="store_true", help="no adapters")
     parser.add_argument("--policies", nargs="+", default=ORDER, choices=ORDER)
     options = parser.parse_args(arguments)
-    if (reason := aot.why_not()) is not None:
+    if (reason := aot.why_not(code=False)) is not None:
         print(f"memory_table: {reason}", file=sys.stderr)
         return 2
     model = dataclasses.replace(LLAMA_8B, num_hidden_layers=options.layers, layer_types=())

@@ -149,15 +149,18 @@ class Program:
         return [launch.name for launch in self.launches if launch.is_mosaic]
 
 
-def why_not() -> str | None:
-    """What has to be installed before anything can be compiled for a GPU; None if nothing."""
+def why_not(*, code: bool = True) -> str | None:
+    """What has to be installed before anything can be compiled for a GPU; None if nothing.
+
+    code: and before what it became can be read, which `peak_bytes` has no need of.
+    """
     plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     has_any = importlib.util.find_spec("jax_plugins") is not None
     if not has_any or not any(importlib.util.find_spec(name) for name in plugins):
         return (
             "JAX's CUDA plugin is not installed: pip install 'jax[cuda13]<0.12' (no GPU is needed)"
         )
-    for tool in ("ptxas", "nvdisasm"):
+    for tool in ("ptxas", "nvdisasm") if code else ("ptxas",):
         if _tool(tool) is None:
             wheel = {"ptxas": "nvidia-cuda-nvcc", "nvdisasm": "nvidia-cuda-nvdisasm"}[tool]
             return f"NVIDIA's {tool} is not installed: pip install {wheel}"
@@ -181,29 +184,49 @@ def compile_for(
     """
     if (reason := why_not()) is not None:
         raise RuntimeError(f"aot: cannot compile for a GPU: {reason}")
-    if isinstance(target, str):
-        target = Target.named(target)
-    arguments, keywords = jax.tree.map(
-        functools.partial(_placed, sharding=_sharding(target)), (arguments, keywords)
-    )
-    jitted = function if hasattr(function, "lower") else jax.jit(function)
-    device = AbstractDevice(
-        device_kind=target.device_kind, num_cores=target.num_sms, platform="gpu"
-    )
     with (
         _one_at_a_time,
         tempfile.TemporaryDirectory(prefix="jaxllm-aot-") as folder,
         _mosaic_writes_to(mosaic := Path(folder, "mosaic")),
     ):
-        # Ops and kernels ask the abstract mesh which device they will run on.
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            lowered = jitted.lower(*arguments, **keywords)  # pyright: ignore[reportFunctionMemberAccess]
         options = {"xla_dump_to": str(xla := Path(folder, "xla"))}
         if xla_kernels:
             # In XLA_FLAGS it makes compilations for the CPU crash; here it is for this one alone.
             options["xla_dump_emitter_re"] = ".*"
+        lowered = _lowered(function, target, arguments, keywords)
         compiled = lowered.compile(compiler_options={**options, **(compiler_options or {})})
         return _read(compiled, xla, mosaic)
+
+
+def peak_bytes(
+    function: Callable[..., Any], *arguments: Any, target: str | Target = "h200", **keywords: Any
+) -> int:
+    """What `compile_for` has under this name; no kernel's code is written down or read for it.
+
+    Raises: RuntimeError if `why_not(code=False)` has a reason.
+    """
+    if (reason := why_not(code=False)) is not None:
+        raise RuntimeError(f"aot: cannot compile for a GPU: {reason}")
+    with _one_at_a_time:
+        compiled = _lowered(function, target, arguments, keywords).compile()
+    return compiled.memory_analysis().peak_memory_in_bytes
+
+
+def _lowered(
+    function: Callable[..., Any], target: str | Target, arguments: Any, keywords: Any
+) -> Any:
+    if isinstance(target, str):
+        target = Target.named(target)
+    arguments, keywords = jax.tree.map(
+        functools.partial(_placed, sharding=_sharding(target)), (arguments, keywords)
+    )
+    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
+    device = AbstractDevice(
+        device_kind=target.device_kind, num_cores=target.num_sms, platform="gpu"
+    )
+    # Ops and kernels ask the abstract mesh which device they will run on.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jitted.lower(*arguments, **keywords)
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:

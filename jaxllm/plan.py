@@ -2,7 +2,7 @@
 
     print(plan(config, batch=1, seq=8192, lora=16, remat="auto"))
 
-The real training step is compiled for shapes alone (`aot.compile_for`, no GPU needed), and XLA's
+The real training step is compiled for shapes alone (`aot.peak_bytes`, no GPU needed), and XLA's
 own plan of the memory is what is told. Where JAX's CUDA plugin is not installed it is compiled for
 the CPU, which needs more: no kernel keeps attention's scores out of memory there, and products of
 bfloat16 are made in float32.
@@ -120,7 +120,7 @@ class Plan:
         if self.compiled_for == "cpu":
             lines.append(
                 "Compiled for the CPU, where a step may need many times what it needs on a GPU: "
-                f"{aot.why_not()}."
+                f"{aot.why_not(code=False)}."
             )
         else:
             lines.append(f"Compiled for an {self.compiled_for.upper()}, not run.")
@@ -203,7 +203,7 @@ def plan(
             f"plan: policy {policy!r} is of plain weights, and {quantize['scheme']} packs them; "
             "take policy 'bf16', or leave them plain"
         )
-    if target is not None and aot.why_not() is not None:
+    if target is not None and aot.why_not(code=False) is not None:
         target = None
     rank = RANK if qlora and lora is None else lora
     recipe = _Recipe(config, policy, rank, quantize, checkpoint, adapters)
@@ -312,7 +312,7 @@ class _Step:
         """Bytes of device memory, by XLA's plan."""
         step = train.make_train_step(self.model, self.optimizer, micro_batches=self.micro_batches)
         if target is not None:
-            return aot.compile_for(step, self.state, self.rows, target=target).peak_bytes
+            return aot.peak_bytes(step, self.state, self.rows, target=target)
         memory: Any = step.lower(self.state, self.rows).compile().memory_analysis()
         kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes + kept

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -19,13 +20,18 @@ from jaxllm.detokenizer import StreamDecoder, checked_ids
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL, _TEMPLATES = "special_tokens_map.json", "additional_chat_templates"
+_ADDED = "added_tokens.json"
+_ADDED_SAYS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+# Whose add_bos_token transformers 4 followed; 5 leaves it to tokenizer.json alone, and of other
+# classes neither does
+_BOS_BY_FLAG = re.compile(r"(Llama|CodeLlama|Gemma|Cohere)Tokenizer(Fast)?")
 
 
 def tokenizer_files(folder: str | Path) -> list[str]:
     """What a tokenizer is read from, of the files that a folder has."""
     folder = Path(folder)
-    named = (_TOKENIZER, _CONFIG, _SPECIAL, _TEMPLATE)
+    named = (_TOKENIZER, _CONFIG, _SPECIAL, _ADDED, _TEMPLATE)
     templates = sorted((folder / _TEMPLATES).glob("*.jinja"))
     found = [name for name in named if (folder / name).is_file()]
     return found + [file.relative_to(folder).as_posix() for file in templates if file.is_file()]
@@ -53,24 +59,31 @@ class Tokenizer:
         # Limits of some training run; they would cut prompts short or fill them up
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise ValueError(f"{source}: {_TOKENIZER} has no tokens")
-        self.vocab_size = max(vocabulary.values()) + 1
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self._added = frozenset(token.content for token in added)
-        self._special = frozenset(token.content for token in added if token.special)
-
         config = self._json(_CONFIG)
+        self._add_tokens(config)
         self._templates = self._read_templates(config)
         if "added_tokens_decoder" not in config:  # then the older file counts, as in transformers
             config = {**config, **self._json(_SPECIAL)}
         self.special_tokens = self._read_special_tokens(config)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"{source}: {_TOKENIZER} has no tokens")
+        self.vocab_size = max(vocabulary.values()) + 1
         self.bos_id, self.eos_id, self.pad_id = (
             vocabulary.get(self.special_tokens.get(key, "")) for key in _NAMED[:3]
         )
+        # Found as one in a text, also where tokenizer.json has them as words like others
+        special = [text for text in self.special_tokens.values() if text in vocabulary]
+        known = self._added_tokens()
+        self._tokenizer.add_special_tokens([text for text in special if text not in known])
+        added = self._added_tokens()
+        self._added = frozenset(added)
+        self._special = frozenset(text for text, token in added.items() if token.special)
+
         self._prefix = self._read_prefix()
-        if not self._prefix and config.get("add_bos_token") is True and self.bos_id is not None:
+        by_flag = _BOS_BY_FLAG.fullmatch(str(config.get("tokenizer_class")))
+        asked = by_flag and config.get("add_bos_token") is True
+        if not self._prefix and asked and self.bos_id is not None:
             self._prefix = [self.bos_id]
         if self.bos_id is None and self._prefix:
             self.bos_id = self._prefix[0]
@@ -268,6 +281,37 @@ class Tokenizer:
         if not isinstance(content, dict):
             raise ValueError(f"{self._source}: {name} must hold an object, not {content!r:.40}")
         return content
+
+    def _added_tokens(self) -> dict[str, tokenizers.AddedToken]:
+        """Those that are found in a text before it is taken apart, by their texts."""
+        return {
+            token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()
+        }
+
+    def _add_tokens(self, config: Mapping[str, Any]) -> None:
+        """Those that only the files beside tokenizer.json name with their ids."""
+        known = self._added_tokens()
+        found: dict[int, tokenizers.AddedToken] = {}  # by id
+        try:
+            for text, id_ in self._json(_ADDED).items():
+                found[int(id_)] = tokenizers.AddedToken(text, normalized=False)
+            for id_, token in (config.get("added_tokens_decoder") or {}).items():
+                said = {key: token[key] for key in _ADDED_SAYS if key in token}
+                found[int(id_)] = tokenizers.AddedToken(token["content"], **said)
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise ValueError(
+                f"{self._source}: {_ADDED} must have ids by token, and added_tokens_decoder of "
+                f"{_CONFIG} objects with content by id"
+            ) from None
+        new = [id_ for id_, token in sorted(found.items()) if token.content not in known]
+        self._tokenizer.add_tokens([found[id_] for id_ in new])
+        for id_ in new:
+            text = found[id_].content
+            if (got := self._tokenizer.token_to_id(text)) != id_:
+                raise ValueError(
+                    f"{self._source}: the files beside {_TOKENIZER} give the token {text!r} the id "
+                    f"{id_}, but with those of {_TOKENIZER} it has {got}"
+                )
 
     def _read_special_tokens(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Special tokens by the names under which templates know them."""

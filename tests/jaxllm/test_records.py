@@ -20,9 +20,10 @@ CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+LLAMA = {"tokenizer_class": "LlamaTokenizer"}
 KINDS = {
     "byte level": (tiny_tokenizers.byte_level, {}),
-    "byte level, BOS": (tiny_tokenizers.byte_level, {"add_bos_token": True}),
+    "byte level, BOS": (tiny_tokenizers.byte_level, LLAMA | {"add_bos_token": True}),
     "byte fallback": (tiny_tokenizers.byte_fallback, {}),
     "byte fallback, BOS": (lambda: tiny_tokenizers.byte_fallback(bos=True), {}),
     "no strip": (lambda: tiny_tokenizers.byte_fallback(strip=False), {}),

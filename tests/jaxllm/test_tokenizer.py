@@ -131,13 +131,19 @@ def test_ids_of_the_folders(folder):
 
 @pytest.mark.parametrize("bos", [True, False], ids=["post-processor", "no post-processor"])
 @pytest.mark.parametrize("flag", [True, False, None])
-def test_bos_as_the_checkpoint_says(bos, flag):
-    config = {"bos_token": "<s>"} | ({} if flag is None else {"add_bos_token": flag})
+@pytest.mark.parametrize(
+    ("kind", "follows"),
+    [("LlamaTokenizer", True), ("GemmaTokenizerFast", True), ("Qwen2Tokenizer", False), (None, 0)],
+)
+def test_bos_as_the_checkpoint_says(bos, flag, kind, follows):
+    config = {"bos_token": "<s>", "tokenizer_class": kind}
+    config |= {} if flag is None else {"add_bos_token": flag}
     tokenizer = tiny(bos=bos, **config)
     body = tokenizer.encode("the hello", add_special_tokens=False)
+    first = [1] if bos or (flag and follows) else []
     assert 1 not in body
-    assert tokenizer.encode("the hello") == ([1] if bos or flag else []) + body
-    assert tokenizer.encode("") == ([1] if bos or flag else [])
+    assert tokenizer.encode("the hello") == first + body
+    assert tokenizer.encode("") == first
 
 
 def test_bos_of_stories260k_without_its_post_processor(folder):
@@ -146,7 +152,74 @@ def test_bos_of_stories260k_without_its_post_processor(folder):
     assert content["post_processor"] is not None
     content["post_processor"] = None
     files["tokenizer.json"] = json.dumps(content).encode()
+    config = {**json.loads(files["tokenizer_config.json"]), "tokenizer_class": "LlamaTokenizer"}
+    files["tokenizer_config.json"] = json.dumps(config).encode()
     assert Tokenizer(files).encode("Once upon a time") == [1, 403, 407, 261, 378]
+
+
+def test_tokens_that_only_the_files_beside_it_name():
+    library = tiny_tokenizers.byte_fallback()
+    files = tiny_tokenizers.files(library)
+    text, size = "the <tool>", library.get_vocab_size()
+    apart = Tokenizer(files).encode(text)
+    decoder = {str(size): {"content": "<tool>", "special": True}}
+    named = {
+        **files,
+        "tokenizer_config.json": json.dumps({"added_tokens_decoder": decoder}).encode(),
+    }
+    older = {**files, "added_tokens.json": json.dumps({"<tool>": size}).encode()}
+    for contents, hidden in ((named, True), (older, False)):
+        tokenizer = Tokenizer(contents)
+        ids = tokenizer.encode(text)
+        assert ids[-1] == size == tokenizer.vocab_size - 1
+        assert len(ids) < len(apart)
+        assert tokenizer.decode(ids).endswith("<tool>") is not hidden
+    # One of the vocabulary becomes a token that is found in a text, with the id that it has
+    piece = library.token_to_id("he")
+    decoder = {str(piece): {"content": "he", "normalized": False}}
+    for config in ({"added_tokens_decoder": decoder}, {"eos_token": "he"}):
+        tokenizer = Tokenizer(tiny_tokenizers.files(library, **config))
+        assert tokenizer.vocab_size == size
+        assert tokenizer.encode("the") == [library.token_to_id("▁t"), piece]
+    assert piece not in library.encode("the").ids
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "added_tokens.json",
+            {"<tool>": 400},
+            "give the token '<tool>' the id 400, but with those",
+        ),
+        (
+            "added_tokens.json",
+            {"<tool>": "x"},
+            "added_tokens.json must have ids by token, and added",
+        ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"7": "<tool>"}},
+            "objects with content",
+        ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"7": {}}},
+            "objects with content by id",
+        ),
+    ],
+)
+def test_added_tokens_that_cannot_be(name, content, message):
+    files = tiny_tokenizers.files(tiny_tokenizers.byte_fallback())
+    with pytest.raises(ValueError, match=f"^tokenizer: .*{message}"):
+        Tokenizer({**files, name: json.dumps(content).encode()})
+
+
+def test_added_tokens_are_saved_with_the_rest(tmp_path):
+    library = tiny_tokenizers.byte_fallback()
+    added = json.dumps({"<tool>": library.get_vocab_size()}).encode()
+    Tokenizer({**tiny_tokenizers.files(library), "added_tokens.json": added}).save(tmp_path)
+    assert Tokenizer.from_folder(tmp_path).vocab_size == library.get_vocab_size() + 1
 
 
 def test_no_second_bos():
