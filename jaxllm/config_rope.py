@@ -29,6 +29,8 @@ class RopeRules:
 # Keys that a kind does not read, harmless at these values; the length says nothing by itself.
 ROPE_INERT_AT = {"factor": 1, "attention_factor": 1, "partial_rotary_factor": 1}
 ROPE_INERT = {"original_max_position_embeddings"}
+# What YaRN's own code and vLLM read, and transformers does not.
+YARN_INERT = {"attn_factor", "extrapolation_factor", "finetuned"}
 YARN_SCALES = ("mscale", "mscale_all_dim")
 
 
@@ -116,11 +118,12 @@ def _rope(hf: Keys, spec: Mapping[str, Any], *, theta: float, rules: RopeRules) 
             if factor > 1 and original > 1:  # Rope refuses an original of 1
                 attention = math.sqrt(1 + math.log(factor) / math.log(original))
         values["attention_factor"] = rope.number("attention_factor", attention)
+    inert = ROPE_INERT | YARN_INERT if kind == "yarn" else ROPE_INERT
     strange = [
         key
         for key in rope.unread()
         if rope.hf[key] is not None
-        and key not in ROPE_INERT
+        and key not in inert
         and not (key in ROPE_INERT_AT and rope.hf[key] == ROPE_INERT_AT[key])
     ]
     if strange:

@@ -84,8 +84,12 @@ def _gemma(hf: Keys, *, period: int) -> dict[str, Any]:
     older = hf.unless_null(hf.size, "sliding_window_attention_size", None)
     window = hf.unless_null(hf.size, "sliding_window", older or 4096)
     activation = hf.get("hidden_activation", "gelu_pytorch_tanh")
-    # Two more keys that transformers does not read: they may repeat what is in force, no more.
-    in_force = {"sliding_window_attention_size": window, "hidden_act": activation}
+    # More keys that transformers does not read: they may repeat what is in force, no more.
+    in_force = {
+        "sliding_window_attention_size": window,
+        "sliding_window_size": window,  # in Gemma 2's files, beside sliding_window
+        "hidden_act": activation,
+    }
     for key, value in in_force.items():
         if hf.get(key, value) != value:
             raise ValueError(
@@ -274,8 +278,10 @@ BESIDE_TEXT = frozenset(
     boi_token_id eoi_token_id image_token_id
     """.split()
 )
-# Keys that cannot change the logits of a forward pass: names, training-time settings, and token
-# ids, which are read elsewhere.
+# Keys that cannot change the logits of a forward pass: names, training-time settings, token ids,
+# which are read elsewhere, and what older versions kept here for generation. Of the lengths,
+# `max_sequence_length` is Llama 1's; `dual_chunk_attention_config` (Qwen2.5-1M) is for engines that
+# compute attention otherwise, which transformers does not.
 INERT = frozenset(
     """ architectures attention_dropout auto_map bos_token_id cache_implementation dtype embd_pdrop
     eos_token_id id2label initializer_range is_llama_config label2id max_window_layers model_type
@@ -283,9 +289,17 @@ INERT = frozenset(
     tokenizer_class torch_dtype transformers.js_config transformers_version use_cache _name_or_path
     _attn_implementation attn_implementation output_attentions output_hidden_states return_dict
     problem_type chunk_size_feed_forward unsloth_fixed unsloth_version mask_value unk_token_id
-    sep_token_id cls_token_id _sliding_window_pattern
+    sep_token_id cls_token_id _sliding_window_pattern _attn_implementation_autoset
+    _flash_attn_2_enabled dual_chunk_attention_config finetuning_task gradient_checkpointing
+    max_sequence_length output_scores return_dict_in_generate torchscript use_bfloat16
+    begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty
+    max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    remove_invalid_values repetition_penalty suppress_tokens temperature top_k top_p typical_p
     """.split()
 )
+# Activations by other names of transformers' table.
+ACTIVATIONS_ALSO = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 # Keys that are harmless at these values only.
 INERT_AT: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -297,6 +311,7 @@ INERT_AT: dict[str, tuple[Any, ...]] = {
     "layer_types": (None,),
     "lm_head_bias": (False,),
     "mlp_bias": (False,),
+    "output_router_logits": (False,),
     "partial_rotary_factor": (1,),
     "qk_layernorm": (False,),
     "rope_interleaved": (False,),
@@ -349,6 +364,8 @@ def from_hf(hf: Mapping[str, Any], *, owner: str = "config.json") -> ModelConfig
         **_bit_linears(keys, fused=family.fused),
     }
     _refuse_unread(keys)
+    if isinstance(name := values["hidden_act"], str):
+        values["hidden_act"] = ACTIVATIONS_ALSO.get(name, name)
     try:
         return ModelConfig(**values)
     except ValueError as error:

@@ -42,6 +42,7 @@ class Layout:
 
 LAYOUTS = (
     Layout(),
+    Layout(body=""),  # of a model saved without its head
     # Gemma 3 with vision: as transformers 4 wrote it, and as transformers 5 writes it.
     Layout("language_model.model.", "language_model.", ("vision_tower.", "multi_modal_projector.")),
     Layout("model.language_model.", "", ("model.vision_tower.", "model.multi_modal_projector.")),
@@ -91,9 +92,10 @@ def _place(path: str) -> int:
 
 
 def layout_of(tensors: Collection[str]) -> Layout:
-    """The layout, told by the name of the embedding; plain if there is none."""
-    present = [layout for layout in LAYOUTS if f"{layout.body}embed_tokens.weight" in tensors]
-    return present[0] if present else LAYOUTS[0]
+    """The layout, told by the names of the embedding and of the last norm; plain without both."""
+    ends = ("embed_tokens.weight", "norm.weight")
+    present = (layout for layout in LAYOUTS for end in ends if f"{layout.body}{end}" in tensors)
+    return next(present, LAYOUTS[0])
 
 
 def match(
@@ -106,13 +108,16 @@ def match(
 ) -> dict[str, tuple[Tensor, int]]:
     """For each parameter path, the tensor that holds it and the row where it begins.
 
-    Strict both ways. A checkpoint whose head is `tied` may hold the head if it is the embedding.
+    Strict both ways. A checkpoint whose head is `tied` may hold the head if it is the embedding,
+    or in its place.
     Raises: ValueError with every tensor that is missing, surplus or of another shape;
     NotImplementedError with those that are no floats.
     """
     layout = layout_of(tensors)
     wanted = stored_tensors(shapes, fused=fused, layout=layout)
     head, embedding = f"{layout.head}lm_head.weight", f"{layout.body}embed_tokens.weight"
+    if tied and head in tensors and embedding not in tensors:
+        tensors = {embedding if name == head else name: x for name, x in tensors.items()}
     extra = tensors.keys() - wanted
     if tied and head in extra and embedding in tensors:
         if not _equal(tensors[head], tensors[embedding]):

@@ -306,6 +306,13 @@ def test_transformers_reads_the_same_in_a_multimodal_file(transformers, text):
                 "global_local_attention_pattern": ["SLIDING_LOCAL"] * 5 + ["GLOBAL"],
             },
         ),
+        ({**GEMMA2, "sliding_window_size": GEMMA2["sliding_window"]}, GEMMA2),
+        ({**LLAMA, "hidden_act": "swish"}, LLAMA),
+        ({**LLAMA, "hidden_act": "gelu_new"}, {**LLAMA, "hidden_act": "gelu_pytorch_tanh"}),
+        (
+            {**LLAMA, "rope_scaling": {**YARN_ROPE, "attn_factor": 0.9, "finetuned": True}},
+            {**LLAMA, "rope_scaling": YARN_ROPE},
+        ),
         (
             {"model_type": "gemma3", "vision_config": {}, "text_config": GEMMA3},
             {**GEMMA3, "model_type": "gemma3"},
@@ -444,6 +451,11 @@ def test_what_a_kind_of_rope_does_not_read_stops_the_load(base, rope, strange):
         ("transformers_version", "9"),
         ("rope_interleaved", False),
         ("use_mrope", False),
+        ("_attn_implementation_autoset", True),
+        ("temperature", 0.7),
+        ("max_sequence_length", 2048),
+        ("output_router_logits", False),
+        ("dual_chunk_attention_config", {"chunk_size": 8}),
         ("a_list_of_nothing", []),
         ("a_null", None),
     ],
@@ -477,6 +489,7 @@ def test_an_inert_key_passes(key, value):
         (GEMMA2, "rope_local_base_freq", 1e4),
         (GEMMA3, "use_res_clamp", True),
         (LLAMA, "add_cross_attention", True),
+        (LLAMA, "output_router_logits", True),
     ],
 )
 def test_a_key_inert_at_one_value_stops_at_another(base, key, value):
@@ -560,6 +573,14 @@ def test_gemma_3_has_no_soft_cap_of_attention():
         (
             {**GEMMA3, "sliding_window_attention_size": 6},
             "sliding_window_attention_size is 6, but the model computes with 5",
+        ),
+        (
+            {**GEMMA2, "sliding_window_size": 9},
+            "sliding_window_size is 9, but the model computes with 5",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0, "attn_factor": 0.9}},
+            "the linear rope of this family does not read attn_factor=0.9",
         ),
         (
             {**GEMMA2, "hidden_act": "gelu"},

@@ -276,6 +276,32 @@ def test_a_tied_checkpoint_may_hold_its_head_if_it_is_the_embedding(tmp_path):
     assert "lm_head.weight differs from model.embed_tokens.weight" in sentence(caught)
 
 
+def test_a_tied_checkpoint_may_hold_its_head_in_place_of_the_embedding(tmp_path):
+    """As safetensors' save_model leaves it."""
+    folder = write_checkpoint(tmp_path, read_golden("gemma2"))
+    before = parameters(load(folder)[0])
+    name = "model.embed_tokens.weight"
+    rewrite(folder, lambda weights: weights.update({"lm_head.weight": weights.pop(name)}))
+    after = parameters(load(folder)[0])
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_tied_model_saved_without_its_head(tmp_path):
+    """Whose names have no prefix, as transformers writes a bare LlamaModel."""
+    folder = write_checkpoint(tmp_path, read_golden("gemma2"))
+    before = parameters(load(folder)[0])
+
+    def strip(weights):
+        for name in list(weights):
+            weights[name.removeprefix("model.")] = weights.pop(name)
+
+    rewrite(folder, strip)
+    after = parameters(load(folder)[0])
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
 def test_every_misfit_is_in_one_error(folder):
     def change(weights):
         del weights["model.norm.weight"], weights["model.layers.1.mlp.up_proj.weight"]
