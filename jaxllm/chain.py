@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxllm import ops
 from jaxllm.cache import Entry, LayerCache
-from jaxllm.layers import Block, RMSNorm, Tables, weight_of
+from jaxllm.layers import Attention, Block, RMSNorm, Tables, weight_of
 
 logger = logging.getLogger("jaxllm")
 
@@ -41,7 +41,8 @@ def decode(
 
     Raises: NotImplementedError if an op is named alone, by a mapping, and cannot have the token.
     """
-    how = blocks[0].self_attn.implementation
+    attentions = [getattr(block, "self_attn", None) for block in blocks]
+    how = next((each.implementation for each in attentions if type(each) is Attention), "auto")
     if (reason := why_not(blocks, x, rotary)) is not None:
         if x.shape[1] == 1:  # of a prompt nobody asks
             for op in INSTEAD:
@@ -72,14 +73,16 @@ def why_not(
     """What keeps blocks from being one behind the other here; None: nothing."""
     if x.shape[:2] != (1, 1):
         return f"takes one token of one row, got x {list(x.shape)}"
-    how = blocks[0].self_attn.implementation
     for i, (block, angles) in enumerate(zip(blocks, rotary, strict=True)):
+        if type(block) is not Block:
+            return f"layer {i} is a {type(block).__name__}, not a Block"
         if not block.is_fused(1, 2 * angles[0].shape[-1]):
             return f"layer {i} is not fused, or has more around its products than a norm and a sum"
         if any(getattr(linear, "order", None) is not None for linear in _linears(block)):
             return f"layer {i} takes inputs in an order of their own"
         if any(linear.dtype != x.dtype for linear in _linears(block)):
             return f"layer {i} does not compute in {x.dtype}, which x has"
+        how = blocks[0].self_attn.implementation
         for each in (block.self_attn, *_linears(block)):
             if each.implementation != how:
                 return f"layer {i} has ops by {each.implementation!r}, layer 0 by {how!r}"

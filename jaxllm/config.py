@@ -260,7 +260,8 @@ class GenerationDefaults:
 class Runtime:
     """How a model is run. No field changes the logits beyond the rounding of its dtype.
 
-    dtype: what is computed in ("float32", "bfloat16", "float16"; None: the parameters' dtype).
+    dtype: what is computed in ("float32", "bfloat16", "float16", or a dtype that has this name;
+        None: the parameters' dtype).
         float32 also means the highest matmul precision.
     param_dtype: what parameters are stored in (None: dtype, or float32 if that is None too).
     implementation: "auto", the name of an implementation that every op has ("xla"), or a mapping
@@ -280,6 +281,9 @@ class Runtime:
     def __post_init__(self) -> None:
         for name in ("dtype", "param_dtype"):
             value = getattr(self, name)
+            for attribute in ("name", "__name__"):  # of a dtype, or jnp.bfloat16 and the like
+                value = getattr(value, attribute, value)
+            object.__setattr__(self, name, value)
             if value is not None and value not in DTYPES:
                 raise ValueError(
                     f"runtime: {name} {value!r} is not one of {', '.join(DTYPES)}, None"

@@ -28,7 +28,8 @@ def fuse(model: nnx.Module) -> None:
     """Joins the projections of each layer that can be: beside the model, one layer's joined weight.
 
     They can be where all of them are `Linear`s, or `PackedLinear`s of one scheme and one order of
-    inputs, and all or none have a bias. A model that was fused already is left as it is.
+    inputs, and all or none have a bias. What was fused already is left as it is, and so are modules
+    of your own in a layer's place.
     """
     owners: list[tuple[str, Any]] = [
         (str(path[-1]), module)
@@ -41,7 +42,7 @@ def fuse(model: nnx.Module) -> None:
         holder, _, joined = name.rpartition(".")
         attributes = [part.rpartition(".")[2] for part in parts]
         for owner in [module for path, module in owners if path == holder]:
-            linears = [getattr(owner, attribute) for attribute in attributes]
+            linears = [getattr(owner, attribute, None) for attribute in attributes]
             if not _can_join(linears):
                 continue
             for attribute in attributes:

@@ -390,9 +390,18 @@ class Block(nnx.Module):
     def is_fused(self, tokens: int, turned: int) -> bool:
         """Whether the layer can be had as `_decode` does it, of so many tokens and with so much of
         each head turned: after `jaxllm.fuse`, of few, and without what stands between a product and
-        its neighbours in some families.
+        its neighbours in some families, or modules of another kind.
         """
         attention, mlp = self.self_attn, self.mlp
+        norms = self.input_layernorm, self.post_attention_layernorm
+        if [*map(type, (self, attention, mlp, *norms))] != [
+            Block,
+            Attention,
+            MLP,
+            RMSNorm,
+            RMSNorm,
+        ]:
+            return False
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         weights = [weight_of(linear) for linear in linears]
         ternary = all(getattr(weight, "scheme", None) == "ternary" for weight in weights)

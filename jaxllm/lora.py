@@ -232,7 +232,8 @@ def _match(targets: str | Sequence[str], linears: Mapping[str, Any], *, tied: bo
                 "with * and ?"
             ) from None
         matched = {name for name in linears if compiled.fullmatch(name)}
-        if not matched and any(map(compiled.fullmatch, ("lm_head", "embed_tokens"))):
+        tables = ("embed_tokens", "lm_head") if tied else ("embed_tokens",)
+        if not matched and any(map(compiled.fullmatch, tables)):
             why = "the head is tied to the embedding, which is" if tied else "the embedding is"
             raise NotImplementedError(
                 f"lora: {pattern!r} cannot have an adapter: {why} a table and no Linear"

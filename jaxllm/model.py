@@ -171,14 +171,17 @@ class Transformer(nnx.Module):
         """One block without a cache; under remat, its backward pass computes it again."""
         if self.runtime.remat == "none":
             return block(x, tables, segment_ids=segment_ids)[0]
-        graph, state = nnx.split(block)
+        graph, *state = nnx.split(block, nnx.Param, ...)
 
         def forward(state, x, tables, segment_ids):
-            x = checkpoint_name(x, "block_input")
-            return nnx.merge(graph, state)(x, tables, segment_ids=segment_ids)[0]
+            x, block = checkpoint_name(x, "block_input"), nnx.merge(graph, *state)
+            x = block(x, tables, segment_ids=segment_ids)[0]
+            return x, nnx.state(block, nnx.Not(nnx.Param))
 
         again = jax.checkpoint(forward, policy=REMAT_POLICIES[self.runtime.remat])
-        return again(state, x, tables, segment_ids)
+        x, written = again(state, x, tables, segment_ids)
+        nnx.update(block, written)  # what a block of one's own counts or keeps
+        return x
 
 
 def _text_lengths(positions, segment_ids, cache, counts) -> Int[Array, " B #T"]:

@@ -357,10 +357,14 @@ class Run:
 
 
 def _sharding(weights: Weights) -> jax.sharding.Sharding:
-    """Where all the rest goes: to the device of the weights, or to every device of their mesh."""
-    sharding = weights.arrays[0].sharding
+    """Where all the rest goes: to the device of the weights, or to every device of their mesh, or
+    of that of `jax.set_mesh`, where weights that were put nowhere go too.
+    """
+    sharding, around = weights.arrays[0].sharding, jax.sharding.get_mesh()
     if isinstance(sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    if not weights.arrays[0].committed and not around.empty:
+        return jax.sharding.NamedSharding(around, jax.sharding.PartitionSpec())
     return jax.sharding.SingleDeviceSharding(next(iter(weights.arrays[0].devices())))
 
 

@@ -24,7 +24,7 @@ import optax
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxllm import ops
 from jaxllm.layers import Embedding, Linear
@@ -38,7 +38,8 @@ IGNORE = -100  # a target that is not counted
 
 Batch = Mapping[str, Any]
 Params = dict[str, Array]
-Loss = Callable[[Transformer, Batch], tuple[Float[Array, ""], Int[Array, ""]]]
+Loss = Callable[[Transformer, Batch], tuple[Float[Array, ""], Num[Array, ""]]]
+_KEYS = ("tokens", "targets", "positions", "segment_ids")
 
 
 @jax.tree_util.register_dataclass
@@ -105,8 +106,9 @@ def init_state(
     rest of the state, and trained adapters that were added to it, are on all of those.
     Of a model of shapes alone (`nnx.eval_shape`) it is a state of shapes, to compile steps for.
     Raises: ValueError if nothing is to be trained, or a packed weight, or something else that is no
-    floating-point array.
+    floating-point array; or if the model has variables that are no `nnx.Param`.
     """
+    _split(model)
     every = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x
         for name, x in parameters(model).items()
@@ -229,12 +231,15 @@ def train_step(
 
     weights = _computed(state.params, model.runtime.compute_dtype)
     grads, (total, count) = _accumulate(gradient, batch, micro_batches)
-    tokens = jnp.maximum(count, 1).astype(jnp.float32)
+    tokens = jnp.where(count > 0, count, 1).astype(jnp.float32)
     grads = jax.tree.map(lambda g: g * (nominal / tokens), state.scale.unscale(grads))
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(total)  # a sum is finite only if each part is
 
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    value = total / tokens  # which some optimisers want, `optax.contrib.reduce_on_plateau`
+    updates, opt_state = optax.with_extra_args_support(optimizer).update(
+        grads, state.opt_state, state.params, value=value
+    )
     if stochastic_rounding:
         key = jax.random.fold_in(jax.random.key(0), state.step)  # the same when a run is resumed
         params = apply_updates_stochastically(state.params, updates, key)
@@ -253,7 +258,7 @@ def train_step(
         state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
     )
     metrics = {
-        "loss": total / tokens,
+        "loss": value,
         "tokens": count,
         "grad_norm": norm,
         "scale": state.scale.value,
@@ -274,7 +279,9 @@ def make_train_step(
 
     What is trained, and the scale of the loss, are the state's. The batch's rows are worked on in
     `micro_batches` equal parts, one after the other: less memory, same result up to rounding, since
-    the gradient is that of the loss's sum over all parts divided by its count over all parts.
+    the gradient is that of the loss's sum over all parts divided by its count over all parts (or by
+    the sum of its weights, if a loss of your own returns that). An optimiser that takes `value` is
+    given that quotient; one that calls the loss itself (a line search) cannot be used.
     A step whose loss or gradient is not finite changes neither parameters nor the optimiser's
     state, and is counted. What is spread over devices stays spread as it was. With
     `stochastic_rounding`, bfloat16 weights are rounded up or down by chance, so that steps smaller
@@ -309,10 +316,13 @@ class TrainStep:
     """
 
     def __init__(self, pure: Callable[..., Any], options: dict[str, Any]):
+        self._pure = pure
         self._jit = functools.partial(jax.jit, pure, donate_argnums=0, compiler_options=options)
         self._jitted: dict[Any, Any] = {}  # by where the state lies
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        if isinstance(state.step, Tracer):  # part of a program of its caller's
+            return self._pure(state, batch)
         return self._for(state)(state, batch)
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
@@ -340,15 +350,15 @@ def _place(x: Any) -> Sharding | None:
 
 def make_evaluate(
     model: Transformer, loss: Loss = token_loss
-) -> Callable[[Params, Iterable[Batch]], tuple[float, int]]:
+) -> Callable[[Params, Iterable[Batch]], tuple[float, float]]:
     """An `evaluate(params, batches) -> (sum of losses, count)` with one compiled program for each
     shape; nothing is donated. The parameters are all of the model's: `TrainState.all_params`.
     """
     call = jax.jit(_functional(model, loss))
 
-    def evaluate(params: Params, batches: Iterable[Batch]) -> tuple[float, int]:
+    def evaluate(params: Params, batches: Iterable[Batch]) -> tuple[float, float]:
         sums = [call(params, batch) for batch in batches]
-        return sum(float(total) for total, _ in sums), sum(int(count) for _, count in sums)
+        return sum(float(total) for total, _ in sums), sum(count.item() for _, count in sums)
 
     return evaluate
 
@@ -393,14 +403,45 @@ def _functional(model: Transformer, loss: Loss) -> Callable[[Params, Batch], Any
     """The loss as a function of parameters by name. The module is split here, and merged only while
     a program is traced.
     """
-    graph, state = nnx.split(model, nnx.Param)
+    graph, state = _split(model)
+    check = _check_keys if loss is token_loss else lambda batch: None
     names = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
 
     def call(params: Params, batch: Batch):
+        if missing := sorted(names.keys() - params.keys()):
+            raise ValueError(
+                f"train: of the model's {len(names)} parameters {len(missing)} are not given, "
+                f"{missing[0]} the first; TrainState.all_params has all"
+            )
+        check(batch)
         flat = {path: nnx.Param(params[name]) for name, path in names.items()}
         return loss(nnx.merge(graph, nnx.from_flat_state(flat)), batch)
 
     return call
+
+
+def _check_keys(batch: Batch) -> None:
+    """Raises: ValueError for a batch with other keys than `token_loss` reads."""
+    if missing := [key for key in _KEYS[:2] if key not in batch]:
+        raise ValueError(f"train: the batch has no {' and no '.join(missing)}")
+    if strange := sorted(batch.keys() - set(_KEYS)):
+        raise ValueError(
+            f"train: the batch has {', '.join(map(repr, strange))}, which token_loss does not "
+            f"read; it reads {', '.join(_KEYS)}"
+        )
+
+
+def _split(model: Transformer) -> tuple[Any, Any]:
+    """Its structure and its parameters. Raises: ValueError if it has other variables, which no step
+    carries on.
+    """
+    graph, state, others = nnx.split(model, nnx.Param, ...)
+    for path, variable in nnx.to_flat_state(others):
+        raise ValueError(
+            f"train: {'.'.join(map(str, path))} is of the type {type(variable).__name__}, but a "
+            "step carries on nnx.Param alone; freeze parameters with trainable= of init_state"
+        )
+    return graph, state
 
 
 def draw_windows(

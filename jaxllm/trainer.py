@@ -145,6 +145,12 @@ class Trainer:
                 "trainer: batches must be an iterator with state() and restore(), as data.Loader "
                 f"is, got a {type(batches).__name__}"
             )
+        held_out = [held_out] if isinstance(held_out, Mapping) else list(held_out)
+        if strange := [batch for batch in held_out if not isinstance(batch, Mapping)]:
+            raise ValueError(
+                "trainer: held_out must be batches, which are dictionaries of arrays, got a "
+                f"{type(strange[0]).__name__}"
+            )
         try:  # as a checkpoint will have them
             said = json.loads(json.dumps(dict(settings or {}), allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -159,7 +165,7 @@ class Trainer:
         self.micro_batches = micro_batches
         self.eval_every = eval_every or -(-steps // 10)
         self.save_every = save_every or self.eval_every
-        self.held_out, self.sample = list(held_out), sample
+        self.held_out, self.sample = held_out, sample
         self.rates, self.writers = self._rates(schedule, steps), writers
         self.console = console or Lines(stderr=True)
         self.step = train.make_train_step(
@@ -173,6 +179,7 @@ class Trainer:
         self.state = train.init_state(model, optimizer, trainable=trainable, scale=scale)
         base = fingerprint(self.state.frozen or self.state.params)
         self.settings = {"base weights": base, **said, "steps": steps}
+        self._ended = False
 
     def fit(self, *, resume: bool = False) -> Fitted:
         """Trains to the last step; with `resume`, from the newest good checkpoint of the folder on.
@@ -187,6 +194,8 @@ class Trainer:
         end early or have rows that `micro_batches` does not divide. FileNotFoundError if there is
         none to resume. StoppedError after Ctrl-C.
         """
+        if self._ended:
+            raise ValueError("trainer: it has trained already; make a new one, to resume too")
         folder = self.out / "checkpoints"
         with Checkpoints(folder, keep=self.keep, say=self._say) as checkpoints:
             if resume:
@@ -400,6 +409,7 @@ class Trainer:
                 kept = best
         unsaved = _unsaved(kept, losses, checkpoints.steps)
         # What is not needed any more goes first, for its room
+        self._ended = True
         self.state = dataclasses.replace(self.state, opt_state=_deleted(self.state.opt_state))
         if kept != step:
             of_best = checkpoints.parameters(step=kept)

@@ -68,9 +68,10 @@ def kernel(
 ) -> Callable[..., Any]:
     """A Mosaic GPU kernel under a name of its own: `plgpu.kernel` with every default spelled out.
 
-    With `interpret` it runs in the interpreter, which looks for races.
+    With `interpret` it runs in the interpreter, which looks for races. Whole numbers of a kernel have
+    32 bits, also where jax_enable_x64 is set.
     """
-    return plgpu.kernel(
+    run = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch_types,
@@ -89,6 +90,12 @@ def kernel(
         kernel_name=name,
         interpret=_params.InterpretGPUParams(detect_races=True) if interpret else None,
     )
+
+    def in_32_bits(*arguments):
+        with jax.enable_x64(False):
+            return run(*arguments)
+
+    return in_32_bits
 
 
 def tiled_layout(

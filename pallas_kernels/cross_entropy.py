@@ -105,7 +105,8 @@ def linear_cross_entropy(
     if config is not None and (problem := _config_problem(config)):
         raise ValueError(f"linear_cross_entropy: {config}: {problem}")
     config = config or default_config(hidden, head)
-    static = _Static(config, ignore_index, softcap, float(z_loss), device.num_sms, interpret)
+    cap = None if softcap is None else float(softcap)
+    static = _Static(config, ignore_index, cap, float(z_loss), device.num_sms, interpret)
     targets = as_int32(targets)
     total = _loss(static, hidden, head, targets)
     if reduction == "sum":

@@ -65,8 +65,9 @@ def decode_attention(
     Row b sees the last `window` (all if None) of its first kv_lengths[b] keys; none gives zeros.
     Lengths that are only known when traced are clamped to [0, S]. `scale` is 1 / sqrt(H) if None;
     `softcap` c turns a score s into c tanh(s / c); `sinks` are logits that join the sum.
+    What is stored must be finite, also where nobody sees it, for 0 times NaN is NaN.
     With `page_table` the cache is [P, page, K, H] and S is pages * page; entries behind a row's
-    length may be anything.
+    length may name any page.
     k_scale and v_scale, float32 [B, S, K] (or [P, page, K]), belong to a cache of int8 or
     float8_e4m3fn: a key is k_scale times what is stored.
     new_k and new_v are written at kv_lengths[b] - 1 before the query looks, and the call returns
@@ -106,7 +107,7 @@ def decode_attention(
         interpret,
         q.shape[-1] ** -0.5 if scale is None else float(scale),
         None if window is None else in_32_bits(window),
-        softcap,
+        None if softcap is None else float(softcap),
     )
     return _decode(static, *arrays, sinks, page_table, k_scale, v_scale, new_k, new_v)
 
@@ -136,10 +137,10 @@ def decode_attention_reference(
         v = (v.astype(jnp.float32) * v_scale[..., None]).astype(q.dtype)
     if page_table is not None:
         k, v = (
-            x[jnp.clip(page_table, 0, x.shape[0] - 1)].reshape(q.shape[0], -1, *x.shape[2:])
+            x[jnp.clip(page_table.astype(jnp.int32), 0, x.shape[0] - 1)].reshape(q.shape[0], -1, *x.shape[2:])
             for x in (k, v)
         )
-    lengths = jnp.clip(kv_lengths, 0, k.shape[1])
+    lengths = jnp.clip(jnp.asarray(kv_lengths, jnp.int32), 0, k.shape[1])
     numbers: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     out = attention_reference(q, k, v, kv_lengths=lengths, sinks=sinks, **numbers)
     return out if new_k is None else (out, k_cache, v_cache)

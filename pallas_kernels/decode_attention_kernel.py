@@ -157,7 +157,7 @@ def attend(
             """Where a key lies, and its neighbours: the first two indices."""
             if page_table is None:
                 return row, start
-            # what stands behind a row's pages is not read, whatever the table says
+            # what stands behind a row's pages is not seen, whatever the table says
             index = jnp.minimum(start // page, page_table.shape[1] - 1)
             return jnp.clip(table_ref[row, index], 0, num_pages - 1), lax.rem(start, page)
 

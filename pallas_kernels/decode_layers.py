@@ -174,7 +174,7 @@ def _in_parts(packed_product, ternary_product, attention, x, layers, token: Toke
         following = Following(layer.qkv, rotary, Cache(layer.k, layer.v, slots))
         q, k, v = heads_of(packed_product, ternary_product, x, following)
         width = k.shape[-1]
-        lengths = jnp.clip(lengths, 1, k.shape[1])
+        lengths = jnp.clip(lengths.astype(jnp.int32), 1, k.shape[1])
         heads = attention(q.reshape(1, 1, -1, width), k, v, lengths, scale=scale, window=window)
         link = Link(layer.out, layer.gate_up, layer.down, None, gate)
         heads = heads.reshape(*x.shape[:-1], -1)

@@ -61,7 +61,8 @@ def flash_attention(
     aligned to the end. With causal a query sees no later key; `window=w` leaves the last w keys,
     its own included (without causal: the keys nearer than w). Segment ids, given for both sides,
     must agree. `scale` is 1 / sqrt(H) if None; `softcap=c` turns a score s into c tanh(s / c);
-    sinks are a score a head that has no value. A query that sees no key gives zeros.
+    sinks are a score a head that has no value. A query that sees no key gives zeros. Keys and
+    values must be finite, those that nobody sees too, for 0 times NaN is NaN.
     Dtypes: bfloat16 or float16; scores, sums and statistics are float32, and the weights are
     rounded to v's dtype for their product with v; the result has q's dtype.
     Or q, k and v are all float8_e4m3fn: `attention_fp8` says what the scales are (float32, one
@@ -103,7 +104,7 @@ def flash_attention(
         causal=causal,
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         window=None if window is None else in_32_bits(window),
-        softcap=softcap,
+        softcap=None if softcap is None else float(softcap),
         save_lse=return_lse,
     )
     arrays = (q, k, v, q_segment_ids, kv_segment_ids, kv_lengths, sinks)

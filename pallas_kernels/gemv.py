@@ -269,6 +269,8 @@ def check(
             "[O, I]"
         )
     o, i = weight.shape
+    if norm is not None and not norm.eps > 0:
+        raise ValueError(f"{who}: the norm's eps must be positive, got {norm.eps}")
     if epilogue not in (None, *gates, "rope"):
         names = ", ".join(map(repr, gates))
         raise ValueError(f"{who}: epilogue {epilogue!r} is not None, {names} or 'rope'")

@@ -51,7 +51,7 @@ def check(
         raise ValueError(f"{who}: no epilogue is named {epilogue!r}; there are 'swiglu' and 'rope'")
     if epilogue == "swiglu" and o % 2:
         raise ValueError(f"{who}: 'swiglu' takes gate and up rows, but O = {o} is odd")
-    if norm is not None and (norm.weight.shape != (i,) or norm.eps <= 0):
+    if norm is not None and (norm.weight.shape != (i,) or not norm.eps > 0):
         raise ValueError(
             f"{who}: the norm's weight is {list(norm.weight.shape)} with eps {norm.eps},"
             f" not [I] = [{i}] with a positive one"

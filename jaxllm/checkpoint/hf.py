@@ -24,6 +24,7 @@ from jaxllm.checkpoint import compressed_tensors
 from jaxllm.checkpoint.folder import (
     INDEX,
     WEIGHTS,
+    enumerate_some,
     find_folder,
     list_tensors,
     read_config,
@@ -211,8 +212,9 @@ def save(
     dtype=torch.bfloat16. More than `max_shard_size` (bytes, or a size such as "500MB") goes to
     several files. Files get their names only when all are written; what other weights the folder
     had under those names is removed, and with a tokenizer what else it had of another one.
-    Raises: ValueError if the model is no Transformer or has adapters, the path is a file or empty,
-    or the config cannot be said in a config.json; NotImplementedError if a parameter is spread over
+    Raises: ValueError if the model is no Transformer or has adapters, or others than the parameters
+    that its config asks for, the path is a file or empty, or the config cannot be said in a
+    config.json; NotImplementedError if a parameter is spread over
     several processes, or a packed weight is one that compressed-tensors cannot say, or has an order
     of inputs.
     """
@@ -250,6 +252,10 @@ def save(
     # The head of a table that is packed for both becomes one of its own
     said = dataclasses.replace(model.config, tie_word_embeddings=False) if table else model.config
     config = {**to_hf(said), "dtype": _common_dtype(arrays.values()).name, **ids}
+    shapes = {path: array.shape for path, array in arrays.items()}
+    shapes |= {f"{name}.weight": weight.shape for name, weight in packed.items()}
+    shapes |= {} if table is None else {"embed_tokens.weight": table.packed.shape}
+    _check_all_there(shapes, said)
     sources = _sources(arrays, model.config)
     if packed:
         more, quantization = _packed_sources(packed, [x.name for x in sources], model.config)
@@ -280,6 +286,34 @@ def save(
         shutil.rmtree(stage)
         if new and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def _check_all_there(shapes: Mapping[str, Shape], config: ModelConfig) -> None:
+    """Raises: ValueError unless these parameters are those that the config asks for, for else
+    `load` would refuse what is written, and transformers would make up what is missing.
+    """
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    wanted = {path: p.shape for path, p in _by_path(nnx.state(model, nnx.Param)).items()}
+    found: dict[str, Shape] = {}
+    for path, (rows, *rest) in shapes.items():
+        parts = _parts(path, config)
+        if sum(n for _, n in parts) != rows:
+            parts = [(path, rows)]
+        found |= {part: (n, *rest) for part, n in parts}
+    faults = {
+        "has no nnx.Param": [path for path in wanted if path not in found],
+        "has more than its config says": [path for path in found if path not in wanted],
+        "has another shape than its config says": [
+            f"{path} {list(found[path])} instead of {list(shape)}"
+            for path, shape in wanted.items()
+            if found.get(path, shape) != shape
+        ],
+    }
+    if any(faults.values()):
+        raise ValueError(
+            "save: the model "
+            + "; ".join(f"{said}: {enumerate_some(x)}" for said, x in faults.items() if x)
+        )
 
 
 # With what an older model's file may say of packed weights

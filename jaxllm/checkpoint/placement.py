@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 from rich.filesize import decimal
@@ -43,6 +42,12 @@ def check_sharding(path: str, shape: Shape, sharding: Sharding | None) -> None:
         raise ValueError(f"{path} of shape {shape} cannot be spread as {sharding}: {why}") from None
 
 
+def default_device() -> Any:
+    """Where an array goes that nothing says more of, under `jax.set_mesh` too."""
+    (device,) = jax.device_put(np.zeros(())).devices()
+    return device
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """A parameter: rows of a stored tensor from `first` on, to be put where `sharding` says.
@@ -63,7 +68,7 @@ class Placement:
     def shards(self) -> dict[Any, Bounds]:
         """What each device of this process gets."""
         if self.sharding is None:
-            (device,) = jnp.zeros(()).devices()
+            device = default_device()
             return {device: tuple((0, size) for size in self.shape)}
         return {
             device: tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
@@ -106,7 +111,7 @@ def check_memory(folder: Path, placements: Iterable[Placement], packed_bytes: in
 
     packed_bytes: what goes to the default device beside them.
     """
-    (device,) = jnp.zeros(()).devices()
+    device = default_device()
     default = "the CPU" if device.platform == "cpu" else device
     wanted: dict[Any, int] = {default: packed_bytes} if packed_bytes else {}
     device_of: dict[Any, Any] = {default: device}

@@ -48,7 +48,8 @@ def attention(
     Row b has kv_lengths[b] keys (all S if None), and its query t sits at key kv_lengths[b] - T + t:
     aligned to the end, as decoding needs. With causal a query sees no later key; `window=w` leaves
     the last w keys, its own included (without causal: the keys nearer than w). Segment ids, given
-    for both sides, must agree. A query that sees no key gets zeros. `scale` is 1 / sqrt(H) if None;
+    for both sides, must agree. A query that sees no key gets zeros. Keys and values must be finite,
+    those that nobody sees too, for 0 times NaN is NaN. `scale` is 1 / sqrt(H) if None;
     `softcap=c` turns a score s into c * tanh(s / c). `sinks` are float32, for each query head a
     score that takes part in its softmax and has no value.
     A traced length may be larger than S, as a chunk's is whose padding lies past the end of the
@@ -83,7 +84,7 @@ def attention(
     own = {"q_scale": q_scale, "k_scale": None, "v_scale": None} if coded else scales
     attention_fp8.check_scales("attention", q, *keys, **own)
     if kv_lengths is not None and q.shape[1] == 1:
-        masks["kv_lengths"] = jnp.clip(kv_lengths, 0, k.shape[1])
+        masks["kv_lengths"] = jnp.clip(jnp.asarray(kv_lengths, jnp.int32), 0, k.shape[1])
     if q.dtype == FP8:
         q, k, v, sinks, scales = attention_fp8.forward_only("attention", (q, k, v, sinks, scales))
     kwargs = {

@@ -87,7 +87,7 @@ def _op_by_op(x, layers, token: Token, *, meeting, implementation):
             q.reshape(1, 1, -1, k.shape[-1]),
             k,
             v,
-            kv_lengths=jnp.clip(token.kv_lengths, 1, k.shape[1]),
+            kv_lengths=jnp.clip(token.kv_lengths.astype(jnp.int32), 1, k.shape[1]),
             causal=True,
             scale=token.scale,
             window=token.window,

@@ -50,13 +50,20 @@ def linear(
     weight's numbers are rounded to x's dtype without their row scale, which the sums are multiplied
     by. Where it is ternary, x becomes int8 a token (BitNet b1.58), and the gradient is that of x at
     the ternary weight.
-    Raises: ValueError for a weight whose inputs are not x's width.
+    Raises: ValueError for an x that is no float or has no axis, a weight whose inputs are not x's
+    width, or a bias that is not one number an output.
     """
+    if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"linear: x must be floats [.., I], got {x.dtype}{list(x.shape)}")
     if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1]:
         kind = "packed weight" if isinstance(weight, Packed) else "weight"
         raise ValueError(
             f"linear: x has {x.shape[-1]} inputs, but the {kind} is {list(weight.shape)}, and not "
             f"[outputs, {x.shape[-1]}]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"linear: bias {list(bias.shape)} is not a number for each of {weight.shape[0]} outputs"
         )
     run = select("linear", LINEAR, implementation, x, weight, bias, out_dtype=out_dtype)
     return run(x, weight, bias, out_dtype=out_dtype)

@@ -73,6 +73,7 @@ def linear_cross_entropy(
     the products, whose sums are float32, as is all between them. A gradient has the dtype of what
     it is of: that of a float32 head is never rounded to less. A packed head has no gradient; its
     numbers are in memory once, in hidden's dtype.
+    A hidden state that is not finite makes gradients so, also where its target does not count.
     Raises: ValueError if shapes or dtypes disagree, or a concrete target is outside the vocabulary;
     a traced one makes the loss NaN.
     """
@@ -97,6 +98,7 @@ def target_log_probs(
     _check_concrete(op, targets, logits.shape[-1], ignore_index)
     logits, targets = logits.astype(jnp.float32), as_int32(targets)
     counted = targets != ignore_index
+    logits = jnp.where(counted[..., None], logits, jnp.float32(0))  # its gradient: 0, never NaN
     found = logits_at(logits, targets, counted) - jax.nn.logsumexp(logits, axis=-1)
     return jnp.where(counted, found, jnp.float32(0)), counted
 
@@ -152,8 +154,19 @@ class _Static:
 
 
 def _xla(hidden, head, targets, *, ignore_index, softcap, z_loss, chunk):
-    static = _Static(ignore_index, softcap, float(z_loss), chunk)
-    return _loss(static, hidden, head, as_int32(targets))
+    cap = None if softcap is None else float(softcap)
+    static = _Static(ignore_index, cap, float(z_loss), chunk)
+    return _loss(static, *_alike(hidden, head, as_int32(targets)))
+
+
+def _alike(*arrays) -> tuple[Array, ...]:
+    """Within `jax.shard_map`, the arrays as such that differ from device to device if one does: the
+    sums that a scan carries do then.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arrays
+    nothing = sum(jnp.sum(x[:0].astype(jnp.float32)) for x in arrays)
+    return tuple(x + jax.lax.stop_gradient(nothing).astype(x.dtype) for x in arrays)
 
 
 def _chunks(static: _Static, hidden, head, targets):
@@ -213,6 +226,11 @@ def _gradients(static: _Static, hidden, head, targets, saved, want_hidden, want_
     return d_hidden, d_head
 
 
+def _zero(like):
+    """As `_alike` has left it."""
+    return jnp.sum(like[:0], dtype=jnp.float32)
+
+
 def _count(static: _Static, targets):
     return jnp.sum(targets != static.ignore_index, dtype=jnp.int32)
 
@@ -223,7 +241,7 @@ def _primal(static: _Static, hidden, head, targets):
     def add(total, chunk):
         return total + _losses(static, chunk[0], cast, chunk[1])[0], None
 
-    total, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), chunked)
+    total, _ = jax.lax.scan(add, _zero(head), chunked)
     return total, _count(static, targets)
 
 
@@ -241,8 +259,8 @@ def _forward(static: _Static, hidden, head, targets):
         d_head = None if d_head is None else d_head + more
         return (total + loss, d_head), None if d_hidden is None else d_hidden.astype(kept)
 
-    start = jnp.zeros(head.shape, jnp.float32) if wants[1] else None
-    (total, d_head), d_hidden = jax.lax.scan(add, (jnp.zeros((), jnp.float32), start), chunked)
+    start = jnp.broadcast_to(_zero(head), head.shape) if wants[1] else None
+    (total, d_head), d_hidden = jax.lax.scan(add, (_zero(head), start), chunked)
     if d_hidden is not None:
         tokens = math.prod(hidden.shape[:-1])
         d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[:tokens].reshape(hidden.shape)
@@ -279,7 +297,7 @@ def _rows(hidden, targets) -> tuple[Any, Any]:
 def _pallas(
     hidden, head, targets, *, ignore_index, softcap, z_loss, chunk, interpret=False
 ) -> tuple[Array, Array]:
-    rows, ids = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(targets).reshape(-1)
+    rows, ids = hidden.reshape(-1, hidden.shape[-1]), as_int32(targets).reshape(-1)
     config: Config | None = None
     if chunk is not None:
         whole = -(-chunk // TILE_M) * TILE_M

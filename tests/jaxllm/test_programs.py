@@ -360,6 +360,32 @@ def test_weights_spread_over_four_devices_give_the_same_tokens(stories, shared):
     assert done.stdout.strip() == str(reference["generated_ids"].tolist()[:20])
 
 
+AROUND = """
+import sys, jax, jaxllm
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+before, _ = jaxllm.load(sys.argv[1], dtype="float32")
+tokens = jaxllm.generate(before, None, [[3, 1, 4]], max_new_tokens=6, stop_ids=[]).tokens
+with jax.set_mesh(mesh):
+    inside, _ = jaxllm.load(sys.argv[1], dtype="float32")
+    spread, _ = jaxllm.load(sys.argv[1], dtype="float32", sharding=NamedSharding(mesh, P()))
+    for model in (before, inside, spread):
+        found = jaxllm.generate(model, None, [[3, 1, 4]], max_new_tokens=6, stop_ids=[]).tokens
+        assert found == tokens
+"""
+
+
+@pytest.mark.slow
+def test_within_a_mesh_models_load_and_generate(tmp_path):
+    write_checkpoint(tmp_path / "llama", read_golden("llama"))
+    subprocess.run(
+        [sys.executable, "-c", AROUND, tmp_path / "llama"],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        check=True,
+    )
+
+
 WARM = """
 import sys, jax, jaxllm
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

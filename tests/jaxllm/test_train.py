@@ -482,6 +482,77 @@ def test_another_loss_may_be_given():
     assert after < before
 
 
+def test_a_loss_may_count_by_weights():
+    """Of tokens that count less than one: the quotient, and its gradient, are the weighted mean."""
+    weights = np.random.default_rng(3).random((4, 9)).astype(np.float32) / 100
+
+    def weighted(model, batch):
+        losses = -ops.log_probs(model(batch["tokens"]), batch["targets"])
+        return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+
+    batch = {**make_batch(), "weights": weights}
+    batch["targets"] = np.maximum(batch["targets"], 0)
+    model, optimizer = make_model(), optax.sgd(1.0)
+    before = copied(train.parameters(model))
+
+    def mean(params):
+        total, count = train._functional(model, weighted)(params, batch)
+        return total / count
+
+    loss, gradient = jax.value_and_grad(mean)(before)
+    total, count = train.make_evaluate(model, weighted)(before, [batch, batch])
+    assert count == pytest.approx(2 * weights.sum(), rel=1e-5)
+    assert total / count == pytest.approx(float(loss), rel=1e-5)
+    for parts in (1, 2):
+        state = train.init_state(make_model(), optimizer)
+        step = train.make_train_step(model, optimizer, weighted, micro_batches=parts)
+        after, metrics = step(state, batch)
+        assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+        assert_close({k: before[k] - v for k, v in after.params.items()}, gradient, atol=1e-6)
+
+
+def test_an_optimiser_is_given_the_loss():
+    """Halved after two steps without progress, at a rate at which there is none."""
+    plateau = optax.contrib.reduce_on_plateau(0.5, patience=2)
+    optimizer = optax.chain(optax.sgd(0.0), plateau)
+    state = train.init_state(make_model(), optimizer)
+    step = train.make_train_step(make_model(), optimizer)
+    for _ in range(4):
+        state, _ = step(state, make_batch())
+    assert state.opt_state[1].scale == 0.5
+
+
+def test_a_compiled_step_may_be_part_of_another_program():
+    optimizer = optax.sgd(0.1)
+    step = train.make_train_step(make_model(), optimizer)
+    batches = jax.tree.map(lambda *x: np.stack(x), *(make_batch(i) for i in range(3)))
+    state, metrics = jax.lax.scan(step, train.init_state(make_model(), optimizer), batches)
+    alone = train.init_state(make_model(), optimizer)
+    for i in range(3):
+        alone, _ = step(alone, make_batch(i))
+    assert metrics["loss"].shape == (3,)
+    assert_close(state.params, alone.params, atol=1e-6)
+
+
+@pytest.mark.own_errors
+def test_a_batch_with_other_keys_is_refused():
+    model, batch = make_model(), make_batch()
+    step = train.make_train_step(model, optax.sgd(0.1))
+    state = train.init_state(make_model(), optax.sgd(0.1))
+    for wrong, sentence in (
+        ({**batch, "segment_id": batch["tokens"]}, "has 'segment_id', which token_loss does not"),
+        ({"tokens": batch["tokens"]}, "has no targets"),
+    ):
+        with pytest.raises(ValueError, match=f"^train: the batch {sentence}"):
+            step(state, wrong)
+    params = {"norm.weight": model.norm.weight[...]}
+    found = (
+        r"^train: of the model's \d+ parameters \d+ are not given, embed_tokens.weight the first"
+    )
+    with pytest.raises(ValueError, match=found):
+        train.make_evaluate(model)(params, [batch])
+
+
 def test_packed_texts_do_not_see_each_other():
     text = make_batch(rows=2, length=8)["tokens"]
     targets = np.roll(text, -1, axis=1)

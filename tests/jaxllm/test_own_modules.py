@@ -1,0 +1,174 @@
+"""Modules of a user's own in a model: what they keep; decoding, saving and training with them."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tiny_models import TINY
+
+import jaxllm
+from jaxllm import Runtime, train
+
+TOKENS = jnp.asarray([[3, 1, 4, 1, 5, 9]], jnp.int32)
+
+
+def made(**runtime: Any) -> jaxllm.Transformer:
+    return jaxllm.Transformer(TINY, Runtime(dtype="float32", **runtime), rngs=nnx.Rngs(0))
+
+
+class Around(nnx.Module):
+    """Another module, and no more."""
+
+    def __init__(self, inner: nnx.Module):
+        self.inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+class Dropped(Around):
+    """A block whose outputs are dropped by chance, which counts the draws."""
+
+    def __init__(self, inner: nnx.Module):
+        super().__init__(inner)
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x, entry = self.inner(*args, **kwargs)
+        self.sow(nnx.Intermediate, "norm", jnp.linalg.norm(x))
+        return self.dropout(x), entry
+
+
+class Frozen(nnx.Variable):
+    """A weight that `nnx.grad` leaves alone."""
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_a_block_keeps_is_kept_under_remat_too(jit):
+    calls = {}
+    for remat in ("none", "full"):
+        model = made(remat=remat)
+        model.layers[0] = Dropped(model.layers[0])
+        call = nnx.jit(lambda model: model(TOKENS)) if jit else lambda model: model(TOKENS)
+        calls[remat] = [np.asarray(call(model)) for _ in range(2)]
+        assert model.layers[0].dropout.rngs.count[...] == 2
+        assert len(jax.tree.leaves(nnx.state(model, nnx.Intermediate))) > 0
+        nnx.grad(lambda model: jnp.sum(model(TOKENS)))(model)
+        assert model.layers[0].dropout.rngs.count[...] == 3
+    assert np.abs(calls["none"][0] - calls["none"][1]).max() > 0.01
+    for ours, plain in zip(calls["full"], calls["none"], strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-5)
+
+
+def replaced(model: jaxllm.Transformer, name: str) -> None:
+    if name == "block":
+        model.layers[0] = Around(model.layers[0])
+    elif name == "blocks":
+        model.layers = nnx.List([Around(block) for block in model.layers])
+    else:
+        setattr(model.layers[0], name, Around(getattr(model.layers[0], name)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "name", ["block", "blocks", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm"]
+)
+def test_a_model_with_modules_of_ones_own_decodes(name, fused):
+    wanted = jaxllm.generate(made(), None, [[1, 2]], max_new_tokens=4).tokens
+    model = made()
+    replaced(model, name)
+    if fused:
+        jaxllm.fuse(model)
+    assert jaxllm.generate(model, None, [[1, 2]], max_new_tokens=4).tokens == wanted
+
+
+def test_a_subclass_of_a_block_is_not_passed_over():
+    """All layers in one launch would compute what `Block` does."""
+
+    class Scaled(jaxllm.Block):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            x, entry = super().__call__(*args, **kwargs)
+            return 0.5 * x, entry
+
+    model = made()
+    jaxllm.fuse(model)
+    rotary = 2 * [2 * (jnp.ones((1, 1, TINY.head_dim // 2)),)]
+    x = jnp.zeros((1, 1, TINY.hidden_size))
+    blocks = list(model.layers)[:2]
+    assert jaxllm.chain.why_not(blocks, x, rotary) is None
+    blocks[1].__class__ = Scaled
+    assert jaxllm.chain.why_not(blocks, x, rotary) == "layer 1 is a Scaled, not a Block"
+    assert not blocks[1].is_fused(1, TINY.head_dim)
+
+
+def frozen(model: jaxllm.Transformer) -> None:
+    linear = model.layers[0].mlp.up_proj
+    linear.weight = Frozen(linear.weight[...])
+
+
+def shared(model: jaxllm.Transformer) -> None:
+    model.layers[1] = model.layers[0]
+
+
+def without_a_layer(model: jaxllm.Transformer) -> None:
+    model.layers = nnx.List(list(model.layers)[:-1])
+
+
+def of_another_width(model: jaxllm.Transformer) -> None:
+    jaxllm.fuse(model)
+    linear = model.layers[0].mlp.gate_up_proj
+    linear.weight = nnx.Param(linear.weight[...][:-2])
+
+
+def around(model: jaxllm.Transformer) -> None:
+    replaced(model, "mlp")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (frozen, "the model has no nnx.Param: layers.0.mlp.up_proj.weight"),
+        (shared, "the model has no nnx.Param: layers.1."),
+        (without_a_layer, f"the model has no nnx.Param: layers.{TINY.num_hidden_layers - 1}."),
+        (of_another_width, "has no nnx.Param: layers.0.mlp.gate_proj.weight, layers.0.mlp.up_pro"),
+        (around, "has more than its config says: layers.0.mlp.inner."),
+    ],
+)
+def test_a_model_that_is_not_what_its_config_says_is_not_saved(change, sentence, tmp_path):
+    model = made()
+    change(model)
+    with pytest.raises(ValueError, match=rf"^save: .*{re.escape(sentence)}"):
+        jaxllm.save(model, None, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_parameter_of_another_shape_is_not_saved(tmp_path):
+    model = made()
+    norm = model.norm.weight
+    model.norm.weight = nnx.Param(norm[...][:-1])
+    found = (
+        rf"^save: the model has another shape than its config says: norm.weight \[{norm.size - 1}\]"
+    )
+    with pytest.raises(ValueError, match=found):
+        jaxllm.save(model, None, tmp_path / "new")
+
+
+def dropped(model: jaxllm.Transformer) -> None:
+    model.layers[0] = Dropped(model.layers[0])
+
+
+@pytest.mark.parametrize("change", [frozen, dropped])
+def test_variables_that_no_step_carries_on_are_named(change):
+    model = made()
+    change(model)
+    found = r"^train: layers\.0\.\S+ is of the type \w+, but a step carries on nnx.Param alone; "
+    with pytest.raises(ValueError, match=found):
+        train.init_state(model, optax.sgd(1.0))
+    with pytest.raises(ValueError, match=found):
+        train.make_evaluate(model)({}, [{"tokens": TOKENS, "targets": TOKENS}])
