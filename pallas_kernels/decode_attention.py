@@ -137,7 +137,9 @@ def decode_attention_reference(
         v = (v.astype(jnp.float32) * v_scale[..., None]).astype(q.dtype)
     if page_table is not None:
         k, v = (
-            x[jnp.clip(page_table.astype(jnp.int32), 0, x.shape[0] - 1)].reshape(q.shape[0], -1, *x.shape[2:])
+            x[jnp.clip(page_table.astype(jnp.int32), 0, x.shape[0] - 1)].reshape(
+                q.shape[0], -1, *x.shape[2:]
+            )
             for x in (k, v)
         )
     lengths = jnp.clip(jnp.asarray(kv_lengths, jnp.int32), 0, k.shape[1])

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import ALL, SLIDING, TINY, shapes
@@ -794,3 +795,10 @@ def test_a_config_that_its_family_cannot_say_is_not_written(config, lost):
 def test_a_family_that_does_not_exist_is_not_written():
     with pytest.raises(ValueError, match="model_type 'gpt2' is not supported; supported are llama"):
         to_hf(dataclasses.replace(TINY, model_type="gpt2"))
+
+
+def test_a_runtime_takes_dtypes_by_their_names():
+    for dtype in (jnp.bfloat16, jnp.dtype("bfloat16"), "bfloat16"):
+        runtime = Runtime(dtype=dtype, param_dtype=dtype)
+        assert runtime == Runtime(dtype="bfloat16", param_dtype="bfloat16")
+        assert hash(runtime) == hash(Runtime(dtype="bfloat16", param_dtype="bfloat16"))

@@ -237,6 +237,12 @@ def test_a_packed_table_gets_no_adapter():
     assert np.all(np.isfinite(logits(model, tokens(1, 5))))
 
 
+def test_a_head_has_one_adapter():
+    model = adapted(targets="lm_head")
+    with pytest.raises(ValueError, match="'lm_head' matches no Linear without an adapter"):
+        lora.add_adapters(model, targets="lm_head", rngs=nnx.Rngs(0))
+
+
 def test_a_second_call_adds_other_modules():
     model = adapted(targets="q_proj", rank=2)
     lora.add_adapters(model, targets="v_proj", rank=5, rngs=nnx.Rngs(0))

@@ -685,3 +685,16 @@ def test_the_comparison_of_weights_can_fail():
     with pytest.raises(AssertionError, match="norm"):
         assert_same({"norm": np.ones(2)}, {"norm": np.nextafter(np.ones(2), 2)})
     assert jax.default_backend()
+
+
+def test_a_trainer_trains_once(tmp_path):
+    run = trainer(tmp_path / "run")
+    run.fit()
+    with pytest.raises(ValueError, match="^trainer: it has trained already; make a new one"):
+        run.fit(resume=True)
+
+
+def test_what_is_held_out_is_batches(tmp_path):
+    assert trainer(tmp_path / "one", held_out=HELD_OUT[0]).held_out == [HELD_OUT[0]]
+    with pytest.raises(ValueError, match="^trainer: held_out must be batches, .*, got a str$"):
+        trainer(tmp_path / "two", held_out=["tokens"])

@@ -33,6 +33,19 @@ pytestmark = pytest.mark.usefixtures("strict_jax")
 EPS = 1e-5
 
 
+def test_whole_numbers_of_64_bits_change_nothing():
+    x, weight, *_ = case(5, 4096, dtype=jnp.bfloat16)
+
+    def loss(x, weight):
+        return jnp.sum(rms_norm(x, weight, eps=EPS, interpret=True).astype(jnp.float32))
+
+    found = []
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            found.append(interpreted(jax.value_and_grad(loss, (0, 1)), x, weight))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
 def case(*shape, dtype: Any = jnp.float32, weight_dtype: Any = None) -> Any:
     """x, weight, residual, and the cotangents of the norm and of x + residual."""
     rng = np.random.default_rng(0)

@@ -20,6 +20,7 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 
 from jaxllm.ops.attention import attention
+from pallas_kernels.decode_attention import decode_attention_reference
 
 # Backward, masks differ only by what the softmax has left
 GRADIENTS = (
@@ -173,6 +174,18 @@ def test_cases_of_other_projects(name):
         wrong = ours + 0.05 * (np.abs(truth).max() or 1.0)
         with pytest.raises(AssertionError, match="error is"):
             assert_as_accurate(wrong, plain, truth)
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8])
+def test_lengths_may_be_of_integers_that_the_keys_are_too_many_for(dtype):
+    """300 keys are -1 or 44 in 8 bits."""
+    q, k = jnp.ones((1, 1, 2, 8)), jnp.asarray(np.random.default_rng(0).random((1, 300, 1, 8)))
+    k = k.astype(jnp.float32)
+    found = attention(q, k, k, kv_lengths=jnp.asarray([100], dtype), implementation="xla")
+    wanted = attention(q, k[:, :100], k[:, :100], implementation="xla")
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    found = decode_attention_reference(q, k, k, jnp.asarray([100], dtype))
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
 def test_float32_is_the_highest_precision():

@@ -1,6 +1,7 @@
 """A projection with what stands around it: every implementation, and which one runs."""
 
 import importlib
+import math
 from typing import Any
 
 import jax
@@ -260,6 +261,16 @@ def test_a_wrong_call_is_refused():
         said = "^fused_linear: epilogue 'gelu' is not None, 'swiglu', 'relu2_glu' or 'rope'"
         with pytest.raises(ValueError, match=said):
             fused_linear(x, w, bias, **wrong, implementation="xla")
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-3, math.nan])
+def test_the_eps_of_a_norm_is_positive(eps):
+    x, weight, _, around = case("swiglu", jnp.bfloat16)
+    norm = around["norm"]._replace(eps=eps)
+    for w in (weight, quantize(weight, "int8")):
+        for implementation in ("xla", "pallas-interpret"):
+            with pytest.raises(ValueError, match=r"eps"):
+                fused_linear(x, w, norm=norm, epilogue="swiglu", implementation=implementation)
 
 
 def test_a_residual_of_another_dtype_leaves_the_results_alone():

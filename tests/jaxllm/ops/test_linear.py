@@ -234,6 +234,24 @@ def test_embedding_gradient_adds_up_rows_that_occur_twice():
     assert gradient.tolist() == [[0, 0], [6, 8], [0, 0], [3, 4]]
 
 
+@pytest.mark.parametrize("implementation", ["xla", "pallas-interpret"])
+@pytest.mark.parametrize(
+    ("x", "bias", "sentence"),
+    [
+        ((2, 64), (1,), r"bias \[1\] is not a number for each of 8 outputs"),
+        ((2, 64), (1, 8), r"bias \[1, 8\] is not a number for each of 8 outputs"),
+        ((), None, r"x must be floats \[\.\., I\], got float32\[\]"),
+    ],
+)
+def test_what_cannot_be_is_refused(x, bias, sentence, implementation):
+    bias = None if bias is None else jnp.ones(bias)
+    for weight in (jnp.ones((8, 64)), quantize(jnp.ones((8, 64)), "int8")):
+        with pytest.raises(ValueError, match=f"^linear: {sentence}$"):
+            linear(jnp.ones(x), weight, bias, implementation=implementation)
+        with pytest.raises(ValueError, match=r"^linear: x must be floats .*, got int32\[2, 64\]$"):
+            linear(jnp.ones((2, 64), jnp.int32), weight, implementation=implementation)
+
+
 def test_a_weight_of_other_inputs_is_refused():
     sentence = r"^linear: x has 8 inputs, but the weight is \[8, 5\], and not \[outputs, 8\]$"
     with pytest.raises(ValueError, match=sentence):

@@ -361,6 +361,60 @@ def test_targets_of_any_integers(dtype):
         assert float(total) == float(f(*operands, targets)[0])
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not _compat.WRITES_REFERENCES, reason="the kernel needs jax 0.11")
+def test_the_kernel_counts_targets_without_a_sign():
+    """156 is -100 in 8 bits; and a cap may be an array."""
+    hidden, head, _ = hidden_case(jnp.bfloat16, jnp.bfloat16, tokens=(2, 4), width=64, vocab=200)
+    targets = jnp.asarray([156, 156, 5, 3], jnp.uint8)
+    call = functools.partial(linear_cross_entropy, hidden[0], head, softcap=jnp.float32(20))
+    total, count = call(targets, implementation="pallas-interpret")
+    wanted, all_four = call(targets.astype(jnp.int32), implementation="xla")
+    assert int(count) == int(all_four) == 4
+    np.testing.assert_allclose(total, wanted, rtol=1e-3)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, (0, 1)])
+def test_within_shard_map_gradients_are_those_of_all_rows(wanted):
+    """Of a head that each device has whole; JAX checks what differs between them."""
+    hidden, head, targets = hidden_case()
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def mean(hidden, head, targets):
+        sums = linear_cross_entropy(hidden, head, targets, chunk=4, implementation="xla")
+        total, count = (jax.lax.psum(x.astype(jnp.float32), "data") for x in sums)
+        return total / count
+
+    rows, whole = jax.P("data"), jax.P()
+    spread = jax.shard_map(mean, mesh=mesh, in_specs=(rows, whole, rows), out_specs=whole)
+    found = jax.jit(jax.value_and_grad(spread, wanted))(hidden, head, targets)
+
+    def alone(hidden, head):
+        total, count = linear_cross_entropy(hidden, head, targets, implementation="xla")
+        return total / count.astype(jnp.float32)
+
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-6),
+        found,
+        jax.value_and_grad(alone, wanted)(hidden, head),
+    )
+
+
+def test_logits_that_do_not_count_may_be_anything():
+    logits = jnp.asarray([[1.0, 2.0], [np.nan, np.inf]])
+    targets = jnp.asarray([1, -100])
+    losses = (
+        lambda logits: cross_entropy(logits, targets)[0],
+        lambda logits: jnp.sum(ops.log_probs(logits, targets)),
+    )
+    for loss in losses:
+        value, gradient = jax.value_and_grad(loss)(logits)
+        assert np.isfinite(value)
+        assert np.all(np.isfinite(gradient))
+        assert not np.any(gradient[1])
+
+
 def test_a_packed_head_is_its_numbers():
     hidden, head, targets = hidden_case(vocab=32, width=32)
     packed = quantize(head, "int8")
