@@ -34,7 +34,7 @@ from jaxllm.checkpoint.folder import (
 )
 from jaxllm.checkpoint.packed_modules import PackedModule, Rows, find, put
 from jaxllm.checkpoint.packed_modules import sources as packed_sources
-from jaxllm.checkpoint.placement import Placement, check_memory, to_host
+from jaxllm.checkpoint.placement import Placement, check_memory, load_all, to_host
 from jaxllm.checkpoint.quantization_config import HF_QUANT_CONFIG
 from jaxllm.checkpoint.safetensors_file import FLOATS, Source, Tensor, write
 from jaxllm.checkpoint.tensor_names import FUSED, match, stored_tensors
@@ -64,10 +64,11 @@ def load(
     sharding: where parameters go: None for the default device, one Sharding for all, or a function
         from parameter path ("layers.0.mlp.up_proj.weight") and shape to one. A mesh has axes of
         type Auto. A process reads only the rows that its devices need.
-    progress: called with (bytes read, bytes to read), from the first tensor on.
+    progress: called with (bytes read, bytes to read), from the first tensor on, by one thread at a
+        time.
 
-    The checkpoint is never held twice: beside the parameters, one block of a file (one whole
-    tensor on its way to a device that is not the CPU). A tied checkpoint may hold `lm_head.weight`
+    The checkpoint is never held twice: beside the parameters, a block each of four tensors (all of
+    them on their way to a device that is not the CPU). A tied checkpoint may hold `lm_head.weight`
     too if it equals the embedding.
     Of a quantised checkpoint (compressed-tensors, modelopt, GPTQ, AWQ, BitNet) the linear layers
     that it has packed are `PackedLinear`s with its codes and scales, whatever `dtype` says;
@@ -129,8 +130,8 @@ def load(
         if progress is not None:
             progress(done, total)
 
-    for placement in sorted(placements, key=lambda p: (p.tensor.file, p.tensor.offset, p.first)):
-        parameters[placement.path].set_value(placement.load(on_bytes))
+    for placement, array in load_all(placements, on_bytes):
+        parameters[placement.path].set_value(array)
     model = nnx.merge(graph, state)
     loaded = (item for x in modules for item in x.load(sharding_of, on_bytes).items())
     scaled = {layer for x in modules if x.scales_bias for layer in x.layers}
