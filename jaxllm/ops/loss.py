@@ -165,7 +165,7 @@ def _alike(*arrays) -> tuple[Array, ...]:
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
-    nothing = sum(jnp.sum(x[:0].astype(jnp.float32)) for x in arrays)
+    nothing = sum((jnp.sum(x[:0].astype(jnp.float32)) for x in arrays), jnp.float32(0))
     return tuple(x + jax.lax.stop_gradient(nothing).astype(x.dtype) for x in arrays)
 
 
