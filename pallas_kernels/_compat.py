@@ -68,8 +68,8 @@ def kernel(
 ) -> Callable[..., Any]:
     """A Mosaic GPU kernel under a name of its own: `plgpu.kernel` with every default spelled out.
 
-    With `interpret` it runs in the interpreter, which looks for races. A kernel's whole numbers have
-    32 bits, also where jax_enable_x64 is set.
+    With `interpret` it runs in the interpreter, which looks for races. Whole numbers in a kernel
+    have 32 bits, also where jax_enable_x64 is set.
     """
     run = plgpu.kernel(
         body,
