@@ -152,7 +152,7 @@ class Program:
 def why_not(*, code: bool = True) -> str | None:
     """What has to be installed before anything can be compiled for a GPU; None if nothing.
 
-    code: and before what it became can be read, which `peak_bytes` has no need of.
+    code: whether the kernels' code is to be read too, which `peak_bytes` does not.
     """
     plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     has_any = importlib.util.find_spec("jax_plugins") is not None

@@ -393,14 +393,11 @@ class Block(nnx.Module):
         its neighbours in some families, or modules of another kind.
         """
         attention, mlp = self.self_attn, self.mlp
-        norms = self.input_layernorm, self.post_attention_layernorm
-        if [*map(type, (self, attention, mlp, *norms))] != [
-            Block,
-            Attention,
-            MLP,
-            RMSNorm,
-            RMSNorm,
-        ]:
+        if [*map(type, (self, attention, mlp))] != [Block, Attention, MLP]:
+            return False
+        norms = {type(self.input_layernorm), type(self.post_attention_layernorm)}
+        sub_norms = {type(attention.attn_sub_norm), type(mlp.ffn_sub_norm)}
+        if norms != {RMSNorm} or not sub_norms <= {RMSNorm, type(None)}:
             return False
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         weights = [weight_of(linear) for linear in linears]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -175,13 +176,25 @@ class Transformer(nnx.Module):
 
         def forward(state, x, tables, segment_ids):
             x, block = checkpoint_name(x, "block_input"), nnx.merge(graph, *state)
+            before = {path: variable.get_value() for path, variable in _others(block)}
             x = block(x, tables, segment_ids=segment_ids)[0]
-            return x, nnx.state(block, nnx.Not(nnx.Param))
+            written = [
+                (path, variable)
+                for path, variable in _others(block)
+                if path not in before or variable.get_value() is not before[path]
+            ]
+            return x, nnx.from_flat_state(written)
 
         again = jax.checkpoint(forward, policy=REMAT_POLICIES[self.runtime.remat])
         x, written = again(state, x, tables, segment_ids)
-        nnx.update(block, written)  # what a block of one's own counts or keeps
+        if jax.tree.leaves(written):  # by a block of one's own, which counts, say
+            nnx.update(block, written)
         return x
+
+
+def _others(block: nnx.Module) -> Iterable[tuple[tuple[Any, ...], Any]]:
+    """A block's variables that are no parameters, with their paths."""
+    return nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.Param)))
 
 
 def _text_lengths(positions, segment_ids, cache, counts) -> Int[Array, " B #T"]:

@@ -60,11 +60,11 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = self._json(_CONFIG)
-        self._add_tokens(config)
         self._templates = self._read_templates(config)
         if "added_tokens_decoder" not in config:  # then the older file counts, as in transformers
             config = {**config, **self._json(_SPECIAL)}
         self.special_tokens = self._read_special_tokens(config)
+        self._add_tokens(config)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ValueError(f"{source}: {_TOKENIZER} has no tokens")
@@ -289,15 +289,24 @@ class Tokenizer:
         }
 
     def _add_tokens(self, config: Mapping[str, Any]) -> None:
-        """Those that only the files beside tokenizer.json name with their ids."""
+        """Those that only a file beside tokenizer.json names with their ids: `added_tokens_decoder`
+        of tokenizer_config.json, or, where that is not, the older added_tokens.json.
+        """
         known = self._added_tokens()
         found: dict[int, tokenizers.AddedToken] = {}  # by id
+        more = config.get("additional_special_tokens") or []
+        named = [*self.special_tokens.values(), *(more if isinstance(more, list) else [])]
+        special = {token.get("content") if isinstance(token, dict) else token for token in named}
         try:
-            for text, id_ in self._json(_ADDED).items():
-                found[int(id_)] = tokenizers.AddedToken(text, normalized=False)
             for id_, token in (config.get("added_tokens_decoder") or {}).items():
                 said = {key: token[key] for key in _ADDED_SAYS if key in token}
                 found[int(id_)] = tokenizers.AddedToken(token["content"], **said)
+            older = {} if "added_tokens_decoder" in config else self._json(_ADDED)
+            for text, id_ in older.items():
+                is_special = text in special
+                found[int(id_)] = tokenizers.AddedToken(
+                    text, special=is_special, normalized=not is_special
+                )
         except (TypeError, ValueError, KeyError, AttributeError):
             raise ValueError(
                 f"{self._source}: {_ADDED} must have ids by token, and added_tokens_decoder of "
@@ -310,7 +319,8 @@ class Tokenizer:
             if (got := self._tokenizer.token_to_id(text)) != id_:
                 raise ValueError(
                     f"{self._source}: the files beside {_TOKENIZER} give the token {text!r} the id "
-                    f"{id_}, but with those of {_TOKENIZER} it has {got}"
+                    f"{id_}, but behind those of {_TOKENIZER} it has {got}; add it there, with "
+                    "what lies between"
                 )
 
     def _read_special_tokens(self, config: Mapping[str, Any]) -> dict[str, str]:

@@ -195,7 +195,9 @@ class Trainer:
         none to resume. StoppedError after Ctrl-C.
         """
         if self._ended:
-            raise ValueError("trainer: it has trained already; make a new one, to resume too")
+            raise ValueError(
+                "trainer: this one has trained to its end; make a new Trainer, also to resume"
+            )
         folder = self.out / "checkpoints"
         with Checkpoints(folder, keep=self.keep, say=self._say) as checkpoints:
             if resume:

@@ -91,11 +91,11 @@ def kernel(
         interpret=_params.InterpretGPUParams(detect_races=True) if interpret else None,
     )
 
-    def in_32_bits(*arguments):
+    def without_x64(*arguments):
         with jax.enable_x64(False):
             return run(*arguments)
 
-    return in_32_bits
+    return without_x64
 
 
 def tiled_layout(

@@ -264,13 +264,17 @@ def enumerate_some(items: list[str], most: int = 20) -> str:
 
 
 def read_generation(folder: Path, hf: Mapping[str, Any]) -> GenerationDefaults:
-    """Token ids and sampling of generation_config.json; ids that it lacks come from config.json.
+    """Token ids and sampling of generation_config.json; ids that it lacks come from config.json, as
+    does all where there is no such file.
 
     Other keys are not read: searches and limits that `generate` does not have.
     Raises: ValueError if a value is of the wrong kind.
     """
-    file = folder / "generation_config.json"
-    said = read_json(file) if file.is_file() else {}
+    file: Any = folder / "generation_config.json"
+    if file.is_file():
+        said = read_json(file)
+    else:
+        file, said = "config.json", {**_text_config(hf), **hf}
 
     def ids(key: str) -> tuple[int, ...]:
         for owner, part in ((file, said), ("config.json", hf), ("config.json", _text_config(hf))):

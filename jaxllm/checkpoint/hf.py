@@ -64,12 +64,12 @@ def load(
     sharding: where parameters go: None for the default device, one Sharding for all, or a function
         from parameter path ("layers.0.mlp.up_proj.weight") and shape to one. A mesh has axes of
         type Auto. A process reads only the rows that its devices need.
-    progress: called with (bytes read, bytes to read), from the first tensor on, by one thread at a
-        time.
+    progress: called with (bytes read, bytes to read), from the first tensor on; from other threads
+        than the caller's, never from two at once.
 
-    The checkpoint is never held twice: beside the parameters, a block each of four tensors (all of
-    them on their way to a device that is not the CPU). A tied checkpoint may hold `lm_head.weight`
-    too if it equals the embedding.
+    The checkpoint is never held twice: beside the parameters, one block of each of four tensors
+    (the whole of the four on their way to a device that is not the CPU). A tied checkpoint may hold
+    `lm_head.weight` too if it equals the embedding, or in its place.
     Of a quantised checkpoint (compressed-tensors, modelopt, GPTQ, AWQ, BitNet) the linear layers
     that it has packed are `PackedLinear`s with its codes and scales, whatever `dtype` says;
     activations and the cache stay in the runtime's dtype. `sharding` is asked for ".codes",
@@ -213,7 +213,7 @@ def save(
     dtype=torch.bfloat16. More than `max_shard_size` (bytes, or a size such as "500MB") goes to
     several files. Files get their names only when all are written; what other weights the folder
     had under those names is removed, and with a tokenizer what else it had of another one.
-    Raises: ValueError if the model is no Transformer or has adapters, or others than the parameters
+    Raises: ValueError if the model is no Transformer or has adapters, its parameters are not those
     that its config asks for, the path is a file or empty, or the config cannot be said in a
     config.json; NotImplementedError if a parameter is spread over
     several processes, or a packed weight is one that compressed-tensors cannot say, or has an order
@@ -296,11 +296,12 @@ def _check_all_there(shapes: Mapping[str, Shape], config: ModelConfig) -> None:
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     wanted = {path: p.shape for path, p in _by_path(nnx.state(model, nnx.Param)).items()}
     found: dict[str, Shape] = {}
-    for path, (rows, *rest) in shapes.items():
+    for path, shape in shapes.items():
         parts = _parts(path, config)
-        if sum(n for _, n in parts) != rows:
-            parts = [(path, rows)]
-        found |= {part: (n, *rest) for part, n in parts}
+        if shape[:1] == (sum(n for _, n in parts),):
+            found |= {part: (n, *shape[1:]) for part, n in parts}
+        else:
+            found[path] = shape
     faults = {
         "has no nnx.Param": [path for path in wanted if path not in found],
         "has more than its config says": [path for path in found if path not in wanted],

@@ -1,8 +1,9 @@
 """Which tensor of a Hugging Face checkpoint holds which parameter: a handful of rules.
 
-Parameter paths are Llama's tensor names without `model.`, so a name is a prefix and a path. Two
+Parameter paths are Llama's tensor names without `model.`, so a name is a prefix and a path. Some
 rules more: some families store q/k/v, and gate/up, as one tensor; a multimodal Gemma 3 puts another
-prefix before the names of its text model and has tensors of other models beside them.
+prefix before the names of its text model and has tensors of other models beside them; a model saved
+without its head has no prefix; and of what is tied, a file has the embedding, the head, or both.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _place(path: str) -> int:
 
 
 def layout_of(tensors: Collection[str]) -> Layout:
-    """The layout, told by the names of the embedding and of the last norm; plain without both."""
+    """The layout, told by the name of the embedding or of the last norm; plain without both."""
     ends = ("embed_tokens.weight", "norm.weight")
     present = (layout for layout in LAYOUTS for end in ends if f"{layout.body}{end}" in tensors)
     return next(present, LAYOUTS[0])

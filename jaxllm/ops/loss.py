@@ -160,12 +160,12 @@ def _xla(hidden, head, targets, *, ignore_index, softcap, z_loss, chunk):
 
 
 def _alike(*arrays) -> tuple[Array, ...]:
-    """Within `jax.shard_map`, the arrays as such that differ from device to device if one does: the
-    sums that a scan carries do then.
+    """Within `jax.shard_map`: if one of the arrays varies over devices, all are marked as varying,
+    so that what a scan carries has one type.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
-    nothing = sum((jnp.sum(x[:0].astype(jnp.float32)) for x in arrays), jnp.float32(0))
+    nothing = sum((jnp.sum(x.reshape(-1)[:0].astype(jnp.float32)) for x in arrays), jnp.float32(0))
     return tuple(x + jax.lax.stop_gradient(nothing).astype(x.dtype) for x in arrays)
 
 
@@ -227,7 +227,7 @@ def _gradients(static: _Static, hidden, head, targets, saved, want_hidden, want_
 
 
 def _zero(like):
-    """As `_alike` has left it."""
+    """A float32 zero that varies over devices as `like` does."""
     return jnp.sum(like[:0], dtype=jnp.float32)
 
 

@@ -1,5 +1,6 @@
 """Modules of a user's own in a model: what they keep; decoding, saving and training with them."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -9,11 +10,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tiny_models import TINY
+from tiny_models import TINY, build
 
 import jaxllm
 from jaxllm import Runtime, train
 
+BITNET = dataclasses.replace(
+    TINY, model_type="bitnet", hidden_act="relu2", bit_linear=True, sub_norms=True
+)
 TOKENS = jnp.asarray([[3, 1, 4, 1, 5, 9]], jnp.int32)
 
 
@@ -66,6 +70,18 @@ def test_what_a_block_keeps_is_kept_under_remat_too(jit):
         np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_block_with_a_frozen_weight_may_be_closed_over(remat):
+    """Whose variables no other trace may write to."""
+    model = made(remat=remat)
+    frozen(model)
+    plain = model(TOKENS)
+    np.testing.assert_allclose(jax.jit(lambda tokens: model(tokens))(TOKENS), plain, atol=1e-5)
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+    gradient = jax.grad(lambda p: jnp.sum(nnx.merge(graph, p, others)(TOKENS)))(params)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(gradient))
+
+
 def replaced(model: jaxllm.Transformer, name: str) -> None:
     if name == "block":
         model.layers[0] = Around(model.layers[0])
@@ -86,6 +102,23 @@ def test_a_model_with_modules_of_ones_own_decodes(name, fused):
     if fused:
         jaxllm.fuse(model)
     assert jaxllm.generate(model, None, [[1, 2]], max_new_tokens=4).tokens == wanted
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [("self_attn", "attn_sub_norm"), ("mlp", "ffn_sub_norm")]
+)
+def test_a_norm_of_ones_own_within_a_layer_of_bitnet(owner, name):
+    runs = []
+    for change in (False, True):
+        model = build(BITNET, Runtime(dtype="float32"))
+        if change:
+            part = getattr(model.layers[0], owner)
+            setattr(part, name, Around(getattr(part, name)))
+        jaxllm.quantize(model, "ternary")
+        jaxllm.fuse(model)
+        runs.append(jaxllm.generate(model, None, [[1, 2]], max_new_tokens=4).tokens)
+        assert model.layers[0].is_fused(1, BITNET.head_dim) is not change
+    assert runs[0] == runs[1]
 
 
 def test_a_subclass_of_a_block_is_not_passed_over():
@@ -146,6 +179,14 @@ def test_a_model_that_is_not_what_its_config_says_is_not_saved(change, sentence,
     with pytest.raises(ValueError, match=rf"^save: .*{re.escape(sentence)}"):
         jaxllm.save(model, None, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_number_of_a_module_of_ones_own_is_not_saved(tmp_path):
+    model = made()
+    model.norm = Around(model.norm)
+    model.norm.bias = nnx.Param(jnp.float32(1))
+    with pytest.raises(ValueError, match="has more than its config says: norm.bias, norm.inner.w"):
+        jaxllm.save(model, None, tmp_path / "new")
 
 
 def test_a_parameter_of_another_shape_is_not_saved(tmp_path):

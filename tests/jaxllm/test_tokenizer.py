@@ -184,13 +184,30 @@ def test_tokens_that_only_the_files_beside_it_name():
     assert piece not in library.encode("the").ids
 
 
+def test_an_older_file_of_added_tokens_counts_without_a_newer_one():
+    library = tiny_tokenizers.byte_fallback()
+    size, stale = library.get_vocab_size(), json.dumps({"<old>": 999}).encode()
+    files = tiny_tokenizers.files(library, added_tokens_decoder={str(size): {"content": "<tool>"}})
+    tokenizer = Tokenizer({**files, "added_tokens.json": stale})
+    assert tokenizer.encode("the <tool>")[-1] == size
+    # Its tokens are special if they are named so
+    older = json.dumps({"<pad>": size, "<tool>": size + 1}).encode()
+    named = json.dumps({"pad_token": "<pad>"}).encode()
+    files = {**tiny_tokenizers.files(library), "special_tokens_map.json": named}
+    tokenizer = Tokenizer({**files, "added_tokens.json": older})
+    assert tokenizer.pad_id == size
+    ids = tokenizer.encode("the <pad> <tool>")
+    assert {size, size + 1} <= set(ids)
+    assert tokenizer.decode(ids).split() == ["the", "<tool>"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         (
             "added_tokens.json",
             {"<tool>": 400},
-            "give the token '<tool>' the id 400, but with those",
+            "give the token '<tool>' the id 400, but behind",
         ),
         (
             "added_tokens.json",

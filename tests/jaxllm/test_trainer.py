@@ -690,7 +690,9 @@ def test_the_comparison_of_weights_can_fail():
 def test_a_trainer_trains_once(tmp_path):
     run = trainer(tmp_path / "run")
     run.fit()
-    with pytest.raises(ValueError, match="^trainer: it has trained already; make a new one"):
+    with pytest.raises(
+        ValueError, match="^trainer: this one has trained to its end; make a new Trainer"
+    ):
         run.fit(resume=True)
 
 

@@ -650,6 +650,16 @@ def test_generation_settings_of_the_wrong_kind(folder, key, value):
         load(folder)
 
 
+def test_older_files_have_generation_in_their_config(folder):
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    edit_json(folder / "config.json", do_sample=True, temperature=0.3, top_k=7)
+    found = load(folder)[0].generation
+    assert (found.do_sample, found.temperature, found.top_k, found.top_p) == (True, 0.3, 7, 1.0)
+    edit_json(folder / "config.json", temperature="hot")
+    with pytest.raises(ValueError, match=r"^config.json: temperature must be a number"):
+        load(folder)
+
+
 def test_generation_defaults_are_saved(folder, tmp_path):
     model, _ = load(folder)
     model.generation = GenerationDefaults((3, 4), 1, 0, do_sample=True, top_p=0.5)

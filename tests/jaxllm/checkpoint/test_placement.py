@@ -106,6 +106,39 @@ for spec in (P("a", "b"), P(None, "a")):
 """
 
 
+AT_ANOTHER = """
+import sys, jax
+from flax import nnx
+from jaxllm.checkpoint import load
+
+with jax.default_device(jax.devices()[1]):
+    model, _ = load(sys.argv[1])
+arrays = jax.tree.leaves(nnx.state(model))
+assert {device for x in arrays for device in x.devices()} == {jax.devices()[1]}
+assert not any(x.committed for x in arrays)
+"""
+
+
+@pytest.mark.slow
+def test_parameters_go_to_the_default_device_and_stay_free(tmp_path):
+    folder = write_checkpoint(tmp_path, read_golden("llama"))
+    run_python(AT_ANOTHER, folder, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+
+
+def test_what_progress_raises_ends_the_load(tmp_path):
+    folder = write_checkpoint(tmp_path, read_golden("llama"))
+    calls = []
+
+    def progress(done: int, total: int) -> None:
+        calls.append(done)
+        if len(calls) == 3:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="^enough$"):
+        load(folder, progress=progress)
+    assert calls == sorted(calls)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "phi3"])
 def test_parameters_go_where_the_sharding_says(tmp_path, case):

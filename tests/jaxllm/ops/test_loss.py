@@ -1,6 +1,9 @@
 """Token cross entropy against float64."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -399,6 +402,47 @@ def test_within_shard_map_gradients_are_those_of_all_rows(wanted):
         found,
         jax.value_and_grad(alone, wanted)(hidden, head),
     )
+
+
+def test_within_shard_map_targets_may_be_mapped_one_by_one():
+    hidden, head, targets = hidden_case(tokens=(2, 4))
+    hidden, targets = hidden[0], targets[0]
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    call = functools.partial(linear_cross_entropy, implementation="xla")
+    each = jax.vmap(lambda h, w, t: call(h, w, t)[0], (0, None, 0))
+    specs = (jax.P("data"), jax.P(), jax.P("data"))
+    spread = jax.shard_map(each, mesh=mesh, in_specs=specs, out_specs=jax.P("data"))
+    found = jax.jit(spread)(hidden, head, targets)
+    np.testing.assert_allclose(found, each(hidden, head, targets), rtol=1e-6)
+
+
+FOUR = """
+import jax, jax.numpy as jnp, numpy as np
+from jaxllm.ops import linear_cross_entropy
+
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+random = np.random.default_rng(0)
+hidden, head = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((8, 16), (50, 16)))
+targets = jnp.asarray(random.integers(0, 50, 8)).at[2].set(-100)
+
+def mean(hidden, head, targets, all_rows=lambda x: x):
+    total, count = linear_cross_entropy(hidden, head, targets, implementation="xla")
+    return all_rows(total) / all_rows(count)
+
+spread = jax.shard_map(
+    lambda *x: mean(*x, lambda y: jax.lax.psum(y, "data")),
+    mesh=mesh, in_specs=(jax.P("data"), jax.P(), jax.P("data")), out_specs=jax.P(),
+)
+with_gradients = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, head, targets)
+found, wanted = with_gradients(spread), with_gradients(mean)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, wanted)
+"""
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_head_is_summed_over_four_devices():
+    four = "--xla_force_host_platform_device_count=4"
+    subprocess.run([sys.executable, "-c", FOUR], env={**os.environ, "XLA_FLAGS": four}, check=True)
 
 
 def test_logits_that_do_not_count_may_be_anything():
