@@ -294,9 +294,9 @@ class Tokenizer:
         """
         known = self._added_tokens()
         found: dict[int, tokenizers.AddedToken] = {}  # by id
-        more = config.get("additional_special_tokens") or []
+        more = config.get("additional_special_tokens")
         named = [*self.special_tokens.values(), *(more if isinstance(more, list) else [])]
-        special = {token.get("content") if isinstance(token, dict) else token for token in named}
+        special = [token.get("content") if isinstance(token, dict) else token for token in named]
         try:
             for id_, token in (config.get("added_tokens_decoder") or {}).items():
                 said = {key: token[key] for key in _ADDED_SAYS if key in token}
