@@ -27,7 +27,7 @@ KINDS = [([], 16, False), (["--qlora"], 16, True), (["--full"], None, False)]
 @pytest.mark.parametrize(("option", "lora", "qlora"), KINDS)
 def test_each_policy_is_a_row(monkeypatch, capsys, option, lora, qlora):
     asked = []
-    monkeypatch.setattr(memory_table.aot, "why_not", lambda: None)
+    monkeypatch.setattr(memory_table.aot, "why_not", lambda **_: None)
     monkeypatch.setattr(
         memory_table, "plan", lambda config, **options: asked.append((config, options)) or FOUND
     )
@@ -43,6 +43,6 @@ def test_each_policy_is_a_row(monkeypatch, capsys, option, lora, qlora):
 
 
 def test_without_the_plugin_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(memory_table.aot, "why_not", lambda: "no plugin")
+    monkeypatch.setattr(memory_table.aot, "why_not", lambda **_: "no plugin")
     assert memory_table.main([]) == 2
     assert capsys.readouterr().err == "memory_table: no plugin\n"
