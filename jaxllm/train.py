@@ -108,7 +108,7 @@ def init_state(
     Raises: ValueError if nothing is to be trained, or a packed weight, or something else that is no
     floating-point array; or if the model has variables that are no `nnx.Param`.
     """
-    _split(model)
+    _check_variables(model)
     every = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x
         for name, x in parameters(model).items()
@@ -403,8 +403,8 @@ def _functional(model: Transformer, loss: Loss) -> Callable[[Params, Batch], Any
     """The loss as a function of parameters by name. The module is split here, and merged only while
     a program is traced.
     """
-    graph, state = _split(model)
-    check = _check_keys if loss is token_loss else lambda batch: None
+    _check_variables(model)
+    graph, state = nnx.split(model, nnx.Param)
     names = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
 
     def call(params: Params, batch: Batch):
@@ -413,7 +413,8 @@ def _functional(model: Transformer, loss: Loss) -> Callable[[Params, Batch], Any
                 f"train: of the model's {len(names)} parameters {len(missing)} are not given, "
                 f"{missing[0]} the first; TrainState.all_params has all"
             )
-        check(batch)
+        if loss is token_loss:
+            _check_keys(batch)
         flat = {path: nnx.Param(params[name]) for name, path in names.items()}
         return loss(nnx.merge(graph, nnx.from_flat_state(flat)), batch)
 
@@ -431,17 +432,13 @@ def _check_keys(batch: Batch) -> None:
         )
 
 
-def _split(model: Transformer) -> tuple[Any, Any]:
-    """Its structure and its parameters. Raises: ValueError if it has other variables, which no step
-    carries on.
-    """
-    graph, state, others = nnx.split(model, nnx.Param, ...)
-    for path, variable in nnx.to_flat_state(others):
+def _check_variables(model: Transformer) -> None:
+    """Raises: ValueError if it has variables that are no parameters, which no step carries on."""
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param))):
         raise ValueError(
             f"train: {'.'.join(map(str, path))} is of the type {type(variable).__name__}, but a "
             "step carries on nnx.Param alone; freeze parameters with trainable= of init_state"
         )
-    return graph, state
 
 
 def draw_windows(

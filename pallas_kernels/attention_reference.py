@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from pallas_kernels.matmul_finish import precision
 
@@ -136,7 +136,7 @@ def visible(
     window: int | None,
     q_segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
-    kv_lengths: Int[Array, " B"] | None = None,
+    kv_lengths: Integer[Array, " B"] | None = None,
 ) -> Bool[Array, "#B #T S"] | None:
     """Which keys each query sees; None if it sees all.
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from pallas_kernels import _compat, soft_cap, tuned
 from pallas_kernels import device as device_lib
@@ -45,7 +45,7 @@ def decode_attention(
     q: Float[Array, "B 1 N H"],
     k_cache: Array,
     v_cache: Array,
-    kv_lengths: Int[Array, " B"],
+    kv_lengths: Integer[Array, " B"],
     *,
     scale: float | None = None,
     window: int | None = None,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from pallas_kernels import attention_fp8, flash_attention_fp8, soft_cap, tuned
 from pallas_kernels import device as device_lib
@@ -45,7 +45,7 @@ def flash_attention(
     softcap: float | None = None,
     q_segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
-    kv_lengths: Int[Array, " B"] | None = None,
+    kv_lengths: Integer[Array, " B"] | None = None,
     sinks: Float[Array, " N"] | None = None,
     q_scale: Float[Array, "*N"] | None = None,
     k_scale: Float[Array, "*K"] | None = None,

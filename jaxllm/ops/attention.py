@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Integer, Num
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from pallas_kernels import attention_fp8
@@ -38,7 +38,7 @@ def attention(
     softcap: float | None = None,
     q_segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
-    kv_lengths: Int[Array, " B"] | None = None,
+    kv_lengths: Integer[Array, " B"] | None = None,
     sinks: Float[Array, " N"] | None = None,
     return_weights: bool = False,
     implementation: str | Mapping[str, str] = "auto",
