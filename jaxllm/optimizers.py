@@ -62,52 +62,64 @@ def quantize(x: Float[Array, "*B I"], *, signed: bool) -> Quantized:
     A positive number of an unsigned moment never becomes zero: what is divided by its root would
     go astray.
     """
-    return _encode(x, _scales(x), signed=signed)
-
-
-def _scales(x: Float[Array, "*B I"]) -> Float[Array, "*B I_blocks"]:
-    return jnp.max(jnp.abs(_blocks(x)), axis=-1)
-
-
-def _encode(x: Array, scales: Array, *, signed: bool) -> Quantized:
-    """Arithmetic, not a search in the table of codes: XLA makes one kernel of it."""
-    table = dynamic_code(signed)
-    borders = ((table[:-1] + table[1:]) / 2).astype(np.float32)
-    positive = borders[127:] if signed else borders
-    ratios = _blocks(x) / jnp.where(scales > 0, scales, 1)[..., None]
+    # Arithmetic, not a search in the table of codes: XLA makes one kernel of it. And of few
+    # operations, for each parameter has its own and XLA takes its time over them.
+    blocks = _blocks(x)
+    scales = jnp.max(jnp.abs(blocks), axis=-1)
+    ratios = blocks / jnp.where(scales > 0, scales, 1)[..., None]
     size = jnp.abs(ratios)
-    # The place among the positive codes: a decade's first place is its count of parts (less one
-    # without signs), then its parts follow
-    place = jnp.zeros(size.shape, jnp.int32)
-    for decade in range(DECADES):
-        parts = _parts(decade, signed)
-        first = parts if signed else parts - 1
-        top = np.float32(10.0 ** (decade - DECADES + 1))
-        part = jnp.floor((size / top - np.float32(0.1)) * np.float32(parts / 0.9))
-        inside = first + jnp.clip(part, 0, parts - 1).astype(jnp.int32)
-        # The first border of an unsigned moment is 0: what is positive stays so
-        border = positive[first - 1] if decade or signed else np.float32(0)
-        place = jnp.where(size > border, inside, place)
-    place = jnp.where(size > positive[-1], len(positive), place)
+    # The place among the codes from 0 on: a decade's first place is its count of parts (less one
+    # without signs), then its parts follow. 0 and 1 are decades of one part.
+    first = jnp.zeros(size.shape, jnp.int32)
+    parts_of_one = jnp.zeros(size.shape, jnp.float32)
+    for border, place, slope in _decades(signed):
+        above = size > border
+        first = jnp.where(above, place, first)
+        parts_of_one = jnp.where(above, slope, parts_of_one)
+    parts = jnp.maximum(first, 1) if signed else first + 1
+    part = jnp.floor(size * parts_of_one - parts.astype(jnp.float32) / 9).astype(jnp.int32)
+    place = first + jnp.clip(part, 0, parts - 1)
     codes = 127 + jnp.where(ratios < 0, -jnp.minimum(place, 127), place) if signed else place
     codes = codes.astype(jnp.uint8).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
     return Quantized(codes, scales)
 
 
+def _decades(signed: bool) -> list[tuple[np.float32, int, np.float32]]:
+    """Of each decade, and of the code 1 behind them: the border above which numbers are in it, the
+    place of its first part among the codes from 0 on, and how many such parts 1 would have.
+    """
+    code = dynamic_code(signed)[127 if signed else 0 :]
+    decades, place = [], 1
+    for decade in range(DECADES + 1):
+        # The first border of an unsigned moment is 0: what is positive stays so
+        border = (code[place - 1] + code[place]) / 2 if decade or signed else 0.0
+        last = decade == DECADES
+        parts = 0 if last else _parts(decade, signed)
+        decades.append(
+            (np.float32(border), place, np.float32(parts / 0.9 * 10.0 ** (DECADES - 1 - decade)))
+        )
+        place += parts
+    return decades
+
+
 def dequantize(x: Quantized, *, signed: bool) -> Float[Array, "*B I"]:
-    """The numbers that the codes stand for, float32."""
+    """The numbers that the codes stand for, float32.
+
+    Arithmetic too: XLA writes new codes over the old ones, which it would not if they were looked
+    up in a table.
+    """
     codes = x.codes.astype(jnp.int32)
     place = jnp.abs(codes - 127) if signed else codes + 1
-    # A place counts from its decade's first, a power of two
-    decade = 31 - jax.lax.clz(jnp.maximum(place, 1))
-    parts = jnp.left_shift(1, decade).astype(jnp.float32)
+    # A place counts from its decade's first, a power of two: as a float32, its exponent is the
+    # decade, and the rest of it how far in that decade the place is. Half a part more is its middle
+    bits = jax.lax.bitcast_convert_type(place.astype(jnp.float32) + np.float32(0.5), jnp.int32)
+    middle = jax.lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
     top = jnp.full(place.shape, np.float32(10.0 ** (1 - DECADES)))
-    for i in range(1, DECADES):
-        at = i if signed else i + 1
-        top = jnp.where(decade >= at, np.float32(10.0 ** (i - DECADES + 1)), top)
-    middle = (place.astype(jnp.float32) - parts + np.float32(0.5)) / parts
-    values = top * (np.float32(0.1) + np.float32(0.9) * middle)
-    values = jnp.where(codes == 255, 1, jnp.where(codes == (127 if signed else 0), 0, values))
+    for decade in range(1, DECADES):
+        above = place >= _parts(decade, signed)
+        top = jnp.where(above, np.float32(10.0 ** (decade - DECADES + 1)), top)
+    values = top * (np.float32(0.1) + np.float32(0.9) * (middle - 1))
+    values = jnp.where(codes == 255, 1, jnp.where(place == (0 if signed else 1), 0, values))
     if signed:
         values = jnp.where(codes < 127, -values, values)
     blocks = _blocks(values) * x.scales[..., None]
@@ -165,27 +177,24 @@ def scale_by_adam_8bit(
             return mu, np.float32(b2) * nu + np.float32(1 - b2) * (g * g)
 
         def leaf(*old):
-            packed = isinstance(old[1], Quantized)
-            if packed:
-                # Twice the same: once for the scales and, behind the barrier, once for the codes.
-                # Else XLA would keep the moments of all leaves in float32 in between.
-                scales = [_scales(x) for x in moments(*old)]
-                old, scales = jax.lax.optimization_barrier((old, scales))
             mu, nu = moments(*old)
             step = (mu / corrections[0]) / (jnp.sqrt(nu / corrections[1]) + np.float32(eps))
-            if packed:
-                mu = _encode(mu, scales[0], signed=True)
-                nu = _encode(nu, scales[1], signed=False)
-            return step, mu, nu
+            if isinstance(old[1], Quantized):
+                mu, nu = quantize(mu, signed=True), quantize(nu, signed=False)
+            return step, (mu, nu)
 
         leaves, tree = jax.tree.flatten(updates)
-        results = [
-            leaf(*each)
-            for each in zip(
-                leaves, tree.flatten_up_to(state.mu), tree.flatten_up_to(state.nu), strict=True
-            )
-        ]
-        steps_, mu, nu = (tree.unflatten(part) for part in zip(*results, strict=True))
+        steps_, new = [], []
+        for old in zip(
+            leaves, tree.flatten_up_to(state.mu), tree.flatten_up_to(state.nu), strict=True
+        ):
+            if new:  # one after the other: else XLA would hold the moments of all in float32
+                old, new[-1] = jax.lax.optimization_barrier((old, new[-1]))
+            step, moment = leaf(*old)
+            steps_.append(step)
+            new.append(moment)
+        mu, nu = zip(*new, strict=True) if new else ((), ())
+        steps_, mu, nu = (tree.unflatten(part) for part in (steps_, mu, nu))
         return steps_, Adam8BitState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)

@@ -5,6 +5,7 @@ jax 0.10.2 (the newest for Python 3.11), 0.11.2 and 0.12 all run; each line name
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,12 @@ INTERPRETS_LAYOUTS = VERSION >= (0, 11)  # as attention and tiles of packed weig
 WRITES_REFERENCES = VERSION >= (0, 11)
 # Mosaic of jax 0.10 lowers norms, say, but neither attention nor the loss; ends with jax 0.10.
 LOWERS = VERSION >= (0, 11)
+
+# Mosaic asks which assembler there is, by a process of 10 ms, wherever a kernel converts from or to
+# 8 bits or a truth value: half the time that lowering attention took. Here it asks once in a
+# process; ends with the jax that remembers the answer itself.
+if (_plugin := getattr(fragmented_array.mgpu_lib, "_mosaic_gpu_ext", None)) is not None:
+    _plugin._get_ptxas_isa_version = functools.cache(_plugin._get_ptxas_isa_version)
 
 
 def why_not_written() -> str | None:

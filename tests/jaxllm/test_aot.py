@@ -7,8 +7,10 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu import fragmented_array
 from planted_kernels import ROWS, SQUARE, WIDE_ROWS, double, product, row_sum
 
+import pallas_kernels
 from jaxllm import aot
 
 F32 = jax.ShapeDtypeStruct((128, 256), jnp.float32)
@@ -212,3 +214,13 @@ def test_a_kernel_that_leaves_no_code_is_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match=said):
         aot.compile_for(double, ROWS)
     assert "NOT_THE_ONE_THAT_MOSAIC_READS" not in os.environ
+
+
+@pytest.mark.aot
+def test_kernels_ask_once_which_assembler_there_is():
+    """Each question is a process: half the time of lowering, were it asked at each conversion."""
+    queries = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+    aot.compile_for(pallas_kernels.flash_attention, queries, queries, queries)
+    asked = fragmented_array.mgpu_lib._mosaic_gpu_ext._get_ptxas_isa_version.cache_info()
+    assert asked.misses == 1
+    assert asked.hits > 10
