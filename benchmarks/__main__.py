@@ -142,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if not any(_has_work(module, plan) for module in MODULES):
             raise ValueError("benchmarks: --only and --missing leave nothing to run")
+        if args.out.is_dir():
+            raise ValueError(f"benchmarks: --out {args.out} is a folder; give a file")
         args.out.parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
@@ -297,7 +299,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     """Of all workers; without names, those of the files whose rest is asked for."""
     names, have = sections.expand(args.names), []
     for path in args.missing:
-        results = json.loads(path.read_text())
+        results = report.read(path)
         have += complete(results)
         names += [] if args.names else names_of(results)
     try:

@@ -44,10 +44,12 @@ class Plan:
 
 def chosen(plan: Plan, on_gpu: bool) -> list[Case]:
     """The cases to run: those named; in a hurry the smallest and the largest an op, and without a
-    GPU the smallest, if it is small.
+    GPU the smallest, if it is small, also where another file has it.
 
     Names of sections choose no case.
     """
+    if not on_gpu:
+        plan = dataclasses.replace(plan, have=[])
     ops = tuple(name for name in plan.names if name not in sections.SECTIONS)
     if plan.names and not ops:
         return []
@@ -58,8 +60,8 @@ def chosen(plan: Plan, on_gpu: bool) -> list[Case]:
         cases = [case for case in cases if not is_large(case)]
     picked: dict[str, Case] = {}
     for op in dict.fromkeys(case.op for case in cases):
-        falling = sorted((c for c in cases if c.op == op), key=lambda c: c.bytes)
-        for case in [falling[0], *([falling[-1]] if on_gpu else [])]:
+        rising = sorted((c for c in cases if c.op == op), key=lambda c: c.bytes)
+        for case in [rising[0], *([rising[-1]] if on_gpu else [])]:
             picked[case.name] = case
     return list(picked.values())
 

@@ -410,8 +410,8 @@ def document(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(text).strip() + "\n"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Raises: ValueError if there is no file, or none that a run wrote."""
+def read(path: Path) -> dict[str, Any]:
+    """What a run wrote. Raises: ValueError if there is no file, or none that a run wrote."""
     try:
         results = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -429,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, default=RESULTS / "results.png")
     args = parser.parse_args(argv)
     try:
-        runs = [_read(path) for path in args.files]
+        runs = [read(path) for path in args.files]
         # Long labels pass the figure's edge
         plot(without_repeats(runs)).savefig(args.plot, dpi=110, bbox_inches="tight")
         args.tables.write_text(document(runs))

@@ -284,11 +284,11 @@ def _held_out(text: str | None) -> str | float | None:
 
 
 def _key(text: str | None) -> str | list[str] | None:
-    """A format, where a backslash and an n are a line break; names between commas; or a name."""
+    r"""A format, where \n is a line break and \t a tab; names between commas; or a name."""
     if text is None:
         return None
     if "{" in text:
-        return text.replace("\\n", "\n")
+        return text.replace("\\n", "\n").replace("\\t", "\t")
     return text.split(",") if "," in text else text
 
 

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -23,11 +25,16 @@ MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000  # so that nothing is made of a number 
 def check_size(owner: str, name: str, value: Any) -> int:
     """The value, if the size of this name can be that. Raises: ValueError by `owner`."""
     most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or not 1 <= value <= most:
         raise ValueError(
             f"{owner}: {name} must be a positive integer of at most {most}, got {value!r:.40}"
         )
-    return value
+    return int(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and bool(value > 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +107,16 @@ class ModelConfig:
 
     Sizes: vocab_size V, hidden_size D, intermediate_size F, num_hidden_layers L,
     num_attention_heads N, num_key_value_heads K, head_dim H. `layer_types` names the kind of each
-    layer (all "full_attention" if empty); a "sliding_attention" layer sees the last
-    `sliding_window` tokens, its own included, and turns by `sliding_rope` (`rope` if None).
-    `query_pre_attn_scalar` is the number whose inverse root scales the scores (head_dim if None).
-    `post_norms` adds a norm behind attention and behind the MLP; `zero_centered_norm` multiplies by
-    1 + weight; `qk_norm` normalises each head of q and k before the rotation; `scale_embedding`
-    multiplies by sqrt(D); `sub_norms` norms what attention hands to its output projection and the
-    gated product before the down projection. `bit_linear` makes the projections of a layer those of
-    BitNet b1.58, ternary weights times int8 activations, but for those that
-    `modules_to_not_convert` names, as in "model.layers.0.mlp" or "o_proj". `model_type` says under
-    which name the model is saved: a name that cannot say the rest makes `to_hf` raise.
+    layer (all "full_attention" if empty, where `sliding_window` says nothing); a
+    "sliding_attention" layer sees the last `sliding_window` tokens, its own included, and turns by
+    `sliding_rope` (`rope` if None). `query_pre_attn_scalar` is the number whose inverse root scales
+    the scores (head_dim if None). `post_norms` adds a norm behind attention and behind the MLP;
+    `zero_centered_norm` multiplies by 1 + weight; `qk_norm` normalises each head of q and k before
+    the rotation; `scale_embedding` multiplies by sqrt(D); `sub_norms` norms what attention hands to
+    its output projection and the gated product before the down projection. `bit_linear` makes the
+    projections of a layer those of BitNet b1.58, ternary weights times int8 activations, but for
+    those that `modules_to_not_convert` names, as in "model.layers.0.mlp" or "o_proj". `model_type`
+    says under which name the model is saved: a name that cannot say the rest makes `to_hf` raise.
 
     Raises: ValueError if the numbers cannot be a model.
     """
@@ -152,7 +159,11 @@ class ModelConfig:
             "num_key_value_heads"
         )
         for name in (*sizes.split(), "head_dim", "max_position_embeddings"):
-            check_size("config", name, getattr(self, name))
+            object.__setattr__(self, name, check_size("config", name, getattr(self, name)))
+        for name in ("rope", "sliding_rope"):
+            rope = getattr(self, name)
+            if not isinstance(rope, Rope) and (name == "rope" or rope is not None):
+                raise ValueError(f"config: {name} must be a Rope, got {rope!r:.80}")
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
         if self.num_attention_heads % self.num_key_value_heads:
@@ -166,8 +177,8 @@ class ModelConfig:
                 f"config: max_position_embeddings is {self.max_position_embeddings}, but at most "
                 f"{MAX_POSITIONS} positions keep their rotary angles exact"
             )
-        if not self.rms_norm_eps > 0:
-            raise ValueError(f"config: rms_norm_eps must be positive, got {self.rms_norm_eps}")
+        if not _is_positive(self.rms_norm_eps):
+            raise ValueError(f"config: rms_norm_eps must be positive, got {self.rms_norm_eps!r}")
         if self.hidden_act not in ACTIVATIONS:
             raise ValueError(
                 f"config: hidden_act {self.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}"
@@ -175,7 +186,7 @@ class ModelConfig:
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"config: layer_types has {len(self.layer_types)} entries for "
-                f"{self.num_hidden_layers} layers"
+                f"{self.num_hidden_layers} layers; give as many, or () for full attention in all"
             )
         for kind in self.layer_types:
             if kind not in LAYER_TYPES:
@@ -190,8 +201,8 @@ class ModelConfig:
             )
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"config: {name} must be positive or None, got {value}")
+            if value is not None and not _is_positive(value):
+                raise ValueError(f"config: {name} must be positive or None, got {value!r}")
         for kind, rope in self.ropes.items():
             pairs = self.rotary_dim(kind) // 2
             for name in ("short_factor", "long_factor"):

@@ -30,6 +30,7 @@ from jaxllm.checkpoint.folder import (
     check_writable,
     find_folder,
     read_config,
+    read_generation,
     read_quantization,
     stated_dtype,
     weights_digest,
@@ -74,11 +75,11 @@ class Recipe:
     fraction of the records whose loss is only measured (None: a tenth, 256 records at most).
     method: "lora" and "qlora" (the base in int4) train adapters of `rank` beside all linears, or
     those that `targets` names; "full" trains all.
-    learning_rate: at the end of the warm-up, a twentieth of the steps; a cosine takes it down to a
-    tenth. epochs, or else steps, of batches of `rows` rows of `length` tokens (both None: three
-    epochs, and 100 steps at least; the best step counts). length None: the power of two that holds
-    the longest record, 1024 and the model's positions at most. on_long: what is done with records
-    that are longer, as in `data.encode_records`.
+    learning_rate: after the warm-up, a twentieth of the steps; a cosine takes it down to nearly a
+    tenth (`warmup_cosine`). epochs, or else steps, of batches of `rows` rows of `length` tokens
+    (both None: three epochs, and 100 steps at least; the best step counts). length None: the power
+    of two that holds the longest record, 1024 and the model's positions at most. on_long: what is
+    done with records that are longer, as in `data.encode_records`.
     micro_batches: parts that a batch is computed in (None: 1, and row by row on a CPU, where that
     is fastest). precision, remat: by their names in `jaxllm.precision` and `Runtime`. seed: of
     adapters and of the order of the data; which records are held out does not depend on it.
@@ -188,6 +189,9 @@ def finetune(
     if Path(recipe.model).expanduser().is_dir():  # for an export from another working directory
         folder = Path(recipe.model).expanduser().resolve()
         recipe = dataclasses.replace(recipe, model=str(folder))
+    if isinstance(recipe.held_out, str):  # and for a resume from there
+        file = Path(os.path.expanduser(recipe.held_out)).resolve()
+        recipe = dataclasses.replace(recipe, held_out=str(file))
     if resume:
         recipe = _resumed(recipe, out, given)
     folder = find_folder(recipe.model)
@@ -212,8 +216,15 @@ def finetune(
     limit = recipe.length or min(config.max_position_embeddings, LONGEST)
     options: dict[str, Any] = {"length": limit, "vocab_size": config.vocab_size, **keys}
     options["on_long"] = recipe.on_long
+    if tokenizer.eos_id is None:
+        options["stop_id"] = _stop_id(recipe, folder, said)
     encoded = data.encode_records(training, tokenizer, **options)
-    measured = data.encode_records(held_out, tokenizer, **options)
+    try:
+        measured = data.encode_records(held_out, tokenizer, **options)
+    except ValueError as error:
+        part = recipe.held_out
+        source = part if isinstance(part, str) else f"{part:g} of {recipe.data}"
+        raise ValueError(f"{error} (held out: {source})") from None
     longest = max(map(len, [*encoded.examples, *measured.examples]))
     length = recipe.length or min(limit, max(SHORTEST, 2 ** (longest - 1).bit_length()))
     recipe = dataclasses.replace(recipe, length=length)
@@ -252,7 +263,9 @@ def finetune(
             console=console,
         )
         with _naming(out):
-            if not resume:
+            if resume:
+                _record_model(out, recipe.model, folder)
+            else:
                 _write_json(out / RUN, {**dataclasses.asdict(recipe), BASE: weights_digest(folder)})
             fitted = trainer.fit(resume=resume)
     if fitted.loss is None:
@@ -400,6 +413,16 @@ def _resumed(recipe: Recipe, out: Path, given: Collection[str] | None) -> Recipe
     return Recipe(**began)
 
 
+def _record_model(out: Path, model: str | os.PathLike[str], folder: Path) -> None:
+    """Where the base of a resumed run is now, for its exports; not of other weights, with which the
+    trainer will refuse to go on.
+    """
+    began, base = _read_run(out)
+    if began.model != model and base == weights_digest(folder):
+        moved = dataclasses.replace(began, model=model)
+        _write_json(out / RUN, {**dataclasses.asdict(moved), BASE: base})
+
+
 def _with_model(recipe: Recipe, config: ModelConfig) -> Recipe:
     """With what the model and the device decide."""
     gpu, limit = jax.default_backend() == "gpu", config.max_position_embeddings
@@ -438,6 +461,19 @@ def _split(recipe: Recipe, records: Sequence[Any]) -> tuple[Sequence[Any], Seque
     return data.hold_out(records, fraction=recipe.held_out)
 
 
+def _stop_id(recipe: Recipe, folder: Path, config: dict[str, Any]) -> int:
+    """What ends texts where the tokenizer names no token for it: the first id that `generate` stops
+    at.
+    """
+    stop_ids = read_generation(folder, config).stop_ids
+    if not stop_ids:
+        raise ValueError(
+            f"finetune: neither the tokenizer nor the config of {recipe.model} names an EOS token "
+            "to end texts with; give eos_token_id in its generation_config.json"
+        )
+    return stop_ids[0]
+
+
 def _build(recipe: Recipe) -> Transformer:
     """The model with what is trained in the policy's dtype, and what is not in that of compute."""
     assert recipe.precision is not None
@@ -458,7 +494,10 @@ def _build(recipe: Recipe) -> Transformer:
 
 
 def warmup_cosine(rate: float, steps: int, *, warm: int | None = None) -> optax.Schedule:
-    """Up to `rate` in `warm` steps (None: a twentieth of all), then down to a tenth by a cosine."""
+    """The rates of `steps` updates: i / (warm + 1) of `rate` in the i-th, counted from 1, so that
+    the one after `warm` (None: a twentieth of all; 1 at least) has all of it. From there a cosine
+    goes down to a tenth, which the update after the last would have. An only one has a half.
+    """
     warm = max(1, steps // 20 if warm is None else warm)
     return optax.warmup_cosine_decay_schedule(
         rate / (warm + 1), rate, warm, max(steps, warm + 1), rate / 10

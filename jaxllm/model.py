@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Integer
 
 from jaxllm import chain, ops
@@ -92,15 +94,15 @@ class Transformer(nnx.Module):
         segment id 0 marks padding, which stands to the right and is not kept. Positions count from
         0, or from what the cache holds, if None; they turn q and k and mask nothing.
         Raises: ValueError if tokens are not integers [B, T], the other arrays have another shape or
-        are no integers, the tokens are more than the model has positions, or the cache is one of
-        another model or number of rows.
+        are no integers, concrete ones do not fit int32, the tokens are more than the model has
+        positions, or the cache is one of another model or number of rows.
         """
-        tokens = jnp.asarray(tokens)
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        given = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+        if given.ndim != 2 or not jnp.issubdtype(given.dtype, jnp.integer):
             raise ValueError(
-                f"model: tokens must be integers of shape [B, T], got {tokens.dtype}{tokens.shape}"
+                f"model: tokens must be integers of shape [B, T], got {given.dtype}{given.shape}"
             )
-        tokens = tokens.astype(jnp.int32)
+        tokens = _int32("tokens", given)
         for name, array in (("positions", positions), ("segment_ids", segment_ids)):
             if array is None:
                 continue
@@ -120,10 +122,10 @@ class Transformer(nnx.Module):
             start = jnp.zeros((b,), jnp.int32) if cache is None else cache.lengths
             positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
         else:
-            positions = jnp.asarray(positions, jnp.int32)
+            positions = _int32("positions", positions)
         counts = jnp.full((b,), t, jnp.int32)
         if segment_ids is not None:
-            segment_ids = jnp.asarray(segment_ids, jnp.int32)
+            segment_ids = _int32("segment_ids", segment_ids)
             if cache is not None:
                 counts = jnp.sum(segment_ids != 0, axis=-1, dtype=jnp.int32)
 
@@ -195,6 +197,19 @@ class Transformer(nnx.Module):
 def _others(block: nnx.Module) -> Iterable[tuple[tuple[Any, ...], Any]]:
     """A block's variables that are no parameters, with their paths."""
     return nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.Param)))
+
+
+def _int32(name: str, x: Any) -> Int[Array, "B T"]:
+    """The integers as int32. Raises: ValueError if concrete ones, which jnp cuts, do not fit."""
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    held = jnp.iinfo(jnp.int32)
+    wider = x.dtype in (np.int64, np.uint32, np.uint64)
+    if wider and x.size and not isinstance(x, Tracer):
+        with jax.ensure_compile_time_eval():
+            least, most = int(x.min()), int(x.max())
+        if least < held.min or most > held.max:
+            raise ValueError(f"model: {name} must fit int32, but go from {least} to {most}")
+    return jnp.asarray(x, jnp.int32)
 
 
 def _text_lengths(positions, segment_ids, cache, counts) -> Int[Array, " B #T"]:

@@ -25,6 +25,7 @@ from jaxllm.tokenizer import Tokenizer
 
 IGNORE = -100  # a target that is not counted, as in jaxllm.train
 ON_LONG = ("truncate", "split", "drop")
+GZIP = b"\x1f\x8b"  # how such a file begins
 Key = str | Sequence[str]
 PROMPT, COMPLETION = "prompt", "completion"  # the keys of these, where nobody says others
 
@@ -38,14 +39,17 @@ class Record(dict[str, Any]):
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """The objects of a JSONL file (one a line; blank lines are passed over) or of a JSON array.
 
-    Raises: FileNotFoundError if there is no such file. ValueError if it is empty or not UTF-8, or
-    if something in it is no JSON object; the sentence has the line, or the place in the array.
+    Raises: FileNotFoundError if there is no such file. ValueError if it is empty, compressed or not
+    UTF-8, or if something in it is no JSON object; the sentence has the line, or the place in the
+    array.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         raise FileNotFoundError(f"data: {path} {what}; give a JSONL file or a JSON array")
     content = path.read_bytes()
+    if content.startswith(GZIP):
+        raise ValueError(f"data: {path} is compressed; decompress it first")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -79,7 +83,14 @@ def _json(text: str, where: Callable[[int], str]) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at character {error.colno}"
+        if error.msg == "Extra data" and text.lstrip().startswith("["):
+            reason += "; a file is one array, or has an object on each line"
         raise ValueError(f"data: {where(error.lineno)}: this is not JSON: {reason}") from None
+    except ValueError:  # Python reads no whole number of more than 4300 digits
+        longest = max(re.finditer(r"\d+", text), key=lambda found: len(found[0]))
+        place = where(text.count("\n", 0, longest.start()) + 1)
+        digits = len(longest[0])
+        raise ValueError(f"data: {place}: a number of {digits} digits is too long") from None
     except RecursionError:
         raise ValueError(f"data: {where(1)}: this JSON is nested too deeply") from None
 
@@ -219,7 +230,7 @@ def encode_preferences(
 
 def check_keys(records: Sequence[Mapping[str, Any]], *keys: Key) -> None:
     """Raises ValueError if a key, one of `encode`'s own apart, names a field that no record has:
-    `encode` would leave it out, or take another form of the record.
+    in a list of several, `encode` would leave it out.
 
     Of all records, for a part of them may lack what others have.
     """
@@ -280,7 +291,7 @@ def _encode_all(
         examples += parts
     result = Encoded(examples, len(records), length, on_long, long, lost, untaught)
     if not examples:
-        raise ValueError(f"data: there is nothing to train on; {result}")
+        raise ValueError(f"data: there is nothing to learn; {result}")
     return result
 
 
@@ -307,8 +318,9 @@ def encode(
     messages_key: str = "messages",
     stop_id: int | None = None,
 ) -> Example:
-    r"""The example that a record makes; of several forms in it, the first of these, but prompt and
-    completion before all where their keys are not the default ones. A field that is null is none.
+    r"""The example that a record makes: of several forms in it, of the first of these. Where a key
+    of prompt or completion is not the default one, these two alone are read, and must be there. A
+    field that is null is none.
 
     messages: the tokenizer's own chat template, which is also given the record's `tools`; the
     assistant's messages are targets (`Tokenizer.encode_answers`). Content in parts is their texts,
@@ -328,7 +340,12 @@ def encode(
         stop = _stop_id(tokenizer, stop_id)
         completes = _present(record, prompt_key) and _present(record, completion_key)
         asked_for = (prompt_key, completion_key) != (PROMPT, COMPLETION)
-        if _present(record, messages_key) and not (completes and asked_for):
+        if asked_for and not completes:
+            raise ValueError(
+                f"there is no {_name(prompt_key)} with {_name(completion_key)}, which prompt_key "
+                f"and completion_key name; the record has {_names(record)}"
+            )
+        if _present(record, messages_key) and not asked_for:
             messages = _messages(record, messages_key)
             return _chat(tokenizer, messages, _tools(record), stop)
         if completes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import signal
 import threading
@@ -237,8 +238,11 @@ def train_step(
     finite = jnp.isfinite(norm) & jnp.isfinite(total)  # a sum is finite only if each part is
 
     value = total / tokens  # which some optimisers want, `optax.contrib.reduce_on_plateau`
-    updates, opt_state = optax.with_extra_args_support(optimizer).update(
-        grads, state.opt_state, state.params, value=value
+    takes = inspect.signature(optimizer.update).parameters.values()
+    wanted = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in takes)
+    extra = {"value": value} if wanted else {}
+    updates, opt_state = cast(optax.GradientTransformationExtraArgs, optimizer).update(
+        grads, state.opt_state, state.params, **extra
     )
     if stochastic_rounding:
         key = jax.random.fold_in(jax.random.key(0), state.step)  # the same when a run is resumed
@@ -350,14 +354,16 @@ def _place(x: Any) -> Sharding | None:
 
 def make_evaluate(
     model: Transformer, loss: Loss = token_loss
-) -> Callable[[Params, Iterable[Batch]], tuple[float, float]]:
-    """An `evaluate(params, batches) -> (sum of losses, count)` with one compiled program for each
-    shape; nothing is donated. The parameters are all of the model's: `TrainState.all_params`.
+) -> Callable[[Params, Iterable[Batch] | Batch], tuple[float, float]]:
+    """An `evaluate(params, batches) -> (sum of losses, count)`, of a single batch too, with one
+    compiled program for each shape; nothing is donated. The parameters are all of the model's:
+    `TrainState.all_params`.
     """
     call = jax.jit(_functional(model, loss))
 
-    def evaluate(params: Params, batches: Iterable[Batch]) -> tuple[float, float]:
-        sums = [call(params, batch) for batch in batches]
+    def evaluate(params: Params, batches: Iterable[Batch] | Batch) -> tuple[float, float]:
+        several = [batches] if isinstance(batches, Mapping) else batches
+        sums = [call(params, batch) for batch in several]
         return sum(float(total) for total, _ in sums), sum(count.item() for _, count in sums)
 
     return evaluate
@@ -416,7 +422,13 @@ def _functional(model: Transformer, loss: Loss) -> Callable[[Params, Batch], Any
         if loss is token_loss:
             _check_keys(batch)
         flat = {path: nnx.Param(params[name]) for name, path in names.items()}
-        return loss(nnx.merge(graph, nnx.from_flat_state(flat)), batch)
+        found = loss(nnx.merge(graph, nnx.from_flat_state(flat)), batch)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ValueError(
+                "train: a loss returns the sum of the targets' losses and their count, got one "
+                f"{type(found).__name__}"
+            )
+        return found
 
     return call
 

@@ -526,7 +526,10 @@ class _Profile:
                 kernels = trace.longest(self.folder)
             except FileNotFoundError as error:
                 return self.trainer._say(f"profile: {error}; the run goes on")
-            self.trainer._say(f"{self.folder}: steps {self.first} to {i}; what took longest:")
+            which = f"{self.folder}: steps {self.first} to {i}"
+            if not kernels:
+                return self.trainer._say(f"{which}; the profile holds no kernels")
+            self.trainer._say(f"{which}; what took longest:")
             for kernel in kernels:
                 self.trainer._say(
                     f"{kernel.total_us / 1e3:10.2f} ms  {kernel.launches:6} x  {kernel.name}"

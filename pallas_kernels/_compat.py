@@ -41,7 +41,9 @@ LOWERS = VERSION >= (0, 11)
 # Mosaic asks which assembler there is, by a process of 10 ms, wherever a kernel converts from or to
 # 8 bits or a truth value: half the time that lowering attention took. Here it asks once in a
 # process; ends with the jax that remembers the answer itself.
-if (_plugin := getattr(fragmented_array.mgpu_lib, "_mosaic_gpu_ext", None)) is not None:
+_library: Any = fragmented_array.mgpu_lib  # pyright: ignore[reportPrivateImportUsage]
+if _library is not None:  # None: JAX's CUDA plugin is not installed
+    _plugin = _library._mosaic_gpu_ext
     _plugin._get_ptxas_isa_version = functools.cache(_plugin._get_ptxas_isa_version)
 
 

@@ -27,6 +27,7 @@ from jaxllm.checkpoint.safetensors_file import Source, Tensor, read, read_header
 from jaxllm.checkpoint.tensor_names import LAYOUTS, Shape, stored_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+OLDER = "adapter_model.bin"
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.(lora_A|lora_B|lora_magnitude_vector)(\.weight)?")
@@ -34,7 +35,7 @@ _PARTS = {"lora_A": "a", "lora_B": "b", "lora_magnitude_vector": "magnitude"}
 _READ = frozenset("r lora_alpha use_rslora use_dora rank_pattern alpha_pattern".split())
 # What says nothing of what a trained adapter computes: which modules it has, the tensors tell.
 _INERT = frozenset(
-    "auto_mapping base_model_name_or_path exclude_modules inference_mode "
+    "auto_mapping base_model_name_or_path eva_config exclude_modules inference_mode "
     "layers_pattern layers_to_transform lora_dropout megatron_config megatron_core peft_version "
     "qalora_group_size revision runtime_config target_modules task_type".split()
 )
@@ -76,12 +77,17 @@ def read_folder(folder: Path, shapes: Mapping[str, Shape], *, fused: bool) -> di
 
     `shapes`: [out, in] of every module that can be adapted. `fused`: the family stores q/k/v, and
     gate/up, as one tensor; its factors are split: each part gets the whole `a` and its rows of `b`.
-    Raises: FileNotFoundError; ValueError for tensors without a module or of another shape;
-    NotImplementedError for settings that are not supported.
+    Raises: FileNotFoundError; ValueError for tensors without a module or of another shape, and for
+    files of the older format; NotImplementedError for settings that are not supported.
     """
     file = folder / CONFIG
     for needed in (file, folder / TENSORS):
         if not needed.is_file():
+            if needed.name == TENSORS and (folder / OLDER).is_file():
+                raise ValueError(
+                    f"{folder}: {OLDER} is of an older format, which torch wrote; save the adapter "
+                    "anew with safe_serialization=True"
+                )
             raise FileNotFoundError(
                 f"{folder}: there is no {needed.name}; give a folder that PEFT's save_pretrained, "
                 "or save_peft, wrote"
@@ -96,6 +102,11 @@ def read_folder(folder: Path, shapes: Mapping[str, Shape], *, fused: bool) -> di
             modules.setdefault(found[1], {})[_PARTS[found[2]]] = tensor
         else:
             strange.append(name)
+    if copies := [name for name in strange if name.endswith(".base_layer.weight")]:
+        raise NotImplementedError(
+            f"{file}: beside the adapter there are weights of its base: {enumerate_some(copies)}; "
+            "save it anew with save_embedding_layers=False"
+        )
     if strange:
         raise NotImplementedError(
             f"{file}: {len(strange)} tensors are not lora_A, lora_B or lora_magnitude_vector of a "

@@ -112,7 +112,10 @@ def _call(name: str, op: str, args: Any, kwargs: Any) -> tuple[Table, Any, dict[
     if op not in OPS:
         raise ValueError(f"{name}: no op is named {op!r}; there are {', '.join(OPS)}")
     function, table = OPS[op]
-    call = inspect.signature(function).bind(*args, **kwargs)
+    try:
+        call = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {op}: {error}") from None
     call.apply_defaults()
     return table, call.args, call.kwargs
 

@@ -106,6 +106,11 @@ def name_for(op: str, implementation: str | Mapping[str, str]) -> str:
     """
     if isinstance(implementation, str):
         return implementation
+    if not isinstance(implementation, Mapping):
+        raise ValueError(
+            f"{op}: implementation must be a name or a mapping from ops to names, got "
+            f"{implementation!r:.80}"
+        )
     if unknown := set(implementation) - set(OP_NAMES):
         raise ValueError(
             f"implementation: the mapping names no op: {', '.join(sorted(unknown))}; there are "

@@ -283,6 +283,9 @@ def test_without_a_gpu_the_smallest_case_of_each_op(monkeypatch):
     monkeypatch.setattr(plan, "CHECK_BYTES", 1)
     assert labels([], False, only="large|hidden") == []  # a host would take long
     assert labels([], True, have=["toy: large"]) == ["small"]
+    monkeypatch.undo()
+    monkeypatch.setattr(plan, "all_cases", lambda names: cases)
+    assert labels([], False, have=["toy: small"]) == ["small"]  # a smoke test is no rest of a run
 
 
 def test_the_ops_take_turns_forward_first_as_their_files_have_them():
@@ -390,7 +393,14 @@ def test_options_that_leave_nothing_or_make_no_sense(tmp_path, capsys):
     assert "--only and --missing leave nothing to run" in capsys.readouterr().err
     assert main.main(["rope", "--only", "(", *out]) == 2
     assert "--only '(' is no regular expression" in capsys.readouterr().err
-    assert main.main(["--missing", str(tmp_path / "none.json"), *out]) == 2
+    capsys.readouterr()
+    (tmp_path / "other.json").write_text("{}")
+    for name, why in (("none", "cannot be read as results"), ("other", "is no file that python")):
+        path = tmp_path / f"{name}.json"
+        assert main.main(["--missing", str(path), *out]) == 2
+        assert capsys.readouterr().err.startswith(f"report: {path} {why}")
+    assert main.main(["rope", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"benchmarks: --out {tmp_path} is a folder; give a file\n"
 
 
 def test_a_second_run_takes_what_the_first_has_not_had_the_time_for(tmp_path):
@@ -411,7 +421,8 @@ def test_a_second_run_takes_what_the_first_has_not_had_the_time_for(tmp_path):
     ]
     sections_found = {"layer/512 tokens": {"jitted": {"us": 1.0}}, "decode/xla": lacking.SPENT}
     path = tmp_path / "first.json"
-    path.write_text(json.dumps({"rows": rows, "sections": sections_found}))
+    found = {"date": "2026-11-24", "rows": rows, "sections": sections_found}
+    path.write_text(json.dumps(found))
     out = str(tmp_path / "x.json")
     asked = main._plan(main._arguments(["--missing", str(path), "--out", out]))
     assert asked.names == ["rope", "layer", "decode"]

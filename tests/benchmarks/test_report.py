@@ -220,7 +220,7 @@ def test_what_cannot_be_reported(tmp_path, capsys):
 
 
 def test_the_tables_of_the_project_are_of_the_committed_results():
-    runs = [report._read(path) for path in sorted(report.RESULTS.glob("*.json"))]
+    runs = [report.read(path) for path in sorted(report.RESULTS.glob("*.json"))]
     assert (report.RESULTS / "README.md").read_text() == report.document(runs)
 
 

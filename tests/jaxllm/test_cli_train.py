@@ -431,7 +431,7 @@ def test_keys():
     assert _key(None) is None
     assert _key("question") == "question"
     assert _key("instruction,input") == ["instruction", "input"]
-    assert _key("{question}\\nAnswer: ") == "{question}\nAnswer: "
+    assert _key("{question}\\n\\tAnswer: ") == "{question}\n\tAnswer: "
     assert [_held_out(x) for x in (None, "0.2", "a.jsonl")] == [None, 0.2, "a.jsonl"]
 
 
@@ -567,6 +567,82 @@ def test_a_bare_resume_of_a_full_run_names_the_model(tune, fitted, folder, tmp_p
     _, printed, _ = tune(out, "--resume", model=folder.name)
     assert f"{out}/model, loss.png" in printed
     assert "adapter" not in printed
+
+
+def test_a_base_that_has_moved_is_recorded_where_it_is(tune, fitted, folder, records, tmp_path):
+    fitted({}, base_loss=2.0, loss=1.0)
+    out, there, moved, other = (tmp_path / name for name in ("out", "there", "moved", "other"))
+    shutil.copytree(folder, there)
+    assert tune(out, model=there)[0] == 0
+    (out / "checkpoints/4").mkdir(parents=True)
+    began = json.loads((out / "run.json").read_text())
+    there.rename(moved)
+    again = shutil.copy(records, tmp_path / "again.jsonl")
+    code, _, err = tune(out, "--resume", model=moved, data=again)
+    assert code == 0, err
+    assert json.loads((out / "run.json").read_text()) == began | {"model": str(moved)}
+    model, tokenizer = jaxllm.load(moved, dtype=None)
+    model.norm.weight.set_value(2 * model.norm.weight[...])
+    jaxllm.save(model, tokenizer, other)
+    tune(out, "--resume", model=other)
+    assert finetune.read_recipe(out).model == str(moved)
+
+
+def test_a_held_out_file_is_recorded_with_its_whole_path(
+    tune, fitted, records, tmp_path, monkeypatch
+):
+    fitted({}, base_loss=2.0, loss=1.0)
+    shutil.copy(records, tmp_path / "held.jsonl")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for out, file in (("relative", "held.jsonl"), ("home", "~/held.jsonl")):
+        assert tune(tmp_path / out, "--held-out", file)[0] == 0
+        assert finetune.read_recipe(tmp_path / out).held_out == str(tmp_path / "held.jsonl")
+
+
+def test_held_out_records_that_teach_nothing_are_told_apart(tune, tmp_path):
+    held, both = tmp_path / "held.jsonl", tmp_path / "both.jsonl"
+    long = json.dumps({"prompt": 99 * "a b ", "completion": "c"})
+    held.write_text(long)
+    both.write_text(long + '\n{"text": "a"}')  # of these two, the first is held out
+    for part, more, source in ((held, {}, held), (0.5, {"data": both}, f"0.5 of {both}")):
+        code, _, err = tune(tmp_path / "out", "--held-out", part, **more)
+        assert code == 2
+        assert "data: there is nothing to learn; 1 record: 0 examples" in err
+        assert err.endswith(f" (held out: {source})\n")
+
+
+@pytest.mark.parametrize("stop_ids", [7, [9, 7], None])
+def test_texts_end_as_the_checkpoint_says_where_the_tokenizer_does_not(
+    tune, fitted, folder, tmp_path, monkeypatch, stop_ids
+):
+    base, ends = tmp_path / "base", []
+    shutil.copytree(folder, base)
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        said = json.loads((base / name).read_text())
+        said.pop("eos_token", None)
+        if "eos_token_id" in said:
+            said["eos_token_id"] = stop_ids
+        (base / name).write_text(json.dumps(said))
+    fitted({}, base_loss=2.0, loss=1.0)
+    batches = finetune.data.batches
+    monkeypatch.setattr(
+        finetune.data,
+        "batches",
+        lambda examples, **options: (
+            ends.extend(int(x.targets[-1]) for x in examples) or batches(examples, **options)
+        ),
+    )
+    code, _, err = tune(tmp_path / "out", model=base)
+    if stop_ids is None:
+        assert code == 2
+        assert err == (
+            f"jaxllm: finetune: neither the tokenizer nor the config of {base} names an EOS token "
+            "to end texts with; give eos_token_id in its generation_config.json\n"
+        )
+    else:
+        assert code == 0, err
+        assert set(ends) == {np.ravel(stop_ids)[0]}
 
 
 def test_other_held_out_records_are_another_run(tune, fitted, records, tmp_path):

@@ -216,3 +216,25 @@ def test_configs_and_runtimes_are_hashable_by_value():
     lists = dataclasses.replace(ALL, layer_types=list(ALL.layer_types), modules_to_not_convert=[])
     assert (rope, lists) == (LONGROPE, ALL)
     assert (hash(rope), hash(lists)) == (hash(LONGROPE), hash(ALL))
+
+
+def test_sizes_may_be_integers_of_numpy():
+    config = dataclasses.replace(TINY, vocab_size=np.int64(TINY.vocab_size))
+    assert type(config.vocab_size) is int
+    assert config == TINY
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rope": None}, "rope must be a Rope, got None"),
+        ({"rope": {"rope_theta": 1e4}}, "rope must be a Rope, got {'rope_theta': 10000.0}"),
+        ({"sliding_rope": 1e4}, "sliding_rope must be a Rope, got 10000.0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be positive, got '1e-5'"),
+        ({"query_pre_attn_scalar": "a"}, "query_pre_attn_scalar must be positive or None, got 'a'"),
+        ({"num_hidden_layers": 1}, r"layer_types has 2 entries for 1 layers; give .* or \(\) for"),
+    ],
+)
+def test_fields_of_another_kind_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=f"^config: {sentence}"):
+        dataclasses.replace(TINY, **changes)

@@ -100,6 +100,19 @@ def test_we_read_what_peft_writes(peft, folder, kind, tmp_path):
     assert_same(logits(model, text), wanted, base)
 
 
+def test_an_adapter_of_the_head(peft, llama, tmp_path):
+    """PEFT saves the head's own weights beside it, where nobody says that it should not."""
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(original(llama), config)
+    model, _ = jaxllm.load(llama, "float32")
+    theirs.save_pretrained(tmp_path / "auto")
+    with pytest.raises(NotImplementedError, match="save it anew with save_embedding_layers=False"):
+        lora.load_peft(model, tmp_path / "auto")
+    theirs.save_pretrained(tmp_path / "alone", save_embedding_layers=False)
+    lora.load_peft(model, tmp_path / "alone")
+    assert lora.adapters(model).keys() == {"lm_head.lora_a", "lm_head.lora_b"}
+
+
 @KINDS
 def test_peft_reads_what_we_write(peft, folder, kind, tmp_path):
     model, _ = jaxllm.load(folder, "float32")

@@ -487,6 +487,17 @@ def test_tokens_that_cannot_be(tokens, sentence):
 
 
 @pytest.mark.own_errors
+@pytest.mark.parametrize("name", ["tokens", "positions", "segment_ids"])
+def test_numbers_of_64_bits_are_not_cut(name):
+    """2**32 + 5 would be id 5."""
+    model, few = tiny_models.build(tiny_models.TINY), np.arange(3, dtype=np.int64)[None, :]
+    given = {"tokens": few, "positions": few, "segment_ids": few + 1}
+    model(**given)
+    with pytest.raises(ValueError, match=f"^model: {name} must fit int32, but go from 42949"):
+        model(**{**given, name: given[name] + np.int64(2**32)})
+
+
+@pytest.mark.own_errors
 @pytest.mark.parametrize("name", ["positions", "segment_ids"])
 def test_shapes_that_disagree(name):
     with pytest.raises(

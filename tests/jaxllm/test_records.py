@@ -89,12 +89,27 @@ def test_jsonl_and_arrays_hold_the_same_records(tmp_path):
         '[{}, "b"]': "{}, entry 2: a record must be a JSON object, not 'b'",
         b'{"a": 1}\n\xff': "{}, line 2: the file is not UTF-8",
         "[" * 99999: "{}, line 1: this JSON is nested too deeply",
+        "[1]\n[2]": (
+            "{}, line 2: this is not JSON: Extra data at character 1; a file is one array, or has "
+            "an object on each line"
+        ),
+        '{"a": 1}\n{"a": 1' + 5000 * "0" + "}": ("{}, line 2: a number of 5001 digits is too long"),
+        '[{"a": 12},\n\n{"a": 1' + 5000 * "0" + "}]": (
+            "{}, line 3: a number of 5001 digits is too long"
+        ),
+        b"\x1f\x8b\x08\x00": "{} is compressed; decompress it first",
     }.items(),
 )
 def test_bad_files(tmp_path, content, sentence):
     path = write(tmp_path, content)
     with pytest.raises(ValueError, match=f"^data: {re.escape(sentence.format(path))}$"):
         records.read_records(path)
+
+
+def test_a_file_in_ones_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, '{"text": "a"}')
+    assert records.read_records("~/data.jsonl") == [{"text": "a"}]
 
 
 def test_files_that_are_not_there(tmp_path):
@@ -211,7 +226,9 @@ def test_keys_of_ones_own_come_before_other_forms():
     assert whole(encode(record, TINY, **keys)) == whole(
         encode({"prompt": "q", "completion": "a"}, TINY)
     )
-    assert whole(encode({"messages": chat}, TINY, **keys)) == whole(encode(record, TINY))
+    for key in keys:  # beside the other's default
+        with pytest.raises(ValueError, match="which prompt_key and completion_key name; the rec"):
+            encode(record, TINY, **{key: keys[key]})
 
 
 def test_a_field_that_is_null_is_none():
@@ -280,6 +297,19 @@ NO_FORM = "there is no 'messages', no 'prompt' with 'completion' and no 'text'; 
         ),
         ({"a": "x", "completion": "y"}, {"prompt_key": "{a"}, "the format '{a' cannot be read: "),
         ({"a": 1, "completion": "y"}, {"prompt_key": ["a", "b"]}, "'a' must be a text, not 1"),
+        (
+            {"question": "x", "text": "y"},
+            {"prompt_key": "question"},
+            "there is no 'question' with 'completion', which prompt_key and completion_key name; "
+            "the record has 'question', 'text'",
+        ),
+        (
+            {"question": "x", "answer": None, "messages": []},
+            {"prompt_key": "question", "completion_key": "answer"},
+            "there is no 'question' with 'answer', which prompt_key and completion_key name; the "
+            "record has 'question', 'answer' (null), 'messages'",
+        ),
+        ({"text": "y"}, {"completion_key": "a"}, "there is no 'prompt' with 'a', which"),
         ({"messages": "hi"}, {}, "'messages' must be a list of messages, not 'hi'"),
         ({"messages": []}, {}, "the list of messages is empty"),
         ({"messages": [], "tools": "f"}, {}, "'tools' must be a list of objects, not 'f'"),
@@ -477,7 +507,7 @@ def test_the_summary_counts():
         "2 records: 1 example, 4 tokens, 3 of them learnt; 1 longer than 10 tokens truncated, 13 "
         "tokens of them lost; 1 without anything to learn left out"
     )
-    with pytest.raises(ValueError, match="data: there is nothing to train on; 1 record: 0 exam"):
+    with pytest.raises(ValueError, match="data: there is nothing to learn; 1 record: 0 examples"):
         encode_records(rows[:1], TINY, length=10)
     with pytest.raises(ValueError, match="data: length must be 1 or more tokens, got 0"):
         encode_records(rows, TINY, length=0)

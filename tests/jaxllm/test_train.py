@@ -522,6 +522,29 @@ def test_an_optimiser_is_given_the_loss():
     assert state.opt_state[1].scale == 0.5
 
 
+def test_an_optimiser_that_takes_no_loss_is_given_none():
+    optimizer = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01))
+    state = train.init_state(make_model(), optimizer)
+    _, metrics = train.make_train_step(make_model(), optimizer)(state, make_batch())
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_loss_without_a_count_is_refused():
+    optimizer = optax.sgd(0.1)
+    state = train.init_state(make_model(), optimizer)
+    step = train.make_train_step(
+        make_model(), optimizer, lambda model, batch: model(batch["tokens"]).mean()
+    )
+    with pytest.raises(ValueError, match=r"^train: a loss returns the sum .* count, got one "):
+        step(state, make_batch())
+
+
+def test_one_batch_is_evaluated_as_a_list_of_it_is():
+    model = make_model()
+    evaluate, params = train.make_evaluate(model), train.parameters(model)
+    assert evaluate(params, make_batch()) == evaluate(params, [make_batch()])
+
+
 def test_a_compiled_step_may_be_part_of_another_program():
     optimizer = optax.sgd(0.1)
     step = train.make_train_step(make_model(), optimizer)

@@ -576,6 +576,15 @@ def test_a_folder_without_a_trace(tmp_path, said, monkeypatch):
     assert sentence in said.text.splitlines()
 
 
+def test_a_profile_without_kernels(tmp_path, said, monkeypatch):
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    monkeypatch.setattr(trace, "longest", lambda folder: [])
+    trainer(tmp_path, said=said, profile=2).fit()
+    sentence = f"{tmp_path}/profile: steps 3 to 4; the profile holds no kernels"
+    assert sentence in said.text.splitlines()
+
+
 # Forks processes that begin with everything imported, and no device asked for: each trains until it
 # is done or killed, and says so for each batch.
 NURSERY = """

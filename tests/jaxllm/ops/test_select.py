@@ -63,6 +63,11 @@ def test_an_unknown_name_is_told_the_names(implementation):
         select("attention", TABLE, implementation, 1)
 
 
+def test_what_is_no_name_is_said_so():
+    with pytest.raises(ValueError, match="^attention: implementation must be a name .* got None$"):
+        select("attention", TABLE, None, 1)  # pyright: ignore[reportArgumentType]
+
+
 def test_an_unknown_op_in_a_mapping_is_told_the_ops():
     """Else a slip of the pen would run with "auto" in silence."""
     with pytest.raises(ValueError, match="names no op: atention; there are attention, ") as error:
@@ -188,6 +193,8 @@ def test_chosen_is_what_runs():
         reasons = ops.explain("attention", q, k, k)
         first = next(name for name, reason in reasons.items() if reason is None)
         assert ops.chosen("attention", q, k, k) == first
+    with pytest.raises(TypeError, match="^chosen: rms_norm: missing a required argument: 'eps'"):
+        ops.chosen("rms_norm", np.ones((2, 8)), np.ones(8))
     with pytest.raises(ValueError, match="chosen: no op is named 'attend'; there are attention"):
         ops.chosen("attend")
     arrays = [heads(8, 4, jnp.float32)] * 3

@@ -1,0 +1,41 @@
+"""What a PEFT folder may hold beside the adapter; `test_lora.py` has the rest."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxllm.checkpoint import peft
+from jaxllm.checkpoint.peft import LowRank, read_folder, write_folder
+
+SHAPES = {"lm_head": (5, 4)}
+ONE = LowRank(np.ones((2, 4), np.float32), np.ones((5, 2), np.float32), None, 4.0, False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_folder(tmp_path, {"lm_head": ONE}, SHAPES, fused=False)
+    return tmp_path
+
+
+def test_how_eva_began_is_nothing_that_is_computed(folder):
+    file = folder / peft.CONFIG
+    eva = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0, "tau": 0.99}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | eva))
+    assert read_folder(folder, SHAPES, fused=False).keys() == {"lm_head"}
+
+
+def test_a_copy_of_the_base_is_refused_with_a_cure(folder):
+    file, name = folder / peft.TENSORS, "base_model.model.lm_head.base_layer.weight"
+    save_file(load_file(file) | {name: np.ones((5, 4), np.float32)}, file)
+    sentence = f"{file}: beside the adapter there are weights of its base: {name}; save it anew wit"
+    with pytest.raises(NotImplementedError, match=re.escape(sentence)):
+        read_folder(folder, SHAPES, fused=False)
+
+
+def test_the_older_format_is_named(folder):
+    (folder / peft.TENSORS).rename(folder / "adapter_model.bin")
+    with pytest.raises(ValueError, match="bin is of an older format, .* safe_serialization=True"):
+        read_folder(folder, SHAPES, fused=False)
