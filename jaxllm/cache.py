@@ -151,7 +151,7 @@ class RingKV:
 def _stored_dtype(dtype: Any) -> Any:
     """The dtype, if keys and values can be stored in it."""
     try:
-        stored = jnp.dtype(dtype)
+        stored = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
         if stored in _LARGEST or (jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1):
             return stored
     except TypeError:  # what is no dtype at all
@@ -300,6 +300,8 @@ class KVCache:
         for name, value in (("batch", batch), ("capacity", capacity)):
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise ValueError(f"cache: {name} must be a positive integer, got {value!r}")
+        if not isinstance(config, ModelConfig):
+            raise ValueError(f"cache: config must be a ModelConfig, got a {type(config).__name__}")
         stored = _stored_dtype(dtype)
         coded = stored in _LARGEST
 

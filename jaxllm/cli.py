@@ -384,11 +384,10 @@ def _chat(args: argparse.Namespace) -> int:
         "kv_dtype": args.kv_dtype,
     }
     defaults = model.generation
-    settings = {}
-    if defaults.do_sample:
-        said = {name: getattr(defaults, name, None) for name in SETTINGS}
-        settings = {name: value for name, value in said.items() if value is not None}
-    settings |= given
+    said = {name: getattr(defaults, name, None) for name in SETTINGS}
+    if not defaults.do_sample:
+        said.pop("temperature")
+    settings = {name: value for name, value in said.items() if value is not None} | given
     try:
         jaxllm.Sampling.of(1, **settings)
     except ValueError as error:  # what was given is right: `_settings` has looked

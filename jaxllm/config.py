@@ -251,9 +251,9 @@ class ModelConfig:
 class GenerationDefaults:
     """What a checkpoint says of sampling: `generation_config.json`, and `config.json` for ids.
 
-    `generate` takes only `stop_ids` from it; `jaxllm chat` takes the sampling too, when `do_sample`
-    is set. The other ids are only saved. A `top_k` of None was not said: all tokens are kept, as
-    with 0, but transformers takes 50.
+    `generate` takes only `stop_ids` from it; `jaxllm chat` takes the rest too, the temperature when
+    `do_sample` is set. The other ids are only saved. A `top_k` of None was not said: all tokens are
+    kept, as with 0, but transformers takes 50.
     """
 
     stop_ids: tuple[int, ...] = ()

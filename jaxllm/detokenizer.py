@@ -58,6 +58,8 @@ class StreamDecoder:
 
 def checked_ids(ids: Iterable[int]) -> list[int]:
     """The ids as integers; ValueError if one cannot be a token's."""
+    if not isinstance(ids, Iterable):
+        raise ValueError(f"tokenizer: ids must be a list of token ids, got {ids!r:.60}")
     found = []
     for i in ids:
         try:

@@ -31,6 +31,8 @@ def fuse(model: nnx.Module) -> None:
     inputs, and all or none have a bias. What was fused already is left as it is, and so are modules
     of your own in a layer's place.
     """
+    if not isinstance(model, nnx.Module):
+        raise ValueError(f"fuse: model must be a Flax module, not {type(model).__name__}")
     owners: list[tuple[str, Any]] = [
         (str(path[-1]), module)
         for path, module in nnx.iter_modules(model)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 from jaxllm.model import Transformer
-from jaxllm.prompts import Prompt
+from jaxllm.prompts import Prompt, several
 from jaxllm.results import GenerationResult
 from jaxllm.run import Run, integer, per_row
 from jaxllm.tokenizer import Tokenizer
@@ -39,9 +39,10 @@ def generate(
     Greedy by default: temperature 0 takes the likeliest token, top_k 0, top_p 1, min_p 0 keep all,
     penalties of 1 (repetition) and 0 change nothing. Settings, seeds and max_new_tokens are one
     value for all rows or one a row. In float32 a row's tokens depend on its own prompt, settings
-    and seed alone; in 16 bits, and with ternary weights, a batch of another size may round
-    otherwise.
-    `stop_ids` end a row (None: the checkpoint's own; []: none), and so do the texts of `stop`.
+    and seed alone; in 16 bits, with ternary weights and with a cache of 8 bits, a batch of another
+    size, or another `prefill_chunk`, may round otherwise.
+    `stop_ids` end a row (None: the checkpoint's own; []: none), and so do the texts of `stop`,
+    special tokens among them.
     `top_logprobs` alternatives are returned for every token. `steps_per_dispatch` tokens are made
     on the device between two looks from the host, which sees stop strings only then; prompts longer
     than `prefill_chunk` go in by chunks. `progress` is called with the tokens made and the most
@@ -52,6 +53,8 @@ def generate(
     the vocabulary, settings out of range, logits that are not finite; MemoryError, before anything
     is allocated, if the batch does not fit.
     """
+    if not callable(progress) and progress is not None:
+        raise ValueError(f"generate: progress must be a function or None, got {progress!r:.60}")
     run = Run(
         model,
         tokenizer,
@@ -143,6 +146,8 @@ def stream(
     """
     if tokenizer is None:
         raise ValueError("stream: text needs a tokenizer; generate gives token ids without one")
+    if several(prompt):
+        raise ValueError(f"stream: takes one prompt, not a list of them, got {prompt!r:.60}")
     return TextStream(
         Run(
             model,

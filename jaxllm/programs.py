@@ -77,6 +77,8 @@ class Weights:
 
 def flatten(model: Transformer) -> Weights:
     """The arrays of a model, for `prefill`, `decode_step` and `decode`: once, not at every call."""
+    if not isinstance(model, Transformer):
+        raise ValueError(f"flatten: model must be a Transformer, not {type(model).__name__}")
     # No program reads `generation`: models that differ in nothing else share their programs. Of a
     # copy, for another thread may be reading the model's own.
     model = copy.copy(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -39,13 +40,38 @@ def encode_prompts(
         prompts = prompts.tolist()
     if isinstance(prompts, Mapping) or not isinstance(prompts, Listed):
         raise ValueError(f"generate: prompts are {_KINDS} or a list of those, got {prompts!r:.60}")
-    several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not several:
+    if not isinstance(prompts, str) and not prompts:
         raise ValueError("generate: there are no prompts")
-    first = several[0]
-    if isinstance(first, int | np.integer | Mapping) or getattr(first, "ndim", None) == 0:
-        several = [prompts]  # one list of ids (or array), or one chat
-    return [_encode(i, prompt, tokenizer, vocab_size) for i, prompt in enumerate(several)]
+    every: list[Any] = list(prompts) if several(prompts) else [prompts]
+    return [_encode(i, prompt, tokenizer, vocab_size) for i, prompt in enumerate(every)]
+
+
+def several(prompts: Any) -> bool:
+    """Whether it is a list of prompts, and neither a text, nor a chat, nor ids."""
+    if isinstance(prompts, jax.Array | np.ndarray):
+        return prompts.ndim > 1
+    if isinstance(prompts, str) or not isinstance(prompts, Listed) or not prompts:
+        return False
+    return not (isinstance(prompts[0], Mapping) or _is_number(prompts[0]))
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | np.integer) or getattr(x, "ndim", None) == 0
+
+
+def _id(i: int, token: Any, vocab_size: int) -> int:
+    """The id, of prompt i."""
+    try:
+        number = None if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        number = None
+    if number is None:
+        raise ValueError(f"generate: prompt {i} holds {token!r:.60}; a prompt is {_KINDS}")
+    if not 0 <= number < vocab_size:
+        raise ValueError(
+            f"generate: prompt {i} holds the id {number}; ids are from 0 to {vocab_size - 1}"
+        )
+    return number
 
 
 def _encode(i: int, prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Encoded:
@@ -70,14 +96,7 @@ def _encode(i: int, prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -
         ids = tokenizer.encode(prompt)
     if not ids:  # of a text of control characters, say, or of a chat that its template leaves out
         raise ValueError(f"generate: the tokenizer makes no token of prompt {i}, {prompt!r:.40}")
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise ValueError(f"generate: prompt {i} holds {token!r:.60}; a prompt is {_KINDS}")
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"generate: prompt {i} holds the id {token}; ids are from 0 to {vocab_size - 1}"
-            )
-    ids = [int(token) for token in ids]
+    ids = [_id(i, token, vocab_size) for token in ids]
     if tokenizer is None:
         return Encoded(ids, None)
     # A text goes on behind its prompt, its leading space included; an answer in a chat begins.

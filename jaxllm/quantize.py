@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -169,7 +169,8 @@ def quantize(
         the head as it is. "ternary" makes x int8 a token, too; of a BitNet it is what the model
         computes anyway, in fewer bytes, and the one scheme that its projections take.
     group_size: numbers along the inputs that share a scale, of the projections; None: the scheme's
-        own, and for int4 the largest of 128, 64 and 32 that divides.
+        own, and for int4 the largest of 128, 64 and 32 that divides, or else the largest even one
+        below 128 that does.
     keep: projections that stay: the last part of a name, or a pattern of whole dotted names.
     from_host: of a model that was loaded into the host's memory (with `on_host()`). Each weight is
         brought to the default device to be packed there, and then all that stays as it is: the
@@ -182,9 +183,12 @@ def quantize(
     check_scheme(scheme)
     if head is not None:
         check_scheme(head)
-    if group_size is not None and not isinstance(group_size, int | np.integer):
+    whole = isinstance(group_size, int | np.integer) and not isinstance(group_size, bool)
+    if group_size is not None and not whole:
         raise ValueError(f"quantize: group_size must be an integer or None, got {group_size!r}")
     keep = (keep,) if isinstance(keep, str) else keep
+    if not isinstance(keep, Iterable) or not all(isinstance(name, str) for name in keep):
+        raise ValueError(f"quantize: keep must be a list of names or patterns, got {keep!r:.60}")
     _check_projections(model, scheme, group_size, keep)
     kinds = (Linear, BitLinear) if scheme == "ternary" else (Linear,)
     wanted = dict.fromkeys(linears(model, (*KEEP, *keep), kinds), (scheme, group_size))

@@ -76,7 +76,7 @@ class Run:
         self.steps = min(integer("steps_per_dispatch", steps_per_dispatch, 1), limit)
         self.chunk = min(integer("prefill_chunk", prefill_chunk, 1), limit)
         self.top_logprobs = integer("top_logprobs", top_logprobs, 0, config.vocab_size)
-        if kv_dtype not in (None, *KV_DTYPES):
+        if kv_dtype is not None and not (isinstance(kv_dtype, str) and kv_dtype in KV_DTYPES):
             raise ValueError(
                 f"generate: kv_dtype {kv_dtype!r} is not one of {', '.join(KV_DTYPES)}, None"
             )
@@ -108,9 +108,11 @@ class Run:
         vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
         self.vocab_size = vocab_size if vocab_size < config.vocab_size else None
         # Not checked: Phi3Config of transformers says 32000 with any vocabulary
-        wanted = model.generation.stop_ids
+        wanted = list(model.generation.stop_ids)
         if stop_ids is not None:
             wanted = _ids("stop_ids", stop_ids, config.vocab_size)
+        if tokenizer is not None:  # which have no text to be found in
+            wanted += tokenizer.special_ids(stop)
         slots = -(-max(len(wanted), 1) // STOP_IDS_BUCKET) * STOP_IDS_BUCKET
         self.stop_ids = np.full(slots, -1, np.int32)
         self.stop_ids[: len(wanted)] = wanted

@@ -292,7 +292,9 @@ def top_log_probs(
 
 def _rows(name: str, value: Any, batch: int) -> np.ndarray:
     dtype, allowed, phrase = _RULES[name]
-    if isinstance(value, np.ndarray | jax.Array):
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"sampling: {name} must be {phrase}, got a key, {value.dtype}")
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
         value = value.tolist()
     one_a_row = isinstance(value, Sequence) and not isinstance(value, str)
     values: list[Any] = list(value) if one_a_row else [value] * batch

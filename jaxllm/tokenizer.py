@@ -49,6 +49,11 @@ class Tokenizer:
 
         Raises: ValueError if a file is missing, corrupt or contradicts another.
         """
+        if not isinstance(files, Mapping):
+            raise ValueError(
+                f"{source}: files must be a mapping from names to contents, got {files!r:.60}; "
+                "Tokenizer.from_folder reads a folder"
+            )
         self._files, self._source = dict(files), source
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._files[_TOKENIZER])
@@ -149,6 +154,11 @@ class Tokenizer:
         """Whether it encodes a text as if a space stood before it."""
         mark, marked, alone = (self._encode(text).ids for text in ("\x01", "\x01a", "a"))
         return marked[len(mark) :] != alone
+
+    def special_ids(self, texts: Iterable[str]) -> list[int]:
+        """The ids of those texts that are special tokens, which decoding leaves out."""
+        ids = (self._tokenizer.token_to_id(text) for text in texts if text in self._special)
+        return [i for i in ids if i is not None]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, after the BOS, or what else prompts of this checkpoint begin with.

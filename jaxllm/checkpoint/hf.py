@@ -163,7 +163,9 @@ def _with_weight_dtype(
     runtime: Runtime | None, dtype: Any, hf: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Runtime:
     """The runtime with the dtype that parameters get."""
-    runtime = runtime or Runtime()
+    runtime = Runtime() if runtime is None else runtime
+    if not isinstance(runtime, Runtime):
+        raise ValueError(f"load: runtime must be a Runtime or None, got {runtime!r:.60}")
     try:
         asked = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:  # of torch, say

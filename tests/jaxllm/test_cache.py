@@ -240,7 +240,12 @@ def test_sizes_that_are_none(sizes, words):
         KVCache.create(TINY, *sizes, jnp.float32)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, "int4", jnp.float8_e5m2, "fp8", bool])
+def test_the_config_of_a_model_is_wanted_and_not_the_model():
+    with pytest.raises(ValueError, match="^cache: config must be a ModelConfig, got a dict$"):
+        KVCache.create({}, 1, 8, jnp.float32)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, "int4", jnp.float8_e5m2, "fp8", bool, None])
 def test_dtypes_that_would_not_hold_the_numbers(dtype):
     """They were cast to them, and the logits were wrong."""
     with pytest.raises(ValueError, match="^cache: dtype must be a float of 16 bits or more, int8"):

@@ -140,6 +140,25 @@ def test_chat_of_a_checkpoint_that_says_no_top_k(talker, tmp_path, monkeypatch):
     assert main(["chat", str(folder), "--max-new-tokens", "2", NO_CACHE]) == 0
 
 
+@pytest.mark.parametrize(("given", "temperature"), [([], None), (["--temperature", "0.7"], 0.7)])
+def test_chat_takes_what_else_a_checkpoint_says_without_do_sample(
+    talker, tmp_path, monkeypatch, given, temperature
+):
+    folder = tmp_path / "penalised"
+    shutil.copytree(talker, folder)
+    said = {"temperature": 0.3, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.5}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    seen = []
+    stream = jaxllm.stream
+    monkeypatch.setattr(jaxllm, "stream", lambda *a, **k: seen.append(k) or stream(*a, **k))
+    assert main(["chat", str(folder), "--max-new-tokens", "2", *given, NO_CACHE]) == 0
+    assert seen[0].get("temperature") == temperature
+    assert {name: seen[0][name] for name in ("top_k", "top_p", "repetition_penalty")} == {
+        name: said[name] for name in ("top_k", "top_p", "repetition_penalty")
+    }
+
+
 def test_chat_goes_on_behind_the_largest_seed(talker, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi.\nAnd?"))
     arguments = ["chat", str(talker), "--max-new-tokens", "8", NO_CACHE]

@@ -81,6 +81,13 @@ def test_packed_weights_are_joined(scheme):
     np.testing.assert_allclose(logits(model, tokens(config)), before, atol=2e-5)
 
 
+def test_what_is_no_module_is_refused():
+    with pytest.raises(ValueError, match="^fuse: model must be a Flax module, not dict$"):
+        jaxllm.fuse({})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="^flatten: model must be a Transformer, not dict$"):
+        jaxllm.flatten({})  # pyright: ignore[reportArgumentType]
+
+
 def test_fusing_twice_is_fusing_once():
     model = build(TINY)
     fusion.fuse(model)

@@ -185,6 +185,12 @@ def test_a_warm_up_takes_one_number_of_new_tokens_a_row(tiny):
     assert jaxllm.compile_count() == before
 
 
+@pytest.mark.parametrize("scalar", [np.int64, jnp.int32, np.array])
+def test_ids_may_be_integers_of_any_kind(tiny, scalar):
+    ours = jaxllm.generate(tiny, None, [scalar(3), scalar(5)], max_new_tokens=3)
+    assert ours.tokens == jaxllm.generate(tiny, None, [3, 5], max_new_tokens=3).tokens
+
+
 @pytest.mark.parametrize("array", [np.array, jnp.array])
 def test_arrays_for_lists_and_numbers(tiny, array):
     prompts = [[5, 9], [7, 1]]
@@ -320,6 +326,21 @@ def test_stop_strings_across_token_borders(stories):
     assert len(pieces) > 1
 
 
+def test_a_special_token_stops_as_a_stop_string(stories):
+    """Its text is left out of what is searched for stop strings."""
+    model, tokenizer, _ = stories
+    call = {"max_new_tokens": 6, "prompts": [5, 1, 7]}
+    likeliest = jaxllm.generate(model, tokenizer, **call, stop_ids=[]).tokens[0]
+    tokenizer.special_ids = lambda texts: likeliest[2:3] if "<s>" in texts else []
+    try:
+        stopped = jaxllm.generate(model, tokenizer, **call, stop_ids=[], stop="<s>")
+    finally:
+        del tokenizer.special_ids
+    assert stopped.tokens[0] == likeliest[:3]
+    assert stopped.finish_reasons == ["stop"]
+    assert tokenizer.special_ids(["<s>", "Once", "</s>", "no token"]) == [1, 2]
+
+
 def test_stream_gives_the_text_of_generate(stories):
     model, tokenizer, _ = stories
     pieces = jaxllm.stream(model, tokenizer, "Once upon a time", max_new_tokens=40)
@@ -404,6 +425,10 @@ def test_logits_that_are_not_finite_are_said(settings):
         ([[1]], {"prefill_chunk": 0}, "prefill_chunk"),
         ([[1]], {"kv_dtype": "int4"}, "kv_dtype 'int4' is not one of int8, fp8, None"),
         ([[1]], {"kv_dtype": jnp.int8}, "is not one of int8, fp8, None"),
+        ([[1]], {"kv_dtype": np.dtype("int8")}, "is not one of int8, fp8, None"),
+        ([[1]], {"progress": 5}, "progress must be a function or None, got 5"),
+        ([[1]], {"seed": jax.random.key(0)}, "seed must be an integer from 0 to 2**32 - 1, got a"),
+        ([True, 2], {}, "prompt 0 holds True"),
         ([[1]], {"stop": "x"}, "stop strings need a tokenizer"),
         ([[1]], {"top_logprobs": 62}, "top_logprobs must be an integer from 0 to 61, got 62"),
         ([[1]], {"top_logprobs": 2.5}, "top_logprobs"),
@@ -449,6 +474,9 @@ def test_bad_calls_with_a_tokenizer(stories):
         jaxllm.generate(model, tokenizer, [{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="needs a tokenizer"):
         jaxllm.stream(model, None, [1, 2])
+    for prompts in (["a"], [[1, 2]], np.ones((1, 2), int)):
+        with pytest.raises(ValueError, match="^stream: takes one prompt, not a list of them, got "):
+            jaxllm.stream(model, tokenizer, prompts)
     with pytest.raises(ValueError, match="temperature"):
         jaxllm.stream(model, tokenizer, "a", temperature=-1.0)  # before the first piece
 

@@ -343,6 +343,8 @@ def test_a_model_of_shapes_alone_is_packed_too():
         (("nvfp4",), {}, "groups of 16 do not divide the [24]. inputs of layers.0.*_proj evenly$"),
         (("int8",), {"head": "mxfp8"}, "groups of 32 do not divide the 24 inputs of lm_head eve"),
         (("int4", 8.0), {}, "group_size must be an integer or None, got 8.0"),
+        (("int8", True), {}, "group_size must be an integer or None, got True"),
+        (("int8",), {"keep": 5}, "keep must be a list of names or patterns, got 5"),
         (
             ("int8",),
             {"head": "int8", "keep": ("lm_head",)},

@@ -7,6 +7,7 @@ nothing else, and on rows without equal scores it asks for the same set.
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -713,6 +714,8 @@ def test_one_number_or_one_a_row():
     np.testing.assert_array_equal(rows.seed, [0, 1, 2])
     np.testing.assert_array_equal(rows.top_p, np.array([0.1, 0.5, 1], np.float32))
     assert Sampling.of(1, seed=2**32 - 1).seed.dtype == np.uint32
+    with warnings.catch_warnings(action="error"):
+        np.testing.assert_array_equal(Sampling.of(1, temperature=np.float16(0.5)).temperature, 0.5)
     again = jax.jit(lambda s: s)(rows)
     for before, after in zip(jax.tree.leaves(rows), jax.tree.leaves(again), strict=True):
         assert before.dtype == after.dtype

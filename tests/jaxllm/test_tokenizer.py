@@ -466,6 +466,12 @@ def test_wrong_texts_and_ids():
         with pytest.raises(ValueError, match=sentence):
             tokenizer.stream().push([1, wrong])  # type: ignore[list-item]
     assert tokenizer.decode([10**6]) == ""
+    with pytest.raises(ValueError, match="^tokenizer: ids must be a list of token ids, got 5$"):
+        tokenizer.decode(5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ValueError, match="^tokenizer: files must be a mapping .*; Tokenizer.from_"
+    ):
+        Tokenizer("folder")  # pyright: ignore[reportArgumentType]
 
 
 def test_no_chat_template():

@@ -161,6 +161,8 @@ def test_the_runtime_is_kept_and_must_agree(folder):
     assert model.runtime.param_dtype == "float16"
     with pytest.raises(ValueError, match="dtype is 'bfloat16', but the runtime's param_dtype"):
         load(folder, runtime=Runtime(param_dtype="float32"))
+    with pytest.raises(ValueError, match="^load: runtime must be a Runtime or None, got {'dtype'"):
+        load(folder, runtime={"dtype": "float32"})
     with pytest.raises(ValueError, match="'int8' is not one of float32, bfloat16, float16, None"):
         load(folder, dtype="int8")
     with pytest.raises(ValueError, match="'torch.bfloat16' is not one of float32, bfloat16"):
