@@ -56,6 +56,15 @@ def test_a_positive_second_moment_never_becomes_zero():
     assert back[0, 2] == 0
 
 
+@pytest.mark.parametrize("shape", [(64, 256), (3, 40, 300)])
+def test_it_starts_from_what_zeros_are_quantised_to(shape):
+    state = optimizers.scale_by_adam_8bit().init({"w": jnp.ones(shape)})
+    for moment, signed in ((state.mu, True), (state.nu, False)):
+        zeros = optimizers.quantize(jnp.zeros(shape), signed=signed)
+        jax.tree.map(np.testing.assert_array_equal, moment["w"], zeros)
+        jax.tree.map(lambda x, y: np.testing.assert_equal(x.dtype, y.dtype), moment["w"], zeros)
+
+
 def run(optimizer, steps: int = 60) -> tuple[np.ndarray, list[float]]:
     """Least squares with a matrix of 4096 numbers; the weights at the end, and the losses."""
     rng = np.random.default_rng(0)

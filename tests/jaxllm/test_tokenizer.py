@@ -468,9 +468,7 @@ def test_wrong_texts_and_ids():
     assert tokenizer.decode([10**6]) == ""
     with pytest.raises(ValueError, match="^tokenizer: ids must be a list of token ids, got 5$"):
         tokenizer.decode(5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        ValueError, match="^tokenizer: files must be a mapping .*; Tokenizer.from_"
-    ):
+    with pytest.raises(ValueError, match="^tokenizer: files must be a mapping .*; Tokenizer.from_"):
         Tokenizer("folder")  # pyright: ignore[reportArgumentType]
 
 
