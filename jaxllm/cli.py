@@ -386,7 +386,9 @@ def _chat(args: argparse.Namespace) -> int:
     defaults = model.generation
     said = {name: getattr(defaults, name, None) for name in SETTINGS}
     if not defaults.do_sample:
-        said.pop("temperature")
+        said["temperature"] = None
+    if not (given.get("temperature") or said["temperature"]):  # what says how to draw says nothing
+        said |= dict.fromkeys(DRAWS)
     settings = {name: value for name, value in said.items() if value is not None} | given
     try:
         jaxllm.Sampling.of(1, **settings)

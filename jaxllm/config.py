@@ -34,7 +34,8 @@ def check_size(owner: str, name: str, value: Any) -> int:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and bool(value > 0)
+    """Whether it is a number above 0, NumPy's and JAX's too."""
+    return hasattr(value, "__float__") and not isinstance(value, bool) and bool(value > 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +164,8 @@ class ModelConfig:
         for name in ("rope", "sliding_rope"):
             rope = getattr(self, name)
             if not isinstance(rope, Rope) and (name == "rope" or rope is not None):
-                raise ValueError(f"config: {name} must be a Rope, got {rope!r:.80}")
+                kinds = "a Rope" if name == "rope" else "a Rope or None"
+                raise ValueError(f"config: {name} must be {kinds}, got {rope!r:.80}")
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
         if self.num_attention_heads % self.num_key_value_heads:

@@ -42,7 +42,7 @@ def generate(
     and seed alone; in 16 bits, with ternary weights and with a cache of 8 bits, a batch of another
     size, or another `prefill_chunk`, may round otherwise.
     `stop_ids` end a row (None: the checkpoint's own; []: none), and so do the texts of `stop`,
-    special tokens among them.
+    a special token among them (one inside of a longer text is not found).
     `top_logprobs` alternatives are returned for every token. `steps_per_dispatch` tokens are made
     on the device between two looks from the host, which sees stop strings only then; prompts longer
     than `prefill_chunk` go in by chunks. `progress` is called with the tokens made and the most

@@ -97,7 +97,7 @@ class Transformer(nnx.Module):
         are no integers, concrete ones do not fit int32, the tokens are more than the model has
         positions, or the cache is one of another model or number of rows.
         """
-        given = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+        given = tokens if isinstance(tokens, np.ndarray) else jnp.asarray(tokens)
         if given.ndim != 2 or not jnp.issubdtype(given.dtype, jnp.integer):
             raise ValueError(
                 f"model: tokens must be integers of shape [B, T], got {given.dtype}{given.shape}"
@@ -201,7 +201,7 @@ def _others(block: nnx.Module) -> Iterable[tuple[tuple[Any, ...], Any]]:
 
 def _int32(name: str, x: Any) -> Int[Array, "B T"]:
     """The integers as int32. Raises: ValueError if concrete ones, which jnp cuts, do not fit."""
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    x = x if isinstance(x, np.ndarray) else jnp.asarray(x)
     held = jnp.iinfo(jnp.int32)
     wider = x.dtype in (np.int64, np.uint32, np.uint64)
     if wider and x.size and not isinstance(x, Tracer):

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt8
 
 BLOCK = 256  # numbers that share a scale
@@ -146,7 +147,8 @@ def scale_by_adam_8bit(
     """`optax.scale_by_adam` with moments in eight bits between the steps.
 
     A parameter of fewer than `min_size` numbers or less than two axes keeps float32 moments.
-    Within a step the moments are float32, and so are the updates.
+    Within a step the moments are float32, and so are the updates; but within `jax.shard_map` those
+    of one parameter at a time.
     Source: Dettmers et al. 2021, arXiv:2110.02861; blocks of 256, of the last axis only.
     """
 
@@ -188,12 +190,16 @@ def scale_by_adam_8bit(
             return step, (mu, nu)
 
         leaves, tree = jax.tree.flatten(updates)
-        steps_, new = [], []
+        steps_, new, last = [], [], None
+        # Within a `shard_map` a barrier would make all vary over its axes
+        spread = bool(jax.sharding.get_abstract_mesh().manual_axes)
         for old in zip(
             leaves, tree.flatten_up_to(state.mu), tree.flatten_up_to(state.nu), strict=True
         ):
-            if new:  # one after the other: else XLA would hold the moments of all in float32
-                old, new[-1] = jax.lax.optimization_barrier((old, new[-1]))
+            if isinstance(old[0], Tracer) and isinstance(old[1], Quantized) and not spread:
+                if last is not None:  # one after the other: else XLA holds all moments in float32
+                    old, new[last] = jax.lax.optimization_barrier((old, new[last]))
+                last = len(new)
             step, moment = leaf(*old)
             steps_.append(step)
             new.append(moment)

@@ -186,9 +186,11 @@ def quantize(
     whole = isinstance(group_size, int | np.integer) and not isinstance(group_size, bool)
     if group_size is not None and not whole:
         raise ValueError(f"quantize: group_size must be an integer or None, got {group_size!r}")
-    keep = (keep,) if isinstance(keep, str) else keep
-    if not isinstance(keep, Iterable) or not all(isinstance(name, str) for name in keep):
+    if not isinstance(keep, Iterable):
         raise ValueError(f"quantize: keep must be a list of names or patterns, got {keep!r:.60}")
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    if not all(isinstance(name, str) for name in keep):
+        raise ValueError(f"quantize: keep must hold names or patterns, got {keep!r:.60}")
     _check_projections(model, scheme, group_size, keep)
     kinds = (Linear, BitLinear) if scheme == "ternary" else (Linear,)
     wanted = dict.fromkeys(linears(model, (*KEEP, *keep), kinds), (scheme, group_size))

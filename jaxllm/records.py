@@ -15,6 +15,7 @@ import json
 import os
 import re
 import string
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -26,6 +27,7 @@ from jaxllm.tokenizer import Tokenizer
 IGNORE = -100  # a target that is not counted, as in jaxllm.train
 ON_LONG = ("truncate", "split", "drop")
 GZIP = b"\x1f\x8b"  # how such a file begins
+_STRING = re.compile(r'"(?:\\.|[^"\\])*"')  # of JSON, where it holds no line break
 Key = str | Sequence[str]
 PROMPT, COMPLETION = "prompt", "completion"  # the keys of these, where nobody says others
 
@@ -87,10 +89,12 @@ def _json(text: str, where: Callable[[int], str]) -> Any:
             reason += "; a file is one array, or has an object on each line"
         raise ValueError(f"data: {where(error.lineno)}: this is not JSON: {reason}") from None
     except ValueError:  # Python reads no whole number of more than 4300 digits
-        longest = max(re.finditer(r"\d+", text), key=lambda found: len(found[0]))
-        place = where(text.count("\n", 0, longest.start()) + 1)
-        digits = len(longest[0])
-        raise ValueError(f"data: {place}: a number of {digits} digits is too long") from None
+        outside = _STRING.sub('""', text)
+        long = re.search(rf"[0-9]{{{sys.get_int_max_str_digits() + 1},}}(?![0-9.eE])", outside)
+        if long is None:
+            raise
+        place = where(outside.count("\n", 0, long.start()) + 1)
+        raise ValueError(f"data: {place}: a number of {len(long[0])} digits is too long") from None
     except RecursionError:
         raise ValueError(f"data: {where(1)}: this JSON is nested too deeply") from None
 

@@ -423,10 +423,10 @@ def _functional(model: Transformer, loss: Loss) -> Callable[[Params, Batch], Any
             _check_keys(batch)
         flat = {path: nnx.Param(params[name]) for name, path in names.items()}
         found = loss(nnx.merge(graph, nnx.from_flat_state(flat)), batch)
-        if not isinstance(found, tuple) or len(found) != 2:
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            got = f"{len(found)} values" if isinstance(found, tuple | list) else "one value"
             raise ValueError(
-                "train: a loss returns the sum of the targets' losses and their count, got one "
-                f"{type(found).__name__}"
+                f"train: a loss returns the sum of the targets' losses and their count, got {got}"
             )
         return found
 

@@ -38,14 +38,6 @@ WRITES_REFERENCES = VERSION >= (0, 11)
 # Mosaic of jax 0.10 lowers norms, say, but neither attention nor the loss; ends with jax 0.10.
 LOWERS = VERSION >= (0, 11)
 
-# Mosaic asks which assembler there is, by a process of 10 ms, wherever a kernel converts from or to
-# 8 bits or a truth value: half the time that lowering attention took. Here it asks once in a
-# process; ends with the jax that remembers the answer itself.
-_library: Any = fragmented_array.mgpu_lib  # pyright: ignore[reportPrivateImportUsage]
-if _library is not None:  # None: JAX's CUDA plugin is not installed
-    _plugin = _library._mosaic_gpu_ext
-    _plugin._get_ptxas_isa_version = functools.cache(_plugin._get_ptxas_isa_version)
-
 
 def why_not_written() -> str | None:
     """What keeps a kernel from writing into an array that it is given; ends with jax 0.10."""
@@ -57,6 +49,18 @@ def why_not_written() -> str | None:
 def why_not_lowered() -> str:
     """What keeps a kernel from a Hopper GPU without `LOWERS`; ends with jax 0.10."""
     return f"needs jax 0.11 or newer (Python 3.12) on a Hopper GPU, found {jax.__version__}"
+
+
+@functools.cache
+def _ask_for_the_assembler_once() -> None:
+    """Mosaic of jax 0.10 to 0.12 asks which ptxas there is, by a process of 12 ms, wherever a
+    kernel converts from or to 8 bits or a truth value: half the time of lowering. Here its function
+    remembers the answer; ends with the jax that does so itself.
+    """
+    library: Any = fragmented_array.mgpu_lib  # pyright: ignore[reportPrivateImportUsage]
+    if library is not None and VERSION < (0, 13):  # None: JAX's CUDA plugin is not installed
+        plugin = library._mosaic_gpu_ext
+        plugin._get_ptxas_isa_version = functools.cache(plugin._get_ptxas_isa_version)
 
 
 def kernel(
@@ -80,6 +84,8 @@ def kernel(
     With `interpret` it runs in the interpreter, which looks for races. Whole numbers in a kernel
     have 32 bits, also where jax_enable_x64 is set.
     """
+    if not interpret:
+        _ask_for_the_assembler_once()
     run = plgpu.kernel(
         body,
         out_type=out_type,

@@ -486,6 +486,12 @@ def test_tokens_that_cannot_be(tokens, sentence):
         traced(Runtime(), tokens=tokens)
 
 
+def test_ids_may_be_lists_of_what_is_traced():
+    model = tiny_models.build(tiny_models.TINY)
+    ours = jax.jit(lambda a, b: model([[a, b]], positions=[[0, a]]))(3, 4)
+    np.testing.assert_allclose(ours, model([[3, 4]], positions=[[0, 3]]), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.own_errors
 @pytest.mark.parametrize("name", ["tokens", "positions", "segment_ids"])
 def test_numbers_of_64_bits_are_not_cut(name):

@@ -3,6 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxllm import aot, optimizers
 from jaxllm.optimizers import Quantized
@@ -98,6 +100,21 @@ def test_it_goes_where_adamw_goes():
     # A code of the upper decades is within 1 % of its number; of the second moment the root is
     assert np.linalg.norm(ours - other) < 0.05 * np.linalg.norm(other)
     assert np.linalg.norm(ours - other) > 1e-4 * np.linalg.norm(other)
+
+
+def test_parameters_may_vary_over_the_axes_of_a_mesh_or_not():
+    """One after the other, but not so that one that is alike everywhere would vary as others do."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    optimizer = optimizers.scale_by_adam_8bit()
+    params = {name: jnp.ones((64, 64)) for name in ("a", "b", "c", "d")} | {"norm": jnp.ones(64)}
+    state = optimizer.init(params)
+    over = {name: P("x") if name in "bd" else P() for name in params}
+    places = optimizers.Adam8BitState(P(), over, over)
+    spread = jax.shard_map(
+        optimizer.update, mesh=mesh, in_specs=(over, places), out_specs=(over, places)
+    )
+    ours, theirs = jax.jit(spread)(params, state), jax.jit(optimizer.update)(params, state)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_small_parameters_are_exactly_adamw():

@@ -367,6 +367,13 @@ def test_what_cannot_be_packed_is_said_and_nothing_is_changed(arguments, keyword
     assert tiny_models.weights(model).keys() == before
 
 
+def test_names_that_stay_may_come_from_a_generator():
+    model = tiny_models.build(TINY)
+    jaxllm.quantize(model, "int8", keep=(name for name in ["q_proj"]))
+    kinds = {type(model.layers[0].attention.q_proj), type(model.layers[0].attention.k_proj)}
+    assert kinds == {Linear, PackedLinear}
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_is_named_and_nothing_is_changed(bad):
     model = tiny_models.build(TINY)

@@ -97,6 +97,9 @@ def test_jsonl_and_arrays_hold_the_same_records(tmp_path):
         '[{"a": 12},\n\n{"a": 1' + 5000 * "0" + "}]": (
             "{}, line 3: a number of 5001 digits is too long"
         ),
+        '[{"a": "' + 9000 * "9" + '\\""},\n{"a": 1' + 5000 * "0" + "}]": (
+            "{}, line 2: a number of 5001 digits is too long"
+        ),
         b"\x1f\x8b\x08\x00": "{} is compressed; decompress it first",
     }.items(),
 )
