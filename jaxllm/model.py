@@ -102,16 +102,11 @@ class Transformer(nnx.Module):
             raise ValueError(
                 f"model: tokens must be integers of shape [B, T], got {given.dtype}{given.shape}"
             )
-        tokens = _int32("tokens", given)
-        for name, array in (("positions", positions), ("segment_ids", segment_ids)):
-            if array is None:
-                continue
-            if jnp.shape(array) != tokens.shape:
-                raise ValueError(
-                    f"model: {name} has shape {jnp.shape(array)}, but tokens have {tokens.shape}"
-                )
-            if jnp.issubdtype(kind := jnp.asarray(array).dtype, jnp.inexact):
-                raise ValueError(f"model: {name} must be integers, got {kind}")
+        tokens = _int32("tokens", given, given.shape)
+        if positions is not None:
+            positions = _int32("positions", positions, tokens.shape)
+        if segment_ids is not None:
+            segment_ids = _int32("segment_ids", segment_ids, tokens.shape)
         b, t = tokens.shape
         if cache is not None:
             cache.check(self.config, b)
@@ -121,13 +116,9 @@ class Transformer(nnx.Module):
         if positions is None:
             start = jnp.zeros((b,), jnp.int32) if cache is None else cache.lengths
             positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
-        else:
-            positions = _int32("positions", positions)
         counts = jnp.full((b,), t, jnp.int32)
-        if segment_ids is not None:
-            segment_ids = _int32("segment_ids", segment_ids)
-            if cache is not None:
-                counts = jnp.sum(segment_ids != 0, axis=-1, dtype=jnp.int32)
+        if segment_ids is not None and cache is not None:
+            counts = jnp.sum(segment_ids != 0, axis=-1, dtype=jnp.int32)
 
         with jax.named_scope("embed"):
             x = self.embed_tokens(tokens)
@@ -199,9 +190,15 @@ def _others(block: nnx.Module) -> Iterable[tuple[tuple[Any, ...], Any]]:
     return nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.Param)))
 
 
-def _int32(name: str, x: Any) -> Int[Array, "B T"]:
-    """The integers as int32. Raises: ValueError if concrete ones, which jnp cuts, do not fit."""
+def _int32(name: str, x: Any, shape: tuple[int, ...]) -> Int[Array, "B T"]:
+    """The integers as int32. Raises: ValueError for another shape, for what is no integers, and if
+    concrete ones, which jnp cuts, do not fit.
+    """
     x = x if isinstance(x, np.ndarray) else jnp.asarray(x)
+    if x.shape != shape:
+        raise ValueError(f"model: {name} has shape {x.shape}, but tokens have {shape}")
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        raise ValueError(f"model: {name} must be integers, got {x.dtype}")
     held = jnp.iinfo(jnp.int32)
     wider = x.dtype in (np.int64, np.uint32, np.uint64)
     if wider and x.size and not isinstance(x, Tracer):

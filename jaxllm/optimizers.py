@@ -147,8 +147,8 @@ def scale_by_adam_8bit(
     """`optax.scale_by_adam` with moments in eight bits between the steps.
 
     A parameter of fewer than `min_size` numbers or less than two axes keeps float32 moments.
-    Within a step the moments are float32, and so are the updates; but within `jax.shard_map` those
-    of one parameter at a time.
+    Within a step the moments are float32, and so are the updates: one parameter's at a time, but
+    where `jax.shard_map` is, in which XLA may hold those of all.
     Source: Dettmers et al. 2021, arXiv:2110.02861; blocks of 256, of the last axis only.
     """
 
