@@ -193,7 +193,7 @@ def test_chosen_is_what_runs():
         reasons = ops.explain("attention", q, k, k)
         first = next(name for name, reason in reasons.items() if reason is None)
         assert ops.chosen("attention", q, k, k) == first
-    with pytest.raises(TypeError, match="^chosen: rms_norm: missing a required argument: 'eps'"):
+    with pytest.raises(TypeError, match="^chosen: rms_norm: missing a required .*argument: 'eps'"):
         ops.chosen("rms_norm", np.ones((2, 8)), np.ones(8))
     with pytest.raises(ValueError, match="chosen: no op is named 'attend'; there are attention"):
         ops.chosen("attend")
