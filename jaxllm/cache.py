@@ -151,8 +151,9 @@ class RingKV:
 def _stored_dtype(dtype: Any) -> Any:
     """The dtype, if keys and values can be stored in it."""
     try:
-        stored = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
-        if stored in _LARGEST or (jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1):
+        stored = jnp.dtype(dtype)
+        wide = jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1
+        if dtype is not None and (wide or stored in _LARGEST):  # None would be float64
             return stored
     except TypeError:  # what is no dtype at all
         pass

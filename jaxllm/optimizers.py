@@ -9,6 +9,7 @@ Moments cost 2 bytes a parameter instead of 8, plus a scale for each block.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,6 +86,7 @@ def quantize(x: Float[Array, "*B I"], *, signed: bool) -> Quantized:
     return Quantized(codes, scales)
 
 
+@functools.cache  # not once for each parameter
 def _decades(signed: bool) -> list[tuple[np.float32, int, np.float32]]:
     """Of each decade, and of the code 1 behind them: the border above which numbers are in it, the
     place of its first part among the codes from 0 on, and how many such parts 1 would have.

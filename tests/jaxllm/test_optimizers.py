@@ -103,7 +103,7 @@ def test_it_goes_where_adamw_goes():
 
 
 def test_parameters_may_vary_over_the_axes_of_a_mesh_or_not():
-    """One after the other, but not so that one that is alike everywhere would vary as others do."""
+    """A barrier between them would have those that are alike everywhere vary as the others do."""
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     optimizer = optimizers.scale_by_adam_8bit()
     params = {name: jnp.ones((64, 64)) for name in ("a", "b", "c", "d")} | {"norm": jnp.ones(64)}
