@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from jaxllm import ops
@@ -271,7 +272,8 @@ def adapters(model: Transformer) -> dict[str, Array]:
 
 
 def set_adapters(model: Transformer, arrays: Mapping[str, Any]) -> None:
-    """Put a set of adapters into the model's slots; programs compiled for the model stay valid.
+    """Put a set of adapters into the model's slots, each where the one before it lies; programs
+    compiled for the model stay valid.
 
     Raises: ValueError if names or shapes are not those of the model's own set.
     """
@@ -290,7 +292,11 @@ def set_adapters(model: Transformer, arrays: Mapping[str, Any]) -> None:
     for name, module in _adapted(model).items():
         for key in PARAMETERS:
             if getattr(module, key) is not None:
-                getattr(module, key).set_value(jnp.asarray(arrays[f"{name}.{key}"], jnp.float32))
+                new = jnp.asarray(arrays[f"{name}.{key}"], jnp.float32)
+                old = own[f"{name}.{key}"]
+                if not isinstance(old, Tracer) and old.committed:
+                    new = jax.device_put(new, old.sharding)
+                getattr(module, key).set_value(new)
 
 
 @contextlib.contextmanager

@@ -250,7 +250,8 @@ def decode(
     Rows end at a stop id or when none are left to give; `halted` rows were ended by the host (a
     stop string). `greedy` compiles the arg-max and its log-probability alone and ignores
     `settings`; `top` is how many alternatives get log-probabilities; ids from `vocab_size` on are
-    not sampled. The state is donated.
+    not sampled. The state is donated. It is a program of its own: within `jax.jit` or
+    `jax.shard_map` call `decode_step`.
     """
     batch = state.logits.shape[0]
     # A token and the bits of its log-probability, which are written in one launch

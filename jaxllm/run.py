@@ -149,7 +149,7 @@ class Run:
             )
 
     def size_bytes(self) -> int:
-        """What the call needs beside the model: the state, and the largest temporaries at once.
+        """What a device needs beside the model: the state, and the largest temporaries at once.
 
         Those are one layer's MLP in a prefill, its scores where attention has them in memory, its
         keys and values where the cache has codes of them, and the weights once more where they are
@@ -181,9 +181,9 @@ class Run:
         vocabulary = batch * config.vocab_size * (4 * 3 + (5 if self.penalties else 0))
         narrow = [x for x in self.weights.arrays if x.dtype.itemsize == 1]
         wide = (x for x in self.weights.arrays if x.dtype.itemsize > 1 and x.dtype != dtype)
-        cast = sum(x.size * dtype.itemsize for x in wide)
+        cast = sum(_on_a_device(x) * dtype.itemsize for x in wide)
         # Two numbers a byte in the dtype, or four in int8
-        unpacked = max((x.size * (1 + (x.dtype == jnp.uint8)) for x in narrow), default=0)
+        unpacked = max((_on_a_device(x) * (1 + (x.dtype == jnp.uint8)) for x in narrow), default=0)
         return kept + scores + numbers + mlp + vocabulary + cast + unpacked * dtype.itemsize
 
     def _attention(self, q: Any, keywords: Mapping[str, Any]) -> str:
@@ -359,15 +359,21 @@ class Run:
 
 
 def _sharding(weights: Weights) -> jax.sharding.Sharding:
-    """Where all the rest goes: to the device of the weights, or to every device of their mesh, or
-    of that of `jax.set_mesh`, where weights that were put nowhere go too.
+    """Where all the rest goes: to the device of the weights that were put on one, or to every
+    device of their mesh, or of that of `jax.set_mesh`, where weights that were put nowhere go too.
     """
-    sharding, around = weights.arrays[0].sharding, jax.sharding.get_mesh()
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    if not weights.arrays[0].committed and not around.empty:
+    around = jax.sharding.get_mesh()
+    first = next((x for x in weights.arrays if x.committed), weights.arrays[0])
+    if isinstance(first.sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(first.sharding.mesh, jax.sharding.PartitionSpec())
+    if not first.committed and not around.empty:
         return jax.sharding.NamedSharding(around, jax.sharding.PartitionSpec())
-    return jax.sharding.SingleDeviceSharding(next(iter(weights.arrays[0].devices())))
+    return jax.sharding.SingleDeviceSharding(next(iter(first.devices())))
+
+
+def _on_a_device(x: jax.Array) -> int:
+    """How many of an array's numbers the device has that has most of them."""
+    return math.prod(x.sharding.shard_shape(x.shape))
 
 
 def integer(

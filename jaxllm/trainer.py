@@ -244,7 +244,9 @@ class Trainer:
         ready = self._next_batch(begun + 1) if begun < self.steps else None
         pending: collections.deque[tuple[dict[str, Any], dict[str, Any]]] = collections.deque()
         skipped = int(self.state.skipped)
-        speed = _Speed(self.model, trains_all=not self.state.frozen)
+        speed = _Speed(
+            self.model, _devices(self.state.all_params), trains_all=not self.state.frozen
+        )
         per_epoch = getattr(self.batches, "batches_per_epoch", None)
         progress, move = metrics.bar(self.steps, completed=begun, console=self.console)
 
@@ -472,14 +474,22 @@ class _Work:
         return cls(int(real.sum()), int(((positions + 1) * real).sum(dtype=np.int64)))
 
 
+def _devices(params: Params) -> list[Any]:
+    """Those that parameters were put on, or the default one."""
+    put = (x.devices() for x in params.values() if x.committed)
+    devices = next(put, None) or next(iter(params.values())).devices()
+    return sorted(devices, key=lambda device: device.id)
+
+
 class _Speed:
     """Tokens a second, MFU and memory, by when the numbers of the last steps came."""
 
-    def __init__(self, model: Transformer, *, trains_all: bool):
+    def __init__(self, model: Transformer, devices: list[Any], *, trains_all: bool):
         self.config = model.config
-        self.device = jax.devices()[0]
+        self.device = devices[0]
         half = model.runtime.compute_dtype != "float32"
-        self.peak = peak_flops(self.device.device_kind) if half else None
+        peak = peak_flops(self.device.device_kind) if half else None
+        self.peak = None if peak is None else len(devices) * peak
         self.trains_all = trains_all
         self.seen: collections.deque[tuple[float, _Work]] = collections.deque(maxlen=SMOOTHED + 1)
 

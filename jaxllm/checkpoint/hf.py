@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
 from jaxllm.byte_size import byte_size
 from jaxllm.checkpoint import compressed_tensors
@@ -34,7 +34,13 @@ from jaxllm.checkpoint.folder import (
 )
 from jaxllm.checkpoint.packed_modules import PackedModule, Rows, find, put
 from jaxllm.checkpoint.packed_modules import sources as packed_sources
-from jaxllm.checkpoint.placement import Placement, check_memory, load_all, to_host
+from jaxllm.checkpoint.placement import (
+    Placement,
+    check_devices,
+    check_memory,
+    load_all,
+    to_host,
+)
 from jaxllm.checkpoint.quantization_config import HF_QUANT_CONFIG
 from jaxllm.checkpoint.safetensors_file import FLOATS, Source, Tensor, write
 from jaxllm.checkpoint.tensor_names import FUSED, match, stored_tensors
@@ -52,7 +58,7 @@ def load(
     path_or_hub_id: str | os.PathLike[str],
     dtype: Any = "bfloat16",
     runtime: Runtime | None = None,
-    sharding: Sharding | Callable[[str, Shape], Sharding] | None = None,
+    sharding: Sharding | Callable[[str, Shape], Sharding | None] | None = None,
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Transformer, Tokenizer | None]:
@@ -62,8 +68,9 @@ def load(
         (the widest that is stored, if it says nothing). Stored float64 and float8 are cast too.
     runtime: its param_dtype must be None or agree with dtype.
     sharding: where parameters go: None for the default device, one Sharding for all, or a function
-        from parameter path ("layers.0.mlp.up_proj.weight") and shape to one. A mesh has axes of
-        type Auto. A process reads only the rows that its devices need.
+        from parameter path ("layers.0.mlp.up_proj.weight") and shape to one, or to None. All name
+        the same devices. A mesh has axes of type Auto. A process reads only the rows that its
+        devices need.
     progress: called with (bytes read, bytes to read), from the first tensor on; from other threads
         than the caller's, never from two at once.
 
@@ -103,7 +110,9 @@ def load(
     )
 
     def sharding_of(path: str, shape: Shape) -> Sharding | None:
-        return sharding(path, shape) if callable(sharding) else sharding
+        if isinstance(sharding, Mesh) or not callable(sharding):  # a mesh is a decorator, too
+            return sharding
+        return sharding(path, shape)
 
     placements = [
         Placement(
@@ -115,6 +124,7 @@ def load(
         )
         for path, place in places.items()
     ]
+    check_devices(placements)
     size = sum(module.size_bytes for module in modules)
     check_memory(folder, placements, 0 if sharding is not None else size)
     tokenizer = _read_tokenizer(folder)

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,19 @@ def load_all(
         yield from zip(ordered, pool.map(load, ordered), strict=True)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def check_devices(placements: Sequence[Placement]) -> None:
+    """Raises: ValueError if parameters were to lie on devices that others are not to lie on."""
+    put = [(x.path, x.sharding.device_set) for x in placements if x.sharding is not None]
+    for path, devices in put[1:]:
+        first, others = put[0]
+        if devices != others:
+            names = [", ".join(sorted(map(str, x))) for x in (devices, others)]
+            raise ValueError(
+                f"load: {path} is to lie on {names[0]}, but {first} on {names[1]}; the "
+                "parameters of a model lie on the same devices"
+            )
 
 
 def check_memory(folder: Path, placements: Iterable[Placement], packed_bytes: int = 0) -> None:

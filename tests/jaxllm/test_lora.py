@@ -307,6 +307,14 @@ def test_sets_are_switched_without_compiling_again():
     assert sum(shared) == sum(not lora.is_adapter(name) for name in names)
 
 
+def test_a_set_lies_where_the_one_before_it_lay():
+    model = adapted(targets="q_proj")
+    where = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec())
+    train.update(model, jax.device_put(train.parameters(model), where))
+    lora.set_adapters(model, jax.tree.map(np.asarray, lora.adapters(model)))
+    assert all(x.committed and x.sharding == where for x in lora.adapters(model).values())
+
+
 def test_a_set_must_fit():
     model = adapted(targets="q_proj")
     arrays = lora.adapters(model)

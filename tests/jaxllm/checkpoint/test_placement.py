@@ -64,7 +64,10 @@ import jax, numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxllm.checkpoint import load, save
-from jaxllm.checkpoint.placement import Placement
+import jaxllm
+from jaxllm import train
+from jaxllm.run import Run
+from jaxllm.trainer import _devices
 
 def values(model):
     return [p[...] for _, p in nnx.to_flat_state(nnx.state(model, nnx.Param))]
@@ -103,6 +106,39 @@ for spec in (P("a", "b"), P(None, "a")):
         assert "cannot be spread as" in str(error), error
     else:
         raise AssertionError("a vector over two axes")
+
+def mixed(path, shape):
+    return None if "embed" in path else by_shape(path, shape)
+
+def run_of(sharding):
+    model, _ = load(folder, dtype="bfloat16", sharding=sharding)
+    settings = dict(max_new_tokens=4, settings={}, stop_ids=[], stop=(), top_logprobs=0)
+    sizes = dict(steps_per_dispatch=64, prefill_chunk=512, kv_dtype=None)
+    return Run(model, None, [[1, 2, 3]], **settings, **sizes)
+
+models = [load(folder, "float32", sharding=where)[0] for where in (None, mixed)]
+tokens = [jaxllm.generate(model, None, [[1, 2, 3]], max_new_tokens=4).tokens for model in models]
+assert tokens[0] == tokens[1], tokens
+assert _devices(train.parameters(load(folder, sharding=mixed)[0])) == jax.devices()
+# A CPU computes in float32, so that all weights are cast.
+assert run_of(by_shape).size_bytes() < run_of(None).size_bytes()
+"""
+
+
+APART = """
+import sys, jax
+from jax.sharding import SingleDeviceSharding
+from jaxllm.checkpoint import load
+
+try:
+    load(
+        sys.argv[1],
+        sharding=lambda path, shape: SingleDeviceSharding(jax.devices()[int(".1." in path)]),
+    )
+except ValueError as error:
+    assert "parameters of a model lie on the same devices" in str(error), error
+else:
+    raise AssertionError("layers on two devices")
 """
 
 
@@ -146,6 +182,19 @@ def test_parameters_go_where_the_sharding_says(tmp_path, case):
     run_python(
         SHARDED, folder, tmp_path / "copy", XLA_FLAGS="--xla_force_host_platform_device_count=4"
     )
+
+
+@pytest.mark.slow
+def test_parameters_on_different_devices_are_refused(tmp_path):
+    folder = write_checkpoint(tmp_path, read_golden("llama"))
+    run_python(APART, folder, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+
+
+def test_a_mesh_is_no_sharding(tmp_path):
+    folder = write_checkpoint(tmp_path, read_golden("llama"))
+    mesh = jax.make_mesh((1,), ("x",))
+    with pytest.raises(ValueError, match=r"must be a jax.sharding.Sharding, got Mesh"):
+        load(folder, sharding=mesh)
 
 
 def run_python(code: str, *arguments, **environment: str) -> str:
