@@ -143,8 +143,16 @@ def preference_batch(
     rows = [[next(count)] if pair else [] for _ in range(2) for pair in pairs]
     batch = row_batch(answers, rows, length)
     if reference is not None:
-        batch["reference"] = np.asarray(reference, np.float32).T.reshape(-1)
+        reference = _reference(reference, len(pairs))
+        batch["reference"] = reference.T.reshape(-1)
     return batch
+
+
+def _reference(reference: Any, pairs: int) -> np.ndarray:
+    """float32 [P, 2]. Raises: ValueError for another shape."""
+    if np.shape(reference) != (pairs, 2):
+        raise ValueError(f"data: reference must have shape {(pairs, 2)}, got {np.shape(reference)}")
+    return np.asarray(reference, np.float32)
 
 
 def batches(examples: Sequence[Example], *, rows: int, length: int) -> list[Batch]:
@@ -229,9 +237,17 @@ class _Batches(Iterator[Batch]):
             raise ValueError(
                 f"data: process_index must be in [0, {process_count}), got {process_index}"
             )
-        for name, value, least in ((unit, rows, 1), ("epochs", epochs, 1), ("seed", seed, 0)):
-            if value is not None and value < least:
-                raise ValueError(f"data: {name} must be {least} or more, got {value}")
+        for name, value, least in (
+            (unit, rows, 1),
+            ("length", length, 1),
+            ("seed", seed, 0),
+            ("prefetch", prefetch, 0),
+            ("epochs", 1 if epochs is None else epochs, 1),
+        ):
+            if not isinstance(value, int | np.integer) or value < least:
+                raise ValueError(
+                    f"data: {name} must be a whole number of {least} or more, got {value!r}"
+                )
         if not units:
             raise ValueError("data: there are no examples to load")
         self._order = _Order(units, rows, process_index, process_count, seed)
@@ -281,7 +297,9 @@ class _Batches(Iterator[Batch]):
         """
         for key, mine in self._settings.items():
             if state.get(key) != mine:
-                had = "other data" if key == "data" else f"{key}={state.get(key)}, not {mine}"
+                had = f"{key}={state.get(key)}, not {mine}"
+                if key in ("data", "reference"):
+                    had = f"other {key}"
                 raise ValueError(f"data: the run to resume had {had}; it can only go on as it was")
         self._iterator.set_state({"next_index": int(state["position"])})
 
@@ -378,12 +396,9 @@ class PreferenceLoader(_Batches):
         reference: np.ndarray | None = None,
         prefetch: int = 4,
     ):
-        if reference is not None and np.shape(reference) != (len(examples), 2):
-            raise ValueError(
-                f"data: reference must have shape {(len(examples), 2)}, got {np.shape(reference)}"
-            )
+        self._reference = None if reference is None else _reference(reference, len(examples))
         _by_length([side for pair in examples for side in (pair.chosen, pair.rejected)], length)
-        self._examples, self._reference = examples, reference
+        self._examples = examples
         super().__init__(
             examples,
             len(examples),
@@ -395,6 +410,10 @@ class PreferenceLoader(_Batches):
             process_index=process_index,
             process_count=process_count,
             prefetch=prefetch,
+        )
+        held = self._reference
+        self._settings["reference"] = (
+            None if held is None else hashlib.sha256(held.tobytes()).hexdigest()[:16]
         )
 
     def _make(self, units: list[int]) -> Batch:

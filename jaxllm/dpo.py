@@ -157,6 +157,11 @@ def _margins(model: Transformer, batch: Batch, *, means: bool) -> tuple[Array, A
             )
         with lora.disabled(model), jax.named_scope("reference"):
             reference = jax.lax.stop_gradient(log_probs(model, batch))
+    elif np.shape(reference) != (rows,):
+        raise ValueError(
+            f"dpo: the batch's reference must have shape {(rows,)}, a number a row, got "
+            f"{np.shape(reference)}"
+        )
     ratios = log_probs(model, batch) - reference
     counts = jnp.sum(jnp.asarray(batch["targets"]) != IGNORE, axis=-1)
     if means:

@@ -109,6 +109,16 @@ def init_state(
     Raises: ValueError if nothing is to be trained, or a packed weight, or something else that is no
     floating-point array; or if the model has variables that are no `nnx.Param`.
     """
+    if trainable is not None and not callable(trainable):
+        raise ValueError(
+            "train: trainable must be a function of a parameter's name, as lora.is_adapter is, got "
+            f"{trainable!r:.60}"
+        )
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise ValueError(
+            "train: the optimizer must have init and update, as optax.adamw(1e-3) has, got "
+            f"{optimizer!r:.60}"
+        )
     _check_variables(model)
     every = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x

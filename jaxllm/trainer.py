@@ -138,13 +138,18 @@ class Trainer:
             ("keep", keep, 1),
             ("profile", profile, 0),
         ):
-            if value is not None and value < least:
-                raise ValueError(f"trainer: {name} must be at least {least}, got {value}")
+            default = value is None and name in ("eval_every", "save_every")
+            if not default and (type(value) is not int or value < least):
+                raise ValueError(
+                    f"trainer: {name} must be a whole number (int), at least {least}, got {value!r}"
+                )
         if not isinstance(batches, Batches):
             raise ValueError(
                 "trainer: batches must be an iterator with state() and restore(), as data.Loader "
                 f"is, got a {type(batches).__name__}"
             )
+        if getattr(held_out, "epochs", 1) is None:
+            raise ValueError("trainer: held_out must end, got a loader without epochs")
         held_out = [held_out] if isinstance(held_out, Mapping) else list(held_out)
         if strange := [batch for batch in held_out if not isinstance(batch, Mapping)]:
             raise ValueError(
@@ -178,7 +183,10 @@ class Trainer:
         self.evaluate = train.make_evaluate(model, loss)
         self.state = train.init_state(model, optimizer, trainable=trainable, scale=scale)
         base = fingerprint(self.state.frozen or self.state.params)
-        self.settings = {"base weights": base, **said, "steps": steps}
+        own = {"base weights": base, "held-out data": _digest(held_out), "steps": steps}
+        if clash := [name for name in own if said.get(name, own[name]) != own[name]]:
+            raise ValueError(f"trainer: settings has {clash[0]!r}, which the trainer itself says")
+        self.settings = {**said, **own}
         self._ended = False
 
     def fit(self, *, resume: bool = False) -> Fitted:
@@ -345,6 +353,7 @@ class Trainer:
             raise ValueError(
                 f"trainer: the batches ended before step {i} of {self.steps}"
             ) from None
+        _check_batch(batch, i, self.model)
         rows = len(batch["tokens"])
         if rows % self.micro_batches:
             raise ValueError(
@@ -360,6 +369,11 @@ class Trainer:
         """
         if schedule is None:
             return [None] * steps
+        if not callable(schedule):
+            raise ValueError(
+                "trainer: schedule must be a function of the count of updates, as optax's are, got "
+                f"{schedule!r:.60}"
+            )
         with jax.default_device(host_device()):
             try:
                 rates = jax.vmap(schedule)(jnp.arange(steps))
@@ -368,7 +382,12 @@ class Trainer:
                     "trainer: schedule must be one that JAX can trace, as optax's are; it has an "
                     "`if`, or a function of NumPy, of the count (jnp.where does that)"
                 ) from None
-            return np.asarray(rates, np.float64).tolist()
+        if np.shape(rates) != (steps,):
+            raise ValueError(
+                "trainer: schedule must give one number for a count of updates, got an array of "
+                f"shape {np.shape(rates)[1:]}"
+            )
+        return np.asarray(rates, np.float64).tolist()
 
     def _say_skipped(self) -> None:
         skipped, steps = int(self.state.skipped), int(self.state.step)
@@ -584,6 +603,35 @@ def fingerprint(params: Params) -> str:
         x = params[name]
         digest.update(f"{name} {x.dtype}{x.shape}".encode() + np.asarray(numbers[name]).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _digest(batches: Sequence[Batch]) -> str | None:
+    """Of what is measured: losses of other batches must not be compared."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for name in sorted(batch):
+            x = np.ascontiguousarray(batch[name])
+            digest.update(f"{name} {x.dtype}{x.shape}".encode() + x.tobytes())
+    return digest.hexdigest()[:16] if batches else None
+
+
+def _check_batch(batch: Any, i: int, model: Transformer) -> None:
+    """Raises: ValueError for what the model, whose kernels clamp, would take for something else."""
+    if not isinstance(batch, Mapping) or "tokens" not in batch:
+        what = f"only {sorted(batch)}" if isinstance(batch, Mapping) else f"{batch!r:.60}"
+        raise ValueError(f"trainer: the batch of step {i} has no 'tokens', got {what}")
+    config = model.config
+    for name, beyond, what in (
+        ("tokens", config.vocab_size, "tokens in its vocabulary"),
+        ("positions", config.max_position_embeddings, "positions"),
+    ):
+        x = np.asarray(batch.get(name, 0))
+        low, high = int(x.min(initial=0)), int(x.max(initial=0))
+        if low < 0 or high >= beyond:
+            raise ValueError(
+                f"trainer: the {name} of the batch of step {i} go from {low} to {high}, but the "
+                f"model has {beyond} {what}"
+            )
 
 
 def _memory_bytes(device: Any) -> int:

@@ -68,7 +68,7 @@ def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> t
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in k.shape[:2])
     at = (rows[:, None], cache.slots[:, None], heads[None, :])
     into: Any = {"mode": "drop", "unique_indices": True, "wrap_negative_indices": False}
-    held = ((cache.k, k), (cache.v, v))
+    held = ((jnp.asarray(cache.k), k), (jnp.asarray(cache.v), v))
     k, v = (a.at[at].set(new.astype(a.dtype), **into) for a, new in held)
     return k, v
 

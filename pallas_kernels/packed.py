@@ -8,6 +8,11 @@ import jax
 
 SCHEMES = ("int8", "int4", "fp8", "nvfp4", "mxfp4", "mxfp8", "ternary")
 PLAIN = "plain"  # of a `Packed` that holds the numbers themselves; nothing is packed by it
+CODES = {
+    **dict.fromkeys(("int4", "nvfp4", "mxfp4", "ternary"), "uint8"),
+    **dict.fromkeys(("fp8", "mxfp8"), "float8_e4m3fn"),
+    "int8": "int8",
+}
 CODES_PER_BYTE = {"int4": 2, "nvfp4": 2, "mxfp4": 2, "ternary": 4}  # of others one
 
 
@@ -48,6 +53,30 @@ class Packed:
     def shape(self) -> tuple[int, int]:
         """(O, I) of the weight."""
         return self.codes.shape[0], self.codes.shape[1] * CODES_PER_BYTE.get(self.scheme, 1)
+
+    def problem(self) -> str | None:
+        """How its parts do not fit each other, if so; their shapes and dtypes suffice."""
+        if self.scheme not in (*CODES, PLAIN):
+            return f"no scheme is named {self.scheme!r}; there are {', '.join(SCHEMES)}"
+        codes = self.codes
+        if codes.ndim != 2:
+            return (
+                f"the codes are {list(codes.shape)}, not those of one weight [O, I]; of stacked "
+                "layers take one"
+            )
+        if self.scheme != PLAIN and codes.dtype.name != CODES[self.scheme]:
+            return f"the codes of {self.scheme} are {CODES[self.scheme]}, got {codes.dtype}"
+        o, i = self.shape
+        groups = None if self.group_size is None else (-(-i // self.group_size), o)
+        for name, part, shape in (
+            ("scale", self.scale, groups),
+            ("zero", self.zero, groups),
+            ("row_scale", self.row_scale, (o,)),
+        ):
+            if part is not None and part.shape != shape:
+                wanted = "None without a group_size" if shape is None else list(shape)
+                return f"the {name} of a weight {[o, i]} is {wanted}, got {list(part.shape)}"
+        return None
 
     @classmethod
     def of(cls, weight: jax.Array) -> Packed:

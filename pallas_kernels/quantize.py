@@ -82,7 +82,10 @@ def dequantize(packed: Packed, dtype: Any = jnp.float32) -> Float[Array, "O I"]:
     order, rounded to `dtype`.
 
     Without row scale, nvfp4 and numbers of MX that are no subnormals are exact in bfloat16.
+    Raises: ValueError if the parts do not fit each other.
     """
+    if (reason := packed.problem()) is not None:
+        raise ValueError(f"dequantize: {reason}")
     return _dequantize(packed, jnp.dtype(dtype))
 
 

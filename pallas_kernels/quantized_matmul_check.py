@@ -34,6 +34,8 @@ def check(
 
     Raises: ValueError.
     """
+    if (reason := packed.problem()) is not None:
+        raise ValueError(f"{who}: {reason}")
     o, i = packed.shape
     scale = None if norm is None else norm.weight
     if x.ndim < 1 or x.shape[-1] != i:

@@ -61,6 +61,7 @@ def sampling_threshold(
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if (reason := why_not(keys, ratio, top_k, top_p, device=device)) is not None:
         raise NotImplementedError(f"sampling_threshold: cannot run this call: {reason}")
+    ratio, top_p = lax.stop_gradient((ratio, top_p))
     return _search(_Static(1 if interpret else CLUSTER, interpret), keys, ratio, top_k, top_p)
 
 

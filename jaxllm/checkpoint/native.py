@@ -237,11 +237,7 @@ class Checkpoints:
         if not steps:
             raise FileNotFoundError(f"{self.folder}: no training was saved here")
         if step is not None:
-            if step not in steps:
-                listed = ", ".join(map(str, steps))
-                raise FileNotFoundError(
-                    f"{self.folder}: step {step} was not saved here; the steps that were: {listed}"
-                )
+            self._check_saved(step)
             return read(step)
         while True:
             step = steps.pop()
@@ -261,6 +257,8 @@ class Checkpoints:
 
         Raises: FileNotFoundError if there is none; TornError.
         """
+        if step is not None:
+            self._check_saved(step)
         step = self.best_step if step is None else step
         step = self.latest_step if step is None else step
         if step is None:
@@ -280,6 +278,16 @@ class Checkpoints:
                 )
         with jax.default_device(host_device()):
             return {name.removeprefix(_PARAMS): jnp.asarray(leaves[name]) for name in names}
+
+    def _check_saved(self, step: int) -> None:
+        steps = sorted(self._manager.all_steps())
+        if not steps:
+            raise FileNotFoundError(f"{self.folder}: no training was saved here")
+        if type(step) is not int or step not in steps:
+            raise FileNotFoundError(
+                f"{self.folder}: step {step!r} was not saved here; the steps that were: "
+                f"{', '.join(map(str, steps))}"
+            )
 
     def _read(
         self,

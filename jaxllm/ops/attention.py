@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Integer, Num
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
@@ -304,7 +305,7 @@ def _why_not_cudnn(
     sinks,
     return_weights,
 ) -> str | None:
-    del scale, kv_segment_ids
+    del kv_segment_ids
     h, t, s = q.shape[-1], q.shape[1], k.shape[1]
     if device.platform != "gpu":
         return f"needs an NVIDIA GPU, found {device.name or device.platform}"
@@ -318,6 +319,8 @@ def _why_not_cudnn(
     widest = 256 if device.capability >= 9.0 else 128
     if h % 8 or h > widest:
         return f"head width {h} is not a multiple of 8 up to {widest}"
+    if isinstance(scale, Tracer):
+        return "the scale is part of the kernel, and here it is traced"
     if softcap is not None:
         return "has no soft cap"
     if sinks is not None:
@@ -345,6 +348,7 @@ def _attention_cudnn(
     return_weights,
 ):
     del softcap, sinks, return_weights
+    scale = None if scale is None else float(scale)
     t, s = q.shape[1], k.shape[1]
     form = _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths)
     if form == "causal":

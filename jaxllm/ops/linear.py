@@ -28,6 +28,7 @@ from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, take_rows
 from pallas_kernels.quantized_matmul import FEW_ROWS, quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
+from pallas_kernels.quantized_matmul_check import OUT_DTYPES
 from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
@@ -55,6 +56,8 @@ def linear(
     """
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"linear: x must be floats [.., I], got {x.dtype}{list(x.shape)}")
+    if isinstance(weight, Packed) and (reason := weight.problem()) is not None:
+        raise ValueError(f"linear: {reason}")
     if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1]:
         kind = "packed weight" if isinstance(weight, Packed) else "weight"
         raise ValueError(
@@ -109,6 +112,8 @@ def _linear_pallas(x, weight, bias=None, *, out_dtype=None, interpret=False):
 
 def _linear_pallas_why_not(x, weight, bias=None, *, out_dtype=None, device):
     del bias
+    if (out := jnp.dtype(out_dtype or x.dtype)) not in OUT_DTYPES:
+        return f"gives bfloat16, float16 or float32, not {out}"
     if isinstance(weight, Packed):
         return why_not_quantized(x, weight, out_dtype=out_dtype, device=device)
     rows = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)

@@ -176,6 +176,9 @@ def test_options_that_do_not_exist(options, words):
 
 def test_batches_that_will_not_do():
     model, batch = build(SMALL), preference_batch(make_pairs(2), LENGTH)
+    for wrong in (np.float32(0), np.zeros((2, 2), np.float32)):
+        with pytest.raises(ValueError, match=r"reference must have shape \(4,\), a number a row"):
+            dpo.make_loss()(model, {**batch, "reference": wrong})
     with pytest.raises(ValueError, match="the batch has no 'reference', and the model no adapters"):
         dpo.make_loss()(model, batch)
     with pytest.raises(ValueError, match="dpo: 3 rows are no pairs"):

@@ -144,6 +144,10 @@ def test_training_a_part_is_the_whole_step_of_that_part():
 @pytest.mark.own_errors
 def test_what_cannot_be_trained_is_named():
     model = make_model()
+    with pytest.raises(ValueError, match=r"trainable must be a function .*, got \['norm.weight'\]"):
+        train.init_state(model, optax.sgd(1), trainable=["norm.weight"])
+    with pytest.raises(ValueError, match=r"the optimizer must have init and update, .*, got 0.1"):
+        train.init_state(model, 0.1)
     with pytest.raises(ValueError, match="none of the 21 parameters is to be trained"):
         train.init_state(model, optax.sgd(0.5), trainable=lambda name: False)
     model.norm.weight.set_value(jnp.ones(24, jnp.int8))

@@ -487,6 +487,7 @@ def test_what_a_resumed_run_must_have_alike(tmp_path):
         ({"settings": {"rows": 4}}, "has other rows: 2, and not 4; resume it with what it began"),
         ({**alike, "steps": 9}, "has other steps: 8, and not 9"),
         ({**alike, "seed": 1}, "has other base weights"),
+        ({**alike, "held_out": HELD_OUT[:1]}, "has other held-out data"),
         ({**alike, "config": narrow}, "has other base weights"),
     ):
         with pytest.raises(ValueError, match=words) as error:
@@ -529,9 +530,54 @@ def test_batches_that_end_early_are_a_sentence(tmp_path):
 
 @pytest.mark.parametrize("name", ["steps", "eval_every", "save_every", "keep", "micro_batches"])
 def test_numbers_below_one(tmp_path, name):
-    with pytest.raises(ValueError, match=f"trainer: {name} must be at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match=rf"trainer: {name} must be a whole number \(int\), at least 1, got 0"
+    ):
         trainer(tmp_path, **{name: 0})
     assert not list(tmp_path.iterdir())
+
+
+def test_arguments_of_another_kind(tmp_path):
+    class Endless(Counting):
+        epochs = None
+
+    for wrong, words in (
+        ({"steps": 2.0}, r"steps must be a whole number \(int\), at least 1, got 2.0"),
+        ({"keep": None}, r"keep must be a whole number \(int\), at least 1, got None"),
+        ({"schedule": 1e-3}, "schedule must be a function of the count .*, got 0.001"),
+        (
+            {"schedule": lambda i: i * np.ones(2)},
+            r"schedule must give one number .*, got an array of shape \(2,\)",
+        ),
+        ({"held_out": Endless()}, "held_out must end, got a loader without epochs"),
+        ({"settings": {"base weights": "x"}}, "settings has 'base weights', which the trainer"),
+    ):
+        with pytest.raises(ValueError, match=f"trainer: {words}"):
+            trainer(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("tokens", 97, "go from .* to 97, but the model has .* tokens in its vocabulary"),
+        ("tokens", -1, "go from -1 to"),
+        (
+            "positions",
+            TINY.max_position_embeddings,
+            "go from 0 to 64, but the model has .* positions",
+        ),
+    ],
+)
+def test_a_batch_beyond_the_model_is_refused(tmp_path, name, value, words):
+    class Beyond(Counting):
+        def __next__(self):
+            batch = super().__next__()
+            array = batch.setdefault(name, np.zeros_like(batch["tokens"]))
+            array[1, 3] = value
+            return batch
+
+    with pytest.raises(ValueError, match=f"trainer: the {name} of the batch of step 1 {words}"):
+        trainer(tmp_path, batches=Beyond()).fit()
 
 
 def test_a_fingerprint_tells_weights_apart():

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxllm import ops
 from pallas_kernels.packed import SCHEMES, Packed
 from pallas_kernels.quantize import (
     MxRule,
@@ -21,6 +22,7 @@ from pallas_kernels.quantize import (
     quantize,
     take_rows,
 )
+from pallas_kernels.quantized_matmul import quantized_matmul
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 E2M1 += [-value for value in E2M1]
@@ -474,3 +476,35 @@ def test_check_scales_of_mx():
     packed = dataclasses.replace(packed, scale=jnp.full((2, 4), 255, jnp.uint8))
     with pytest.raises(ValueError, match="^a.weight: 8 of 8 numbers of scale are"):
         check_scales(packed, "a.weight")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "words"),
+    [
+        (
+            "int8",
+            {"row_scale": np.ones(1, np.float32)},
+            r"row_scale of a .* is \[8\]",
+        ),
+        ("int4", {"scale": np.ones((8, 2), np.float32)}, r"the scale of a weight .* is \[2, 8\]"),
+        ("int4", {"group_size": None}, "the scale of a weight .* is None without a group_size"),
+        ("int4", {"zero": np.zeros((8, 2), np.uint8)}, r"the zero of a weight .* is \[2, 8\]"),
+        ("int8", {"codes": np.zeros((8, 64), np.uint8)}, "the codes of int8 are int8, got uint8"),
+        (
+            "fp8",
+            {"codes": np.zeros((2, 8, 64), ml_dtypes.float8_e4m3fn)},
+            "not those of one weight",
+        ),
+        ("int8", {"scheme": "foo"}, "no scheme is named 'foo'"),
+    ],
+)
+def test_parts_that_do_not_fit_each_other(scheme, changes, words):
+    group_size = 32 if scheme == "int4" else None
+    packed = dataclasses.replace(quantize(normal(8, 64), scheme, group_size), **changes)
+    with pytest.raises(ValueError, match=f"^dequantize: .*{words}"):
+        dequantize(packed)
+    for implementation in ("xla", "pallas-interpret"):
+        with pytest.raises(ValueError, match=f"^linear: .*{words}"):
+            ops.linear(normal(1, 64), packed, implementation=implementation)
+    with pytest.raises(ValueError, match=f"^quantized_matmul: .*{words}"):
+        quantized_matmul(normal(1, 64, dtype="bfloat16"), packed, interpret=True)

@@ -4,6 +4,7 @@ The interpreter cannot read what another block of a cluster has: there a row has
 tests at the end try eight on a GPU.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -152,3 +153,16 @@ def test_large_vocabularies_on_a_gpu(v):
     np.testing.assert_array_equal(ours, sampling_threshold_reference(*arguments))
     for other in (sampling_threshold(*arguments), sampling_threshold(*(a[2:] for a in arguments))):
         np.testing.assert_array_equal(other, ours[-len(other) :])
+
+
+@pytest.mark.parametrize(
+    "run", [functools.partial(sampling_threshold, interpret=True), sampling_threshold_reference]
+)
+def test_no_gradient_goes_through_it(run):
+    def loss(ratio, top_p):
+        found = run(jnp.array([[1, 2]], jnp.int32), ratio, jnp.array([1], jnp.int32), top_p)
+        return jnp.sum(2 * ratio) + 0 * jnp.sum(found.astype(jnp.float32))
+
+    d_ratio, d_p = jax.grad(loss, argnums=(0, 1))(jnp.array([[0.5, 1.0]]), jnp.array([0.5]))
+    np.testing.assert_array_equal(d_ratio, [[2, 2]])
+    np.testing.assert_array_equal(d_p, [0])

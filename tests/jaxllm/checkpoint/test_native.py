@@ -82,6 +82,8 @@ def test_the_best_and_the_latest_are_kept(tmp_path):
         best = checkpoints.restore(state, step=2)
         latest = checkpoints.restore(state)
         with pytest.raises(FileNotFoundError, match="step 3 was not saved here; .* were: 2, 4, 5"):
+            checkpoints.parameters(step=3)
+        with pytest.raises(FileNotFoundError, match="step 3 was not saved here; .* were: 2, 4, 5"):
             checkpoints.restore(state, step=3)
     assert (best.state.step, best.loss) == (2, 1.5)
     assert (latest.state.step, latest.loss) == (5, None)

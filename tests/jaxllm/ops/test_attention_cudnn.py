@@ -204,3 +204,16 @@ def test_a_name_that_cannot_run_says_why():
         pytest.raises(NotImplementedError, match="takes bfloat16 or float16, got float32"),
     ):
         attention(q, k, v, implementation={"attention": "cudnn"})
+
+
+def test_a_traced_scale_is_left_to_others():
+    reasons = []
+
+    @jax.make_jaxpr
+    def traced(scale):
+        reasons.append(why_not(scale=scale))
+        return scale
+
+    traced(0.1)
+    assert reasons == ["the scale is part of the kernel, and here it is traced"]
+    assert why_not(scale=np.float32(0.1)) is why_not(scale=jnp.float32(0.1)) is None

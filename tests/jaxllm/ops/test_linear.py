@@ -257,3 +257,11 @@ def test_a_weight_of_other_inputs_is_refused():
     sentence = r"^linear: x has 8 inputs, but the weight is \[8, 5\], and not \[outputs, 8\]$"
     with pytest.raises(ValueError, match=sentence):
         linear(jnp.ones((3, 8)), jnp.ones((8, 5)))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn"])
+@pytest.mark.parametrize("rows", [8, 24])
+def test_results_that_no_kernel_gives_are_left_to_xla(dtype, rows):
+    x, weight = jnp.ones((rows, 512), jnp.bfloat16), jnp.ones((512, 512), jnp.bfloat16)
+    reason = ops.LINEAR["pallas"].why_not(x, weight, out_dtype=dtype, device=INTERPRETED)
+    assert reason == f"gives bfloat16, float16 or float32, not {dtype}"
