@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxllm.integers import integer
 from jaxllm.records import (
     IGNORE,
     Encoded,
@@ -137,18 +138,19 @@ def preference_batch(
 
     reference: float32 [P, 2], the log-probabilities of the chosen and rejected answers under the
     reference model; it becomes "reference" float32 [2P], in the order of the rows.
+    Raises: ValueError if it has another shape.
     """
     answers = [pair.chosen for pair in pairs if pair] + [pair.rejected for pair in pairs if pair]
     count = iter(range(len(answers)))
     rows = [[next(count)] if pair else [] for _ in range(2) for pair in pairs]
     batch = row_batch(answers, rows, length)
     if reference is not None:
-        reference = _reference(reference, len(pairs))
+        reference = _checked_reference(reference, len(pairs))
         batch["reference"] = reference.T.reshape(-1)
     return batch
 
 
-def _reference(reference: Any, pairs: int) -> np.ndarray:
+def _checked_reference(reference: Any, pairs: int) -> np.ndarray:
     """float32 [P, 2]. Raises: ValueError for another shape."""
     if np.shape(reference) != (pairs, 2):
         raise ValueError(f"data: reference must have shape {(pairs, 2)}, got {np.shape(reference)}")
@@ -239,17 +241,14 @@ class _Batches(Iterator[Batch]):
             )
         for name, value, least in (
             (unit, rows, 1),
-            ("length", length, 1),
             ("seed", seed, 0),
             ("prefetch", prefetch, 0),
             ("epochs", 1 if epochs is None else epochs, 1),
         ):
-            if not isinstance(value, int | np.integer) or value < least:
-                raise ValueError(
-                    f"data: {name} must be a whole number of {least} or more, got {value!r}"
-                )
+            integer(name, value, least, who="data")
         if not units:
             raise ValueError("data: there are no examples to load")
+        rows, length, seed = int(rows), int(length), int(seed)  # a state is plain JSON
         self._order = _Order(units, rows, process_index, process_count, seed)
         self.batches_per_epoch = self._order.per_epoch
         self.epochs = epochs
@@ -297,9 +296,7 @@ class _Batches(Iterator[Batch]):
         """
         for key, mine in self._settings.items():
             if state.get(key) != mine:
-                had = f"{key}={state.get(key)}, not {mine}"
-                if key in ("data", "reference"):
-                    had = f"other {key}"
+                had = "other data" if key == "data" else f"{key}={state.get(key)}, not {mine}"
                 raise ValueError(f"data: the run to resume had {had}; it can only go on as it was")
         self._iterator.set_state({"next_index": int(state["position"])})
 
@@ -379,7 +376,8 @@ class Loader(_Batches):
 class PreferenceLoader(_Batches):
     """Batches of `pairs` preference pairs a process, as `preference_batch` lays them out.
 
-    reference: float32 [N, 2] for all N examples, or None. Order, epochs and the rest as in
+    reference: float32 [N, 2] for all N examples, or None; a loader that is to go on takes the same.
+    Order, epochs and the rest as in
     `Loader`.
     """
 
@@ -396,7 +394,9 @@ class PreferenceLoader(_Batches):
         reference: np.ndarray | None = None,
         prefetch: int = 4,
     ):
-        self._reference = None if reference is None else _reference(reference, len(examples))
+        self._reference = (
+            None if reference is None else _checked_reference(reference, len(examples))
+        )
         _by_length([side for pair in examples for side in (pair.chosen, pair.rejected)], length)
         self._examples = examples
         super().__init__(
@@ -411,10 +411,8 @@ class PreferenceLoader(_Batches):
             process_count=process_count,
             prefetch=prefetch,
         )
-        held = self._reference
-        self._settings["reference"] = (
-            None if held is None else hashlib.sha256(held.tobytes()).hexdigest()[:16]
-        )
+        # Not its numbers, of which a model on another card may give others in the last bits
+        self._settings["reference"] = self._reference is not None
 
     def _make(self, units: list[int]) -> Batch:
         empty = self._rows - len(units)

@@ -242,7 +242,7 @@ def finetune(
         schedule, optimizer = _optimizer(recipe, steps)
         prompt = prompt_tokens(measured.examples[0])
         settings = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in FREE}
-        settings["held-out records"] = data.digest(measured.examples)
+        settings["steps"] = steps
         trainer = Trainer(
             model,
             optimizer,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
+from jaxllm.integers import integer
 from jaxllm.model import Transformer
 from jaxllm.prompts import Prompt, several
 from jaxllm.results import GenerationResult
-from jaxllm.run import Run, integer, per_row
+from jaxllm.run import Run, per_row
 from jaxllm.tokenizer import Tokenizer
 
 

@@ -272,8 +272,8 @@ def adapters(model: Transformer) -> dict[str, Array]:
 
 
 def set_adapters(model: Transformer, arrays: Mapping[str, Any]) -> None:
-    """Put a set of adapters into the model's slots, each where the one before it lies; programs
-    compiled for the model stay valid.
+    """Put a set of adapters into the model's slots, each where the one before it was put, if it
+    was; programs compiled for the model stay valid.
 
     Raises: ValueError if names or shapes are not those of the model's own set.
     """
@@ -294,7 +294,7 @@ def set_adapters(model: Transformer, arrays: Mapping[str, Any]) -> None:
             if getattr(module, key) is not None:
                 new = jnp.asarray(arrays[f"{name}.{key}"], jnp.float32)
                 old = own[f"{name}.{key}"]
-                if not isinstance(old, Tracer) and old.committed:
+                if isinstance(old, jax.Array) and not isinstance(old, Tracer) and old.committed:
                     new = jax.device_put(new, old.sharding)
                 getattr(module, key).set_value(new)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from rich.filesize import decimal
 
 from jaxllm import memory, ops
 from jaxllm.cache import KV_DTYPES, KVCache
+from jaxllm.integers import integer
 from jaxllm.model import Transformer
 from jaxllm.programs import (
     RUNNING,
@@ -181,9 +181,11 @@ class Run:
         vocabulary = batch * config.vocab_size * (4 * 3 + (5 if self.penalties else 0))
         narrow = [x for x in self.weights.arrays if x.dtype.itemsize == 1]
         wide = (x for x in self.weights.arrays if x.dtype.itemsize > 1 and x.dtype != dtype)
-        cast = sum(_on_a_device(x) * dtype.itemsize for x in wide)
+        cast = sum(_numbers_a_device(x) * dtype.itemsize for x in wide)
         # Two numbers a byte in the dtype, or four in int8
-        unpacked = max((_on_a_device(x) * (1 + (x.dtype == jnp.uint8)) for x in narrow), default=0)
+        unpacked = max(
+            (_numbers_a_device(x) * (1 + (x.dtype == jnp.uint8)) for x in narrow), default=0
+        )
         return kept + scores + numbers + mlp + vocabulary + cast + unpacked * dtype.itemsize
 
     def _attention(self, q: Any, keywords: Mapping[str, Any]) -> str:
@@ -371,23 +373,9 @@ def _sharding(weights: Weights) -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(next(iter(first.devices())))
 
 
-def _on_a_device(x: jax.Array) -> int:
+def _numbers_a_device(x: jax.Array) -> int:
     """How many of an array's numbers the device has that has most of them."""
     return math.prod(x.sharding.shard_shape(x.shape))
-
-
-def integer(
-    name: str, value: Any, low: int, high: int | None = None, *, who: str = "generate"
-) -> int:
-    """The value, if it is an integer from low to high. Raises: ValueError by `who`."""
-    allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < low or (high is not None and number > high):
-        raise ValueError(f"{who}: {name} must be an integer {allowed}, got {value!r}")
-    return number
 
 
 def per_row(name: str, value: Any, rows: int, *, who: str = "generate") -> list[int]:

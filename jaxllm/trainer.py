@@ -34,6 +34,7 @@ from jaxllm import metrics, trace, train
 from jaxllm.checkpoint.native import Checkpoints, host_device
 from jaxllm.console import Lines
 from jaxllm.flops import flops_a_token, peak_flops
+from jaxllm.integers import integer
 from jaxllm.model import Transformer
 from jaxllm.precision import NoScale, Scale
 from jaxllm.train import Batch, Params
@@ -139,23 +140,25 @@ class Trainer:
             ("profile", profile, 0),
         ):
             default = value is None and name in ("eval_every", "save_every")
-            if not default and (type(value) is not int or value < least):
-                raise ValueError(
-                    f"trainer: {name} must be a whole number (int), at least {least}, got {value!r}"
-                )
+            if not default:
+                integer(name, value, least, who="trainer")
         if not isinstance(batches, Batches):
             raise ValueError(
                 "trainer: batches must be an iterator with state() and restore(), as data.Loader "
                 f"is, got a {type(batches).__name__}"
             )
         if getattr(held_out, "epochs", 1) is None:
-            raise ValueError("trainer: held_out must end, got a loader without epochs")
+            raise ValueError(
+                "trainer: held_out must end, got a loader without epochs; give it epochs=1"
+            )
         held_out = [held_out] if isinstance(held_out, Mapping) else list(held_out)
         if strange := [batch for batch in held_out if not isinstance(batch, Mapping)]:
             raise ValueError(
                 "trainer: held_out must be batches, which are dictionaries of arrays, got a "
                 f"{type(strange[0]).__name__}"
             )
+        for i, batch in enumerate(held_out, 1):
+            _check_batch(batch, f"held-out batch {i}", model)
         try:  # as a checkpoint will have them
             said = json.loads(json.dumps(dict(settings or {}), allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -166,7 +169,8 @@ class Trainer:
                 "matplotlib"
             )
         self.model, self.batches, self.out = model, batches, Path(out)
-        self.steps, self.keep, self.profile = steps, keep, profile
+        steps = int(steps)
+        self.steps, self.keep, self.profile = steps, int(keep), int(profile)
         self.micro_batches = micro_batches
         self.eval_every = eval_every or -(-steps // 10)
         self.save_every = save_every or self.eval_every
@@ -185,7 +189,10 @@ class Trainer:
         base = fingerprint(self.state.frozen or self.state.params)
         own = {"base weights": base, "held-out data": _digest(held_out), "steps": steps}
         if clash := [name for name in own if said.get(name, own[name]) != own[name]]:
-            raise ValueError(f"trainer: settings has {clash[0]!r}, which the trainer itself says")
+            raise ValueError(
+                f"trainer: settings has {clash[0]!r}: {said[clash[0]]!r}, but the trainer's own is "
+                f"{own[clash[0]]!r}; leave it out"
+            )
         self.settings = {**said, **own}
         self._ended = False
 
@@ -353,7 +360,7 @@ class Trainer:
             raise ValueError(
                 f"trainer: the batches ended before step {i} of {self.steps}"
             ) from None
-        _check_batch(batch, i, self.model)
+        _check_batch(batch, f"batch of step {i}", self.model)
         rows = len(batch["tokens"])
         if rows % self.micro_batches:
             raise ValueError(
@@ -382,10 +389,11 @@ class Trainer:
                     "trainer: schedule must be one that JAX can trace, as optax's are; it has an "
                     "`if`, or a function of NumPy, of the count (jnp.where does that)"
                 ) from None
-        if np.shape(rates) != (steps,):
+        if not isinstance(rates, jax.Array) or rates.shape != (steps,):
+            kind = type(rates).__name__
+            found = f"shape {rates.shape[1:]}" if isinstance(rates, jax.Array) else f"a {kind}"
             raise ValueError(
-                "trainer: schedule must give one number for a count of updates, got an array of "
-                f"shape {np.shape(rates)[1:]}"
+                f"trainer: schedule must give one number for a count of updates, got {found}"
             )
         return np.asarray(rates, np.float64).tolist()
 
@@ -606,31 +614,40 @@ def fingerprint(params: Params) -> str:
 
 
 def _digest(batches: Sequence[Batch]) -> str | None:
-    """Of what is measured: losses of other batches must not be compared."""
+    """Of what is measured, for losses of other batches must not be compared: whole numbers and
+    masks. Others, such as a reference's, may have other last bits where they were computed anew.
+    """
     digest = hashlib.sha256()
     for batch in batches:
-        for name in sorted(batch):
-            x = np.ascontiguousarray(batch[name])
-            digest.update(f"{name} {x.dtype}{x.shape}".encode() + x.tobytes())
+        digest.update(b"batch")
+        for path, x in jax.tree_util.tree_leaves_with_path(dict(batch)):
+            if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
+                x = np.ascontiguousarray(x)
+                name = jax.tree_util.keystr(path)
+                digest.update(f"{name} {x.dtype}{x.shape}".encode() + x.tobytes())
     return digest.hexdigest()[:16] if batches else None
 
 
-def _check_batch(batch: Any, i: int, model: Transformer) -> None:
-    """Raises: ValueError for what the model, whose kernels clamp, would take for something else."""
+def _check_batch(batch: Any, name: str, model: Transformer) -> None:
+    """Raises: ValueError if there are no tokens, or, of arrays in the host's memory, for ids and
+    positions that the model does not have: an embedding clamps those, and turns by any of these.
+    """
     if not isinstance(batch, Mapping) or "tokens" not in batch:
         what = f"only {sorted(batch)}" if isinstance(batch, Mapping) else f"{batch!r:.60}"
-        raise ValueError(f"trainer: the batch of step {i} has no 'tokens', got {what}")
+        raise ValueError(f"trainer: the {name} has no 'tokens', got {what}")
     config = model.config
-    for name, beyond, what in (
+    for key, beyond, what in (
         ("tokens", config.vocab_size, "tokens in its vocabulary"),
         ("positions", config.max_position_embeddings, "positions"),
     ):
-        x = np.asarray(batch.get(name, 0))
+        x = batch.get(key)
+        if not isinstance(x, np.ndarray):
+            continue
         low, high = int(x.min(initial=0)), int(x.max(initial=0))
         if low < 0 or high >= beyond:
             raise ValueError(
-                f"trainer: the {name} of the batch of step {i} go from {low} to {high}, but the "
-                f"model has {beyond} {what}"
+                f"trainer: the {key} of the {name} go from {low} to {high}, but the model has "
+                f"{beyond} {what}"
             )
 
 

@@ -57,7 +57,7 @@ class Packed:
     def problem(self) -> str | None:
         """How its parts do not fit each other, if so; their shapes and dtypes suffice."""
         if self.scheme not in (*CODES, PLAIN):
-            return f"no scheme is named {self.scheme!r}; there are {', '.join(SCHEMES)}"
+            return f"no scheme is named {self.scheme!r}; there are {', '.join((*SCHEMES, PLAIN))}"
         codes = self.codes
         if codes.ndim != 2:
             return (
@@ -67,15 +67,17 @@ class Packed:
         if self.scheme != PLAIN and codes.dtype.name != CODES[self.scheme]:
             return f"the codes of {self.scheme} are {CODES[self.scheme]}, got {codes.dtype}"
         o, i = self.shape
-        groups = None if self.group_size is None else (-(-i // self.group_size), o)
+        if self.group_size is not None and (self.group_size < 1 or i % self.group_size):
+            return f"groups of {self.group_size} do not divide the {i} inputs of a weight {[o, i]}"
+        groups = None if self.group_size is None else (i // self.group_size, o)
         for name, part, shape in (
             ("scale", self.scale, groups),
             ("zero", self.zero, groups),
             ("row_scale", self.row_scale, (o,)),
         ):
-            if part is not None and part.shape != shape:
+            if part is not None and (found := getattr(part, "shape", ())) != shape:
                 wanted = "None without a group_size" if shape is None else list(shape)
-                return f"the {name} of a weight {[o, i]} is {wanted}, got {list(part.shape)}"
+                return f"the {name} of a weight {[o, i]} is {wanted}, got {list(found)}"
         return None
 
     @classmethod

@@ -93,10 +93,14 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
     """The weights one below the other: [O1, I], [O2, I], ... become [O1 + O2 + ..., I].
 
     Exact: each output keeps its scales. A part without zero points beside one with them gets 8.
-    Raises: ValueError if schemes, group sizes, inputs or dtypes of scales differ.
+    Raises: ValueError if schemes, group sizes, inputs or dtypes of scales differ, or if the parts
+    of one do not fit each other.
     """
     if not parts:
         raise ValueError("concatenate: there are no weights to put together")
+    for part in parts:
+        if (reason := part.problem()) is not None:
+            raise ValueError(f"concatenate: {reason}")
 
     def kind(part: Packed):
         dtypes = tuple(None if a is None else a.dtype for a in (part.scale, part.row_scale))

@@ -352,6 +352,7 @@ MAY_IMPORT = {
     "jaxllm.families": "jaxllm.config jaxllm.config_keys jaxllm.config_rope",
     "jaxllm.flops": "jaxllm.config",
     "jaxllm.byte_size": "",
+    "jaxllm.integers": "",
     "jaxllm.memory": "",
     "jaxllm.compile_cache": "",
     "jaxllm.sampling": "jaxllm.ops._select jaxllm.ops.sampling_threshold",
@@ -390,14 +391,16 @@ MAY_IMPORT = {
     "jaxllm.prompts": "jaxllm.detokenizer jaxllm.tokenizer",
     "jaxllm.results": "jaxllm.programs jaxllm.prompts",
     "jaxllm.run": (
-        "jaxllm.cache jaxllm.memory jaxllm.model jaxllm.ops jaxllm.programs jaxllm.prompts "
-        "jaxllm.results jaxllm.sampling jaxllm.tokenizer"
+        "jaxllm.cache jaxllm.integers jaxllm.memory jaxllm.model jaxllm.ops jaxllm.programs "
+        "jaxllm.prompts jaxllm.results jaxllm.sampling jaxllm.tokenizer"
     ),
-    "jaxllm.generate": ("jaxllm.model jaxllm.prompts jaxllm.results jaxllm.run jaxllm.tokenizer"),
+    "jaxllm.generate": (
+        "jaxllm.integers jaxllm.model jaxllm.prompts jaxllm.results jaxllm.run jaxllm.tokenizer"
+    ),
     "jaxllm.optimizers": "",
     "jaxllm.precision": "",
     "jaxllm.records": "jaxllm.tokenizer",
-    "jaxllm.data": "jaxllm.records",
+    "jaxllm.data": "jaxllm.integers jaxllm.records",
     "jaxllm.fusion": (
         "jaxllm.checkpoint.tensor_names jaxllm.layers jaxllm.quantize pallas_kernels.quantize"
     ),
@@ -445,8 +448,8 @@ MAY_IMPORT = {
     "jaxllm.metrics": "",
     "jaxllm.trace": "",
     "jaxllm.trainer": (
-        "jaxllm.checkpoint.native jaxllm.console jaxllm.flops jaxllm.metrics jaxllm.model "
-        "jaxllm.precision jaxllm.trace jaxllm.train"
+        "jaxllm.checkpoint.native jaxllm.console jaxllm.flops jaxllm.integers jaxllm.metrics "
+        "jaxllm.model jaxllm.precision jaxllm.trace jaxllm.train"
     ),
     "jaxllm.checkpoint.peft": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file jaxllm.checkpoint.tensor_names"

@@ -188,7 +188,7 @@ def _case(
         operations=operations,
         ceiling="read" if m <= FEW_ROWS else None,
         truth=None if "backward" in words else truth,
-        sample=functools.partial(_first_rows, max(1, m * MOST_EXACT // operations), names)
+        sample=functools.partial(_some_rows, max(1, m * MOST_EXACT // operations), tuple(names))
         if operations > MOST_EXACT and "backward" not in words
         else None,
         compile_only=compile_only,
@@ -220,15 +220,16 @@ def _backward(f: Any, count: int, *arguments: jax.Array) -> tuple[jax.Array, ...
     return jax.vjp(f, *arguments[:count])[1](arguments[count])
 
 
-def _first_rows(
-    count: int, names: list[str], arguments: tuple[jax.Array, ...], result: jax.Array
+def _some_rows(
+    count: int, names: tuple[str, ...], arguments: tuple[jax.Array, ...], result: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """The first row, the last, and others as far apart as they can be."""
     a, b, *rest = arguments
+    at = np.linspace(0, len(a) - 1, count).astype(int)
     rest = [
-        x[:count] if name in ("residual", "a_scale") else x
-        for name, x in zip(names, rest, strict=True)
+        x[at] if name in ("residual", "a_scale") else x for name, x in zip(names, rest, strict=True)
     ]
-    return (a[:count], b, *rest), result[:count]
+    return (a[at], b, *rest), result[at]
 
 
 def _truth(names: tuple[str, ...], keywords: dict[str, Any], a, b, *rest: np.ndarray) -> Any:

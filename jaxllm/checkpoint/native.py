@@ -283,7 +283,7 @@ class Checkpoints:
         steps = sorted(self._manager.all_steps())
         if not steps:
             raise FileNotFoundError(f"{self.folder}: no training was saved here")
-        if type(step) is not int or step not in steps:
+        if isinstance(step, bool) or step not in steps:
             raise FileNotFoundError(
                 f"{self.folder}: step {step!r} was not saved here; the steps that were: "
                 f"{', '.join(map(str, steps))}"

@@ -319,7 +319,7 @@ def _why_not_cudnn(
     widest = 256 if device.capability >= 9.0 else 128
     if h % 8 or h > widest:
         return f"head width {h} is not a multiple of 8 up to {widest}"
-    if isinstance(scale, Tracer):
+    if isinstance(scale, Tracer | jax.ShapeDtypeStruct):
         return "the scale is part of the kernel, and here it is traced"
     if softcap is not None:
         return "has no soft cap"
@@ -348,7 +348,7 @@ def _attention_cudnn(
     return_weights,
 ):
     del softcap, sinks, return_weights
-    scale = None if scale is None else float(scale)
+    scale = float(scale)
     t, s = q.shape[1], k.shape[1]
     form = _cudnn_form(t, s, causal, window, q_segment_ids, kv_lengths)
     if form == "causal":

@@ -52,7 +52,8 @@ def linear(
     by. Where it is ternary, x becomes int8 a token (BitNet b1.58), and the gradient is that of x at
     the ternary weight.
     Raises: ValueError for an x that is no float or has no axis, a weight whose inputs are not x's
-    width, or a bias that is not one number an output.
+    width, a packed one whose parts do not fit each other, or a bias that is not one number an
+    output.
     """
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"linear: x must be floats [.., I], got {x.dtype}{list(x.shape)}")
@@ -214,8 +215,11 @@ def embedding(
     rounded to that dtype.
 
     Traced ids outside the table are clamped to its ends. Raises: ValueError for concrete ones,
-    and if the ids are no integers or the table is not [V, D] of floating point.
+    and if the ids are no integers, the table is not [V, D] of floating point, or the parts of a
+    packed one do not fit each other.
     """
+    if isinstance(table, Packed) and (reason := table.problem()) is not None:
+        raise ValueError(f"embedding: {reason}")
     dtype = jnp.float32 if isinstance(table, Packed) and dtype is None else dtype
     check_embedding(_as_array(table), ids, scale, dtype)
     kwargs = {"scale": scale, "dtype": dtype}

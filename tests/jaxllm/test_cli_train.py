@@ -212,7 +212,7 @@ def test_resuming_with_another_model_or_other_data(tune, folder, records, tmp_pa
     other.write_text(records.read_text().replace("Say", "Tell"))
     code, _, err = tune(out, "--resume", data=other)
     assert code == 2
-    assert "the run there has other held-out records" in err  # they are a part of the data
+    assert "the run there has other held-out data" in err  # they are a part of the data
     model, tokenizer = jaxllm.load(folder, dtype="bfloat16")
     params = train.parameters(model)
     train.update(model, {**params, "norm.weight": params["norm.weight"] * 2})
@@ -655,7 +655,7 @@ def test_other_held_out_records_are_another_run(tune, fitted, records, tmp_path)
         assert tune(tmp_path / str(number), "--held-out", file)[0] == 0
     same, copy, changed = seen
     assert same == copy
-    assert {name for name in same if same[name] != changed[name]} == {"held-out records"}
+    assert {name for name in same if same[name] != changed[name]} == {"held-out data"}
 
 
 def test_long_records_are_split_where_that_is_asked_for(tune, fitted, tmp_path):

@@ -313,6 +313,8 @@ def test_a_set_lies_where_the_one_before_it_lay():
     train.update(model, jax.device_put(train.parameters(model), where))
     lora.set_adapters(model, jax.tree.map(np.asarray, lora.adapters(model)))
     assert all(x.committed and x.sharding == where for x in lora.adapters(model).values())
+    train.update(model, jax.device_get(train.parameters(model)))
+    lora.set_adapters(model, lora.adapters(model))
 
 
 def test_a_set_must_fit():

@@ -56,6 +56,7 @@ class Counting:
 HELD_OUT = [next(Counting(1000 + i)) for i in range(2)]
 
 
+REFERENCE = {"reference": np.float32(2)}
 COMPILED = {}  # step and evaluation of what was trained here: tracing takes longer than a run
 
 
@@ -531,7 +532,7 @@ def test_batches_that_end_early_are_a_sentence(tmp_path):
 @pytest.mark.parametrize("name", ["steps", "eval_every", "save_every", "keep", "micro_batches"])
 def test_numbers_below_one(tmp_path, name):
     with pytest.raises(
-        ValueError, match=rf"trainer: {name} must be a whole number \(int\), at least 1, got 0"
+        ValueError, match=rf"trainer: {name} must be an integer of at least 1, got 0"
     ):
         trainer(tmp_path, **{name: 0})
     assert not list(tmp_path.iterdir())
@@ -542,15 +543,17 @@ def test_arguments_of_another_kind(tmp_path):
         epochs = None
 
     for wrong, words in (
-        ({"steps": 2.0}, r"steps must be a whole number \(int\), at least 1, got 2.0"),
-        ({"keep": None}, r"keep must be a whole number \(int\), at least 1, got None"),
+        ({"steps": 2.0}, r"steps must be an integer of at least 1, got 2.0"),
+        ({"keep": None}, r"keep must be an integer of at least 1, got None"),
         ({"schedule": 1e-3}, "schedule must be a function of the count .*, got 0.001"),
         (
             {"schedule": lambda i: i * np.ones(2)},
-            r"schedule must give one number .*, got an array of shape \(2,\)",
+            r"schedule must give one number .*, got shape \(2,\)",
         ),
+        ({"schedule": lambda i: {"x": i}}, "schedule must give one number .*, got a dict"),
+        ({"held_out": [{"tokens": np.full((1, 4), 61)}]}, "the tokens of the held-out batch 1 go"),
         ({"held_out": Endless()}, "held_out must end, got a loader without epochs"),
-        ({"settings": {"base weights": "x"}}, "settings has 'base weights', which the trainer"),
+        ({"settings": {"base weights": "x"}}, "settings has 'base weights': 'x', but the"),
     ):
         with pytest.raises(ValueError, match=f"trainer: {words}"):
             trainer(tmp_path, **wrong)
@@ -578,6 +581,14 @@ def test_a_batch_beyond_the_model_is_refused(tmp_path, name, value, words):
 
     with pytest.raises(ValueError, match=f"trainer: the {name} of the batch of step 1 {words}"):
         trainer(tmp_path, batches=Beyond()).fit()
+
+
+def test_what_a_batch_need_not_have(tmp_path):
+    """None, and numbers that a reference model may give otherwise, are no other held-out data."""
+    extra = {"positions": None, "reference": np.float32(1)}
+    runs = [trainer(tmp_path, held_out=[HELD_OUT[0] | extra | more]) for more in ({}, REFERENCE)]
+    assert runs[0].settings == runs[1].settings != trainer(tmp_path).settings
+    assert trainer(tmp_path, steps=np.int64(8)).settings["steps"] == 8
 
 
 def test_a_fingerprint_tells_weights_apart():

@@ -495,6 +495,7 @@ def test_check_scales_of_mx():
             {"codes": np.zeros((2, 8, 64), ml_dtypes.float8_e4m3fn)},
             "not those of one weight",
         ),
+        ("int4", {"group_size": 48}, "groups of 48 do not divide the 64 inputs"),
         ("int8", {"scheme": "foo"}, "no scheme is named 'foo'"),
     ],
 )
@@ -503,6 +504,10 @@ def test_parts_that_do_not_fit_each_other(scheme, changes, words):
     packed = dataclasses.replace(quantize(normal(8, 64), scheme, group_size), **changes)
     with pytest.raises(ValueError, match=f"^dequantize: .*{words}"):
         dequantize(packed)
+    with pytest.raises(ValueError, match=f"^concatenate: .*{words}"):
+        concatenate([packed])
+    with pytest.raises(ValueError, match=f"^embedding: .*{words}"):
+        ops.embedding(packed, jnp.zeros((1,), jnp.int32))
     for implementation in ("xla", "pallas-interpret"):
         with pytest.raises(ValueError, match=f"^linear: .*{words}"):
             ops.linear(normal(1, 64), packed, implementation=implementation)
