@@ -292,7 +292,8 @@ class _Batches(Iterator[Batch]):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on where the loader was that gave this state; bit for bit the same batches follow.
 
-        Raises: ValueError if its data, its rows over all processes, its length or seed differ.
+        Raises: ValueError if its data, its rows over all processes, its length or seed differ, if
+        one of the two packs and the other does not, or has a reference and the other has none.
         """
         for key, mine in self._settings.items():
             if state.get(key) != mine:

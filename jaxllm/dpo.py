@@ -60,7 +60,8 @@ def make_loss(*, beta: float = 0.1, kind: str = "sigmoid", label_smoothing: floa
         the wrong way round) -(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z).
     ipo: (z - 1 / (2 beta))^2, where log p and log q are means over the answer's tokens.
     Raises: ValueError for a kind, beta or label_smoothing that does not exist; and, when it is
-    called, for a batch without `reference` if the model has no adapters.
+    called, for a batch without `reference` if the model has no adapters, or with one that is not a
+    number a row.
     """
     _check(beta, kind, label_smoothing)
 

@@ -106,7 +106,8 @@ def init_state(
     and lie where their parameter does. Of a model that was put on devices (`load(sharding=)`) the
     rest of the state, and trained adapters that were added to it, are on all of those.
     Of a model of shapes alone (`nnx.eval_shape`) it is a state of shapes, to compile steps for.
-    Raises: ValueError if nothing is to be trained, or a packed weight, or something else that is no
+    Raises: ValueError if trainable is no function or the optimizer has no init and update; if
+    nothing is to be trained, or a packed weight, or something else that is no
     floating-point array; or if the model has variables that are no `nnx.Param`.
     """
     if trainable is not None and not callable(trainable):

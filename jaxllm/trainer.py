@@ -102,9 +102,10 @@ class Trainer:
         alike.
     writers: `metrics.tensorboard(...)` and the like; one with a `close` is closed after `fit`.
     profile: how many steps, from the third on, are traced into `out/profile`; 0: none.
-    Raises: ValueError for numbers below what they must be, batches that cannot say how far they
-    have got, a schedule that cannot be traced, settings that JSON cannot say, and without
-    matplotlib.
+    Raises: ValueError for numbers that are no integers or below what they must be, batches that
+    cannot say how far they have got, a held_out that has no end or tokens that the model has not, a
+    schedule that cannot be traced or is not one number a count, settings that JSON cannot say or
+    that contradict the trainer's own, without matplotlib, and for what `train.init_state` refuses.
     """
 
     def __init__(
@@ -206,8 +207,9 @@ class Trainer:
         set, or if it holds one with other settings, another model or optimiser; if what is held out
         has no target, or a loss that is not finite before training; if no step changed anything,
         for no loss and gradient was finite; and, the last step being saved first, if the batches
-        end early or have rows that `micro_batches` does not divide. FileNotFoundError if there is
-        none to resume. StoppedError after Ctrl-C.
+        end early, have rows that `micro_batches` does not divide, or (in the host's memory) tokens
+        or positions that the model has not. FileNotFoundError if there is none to resume.
+        StoppedError after Ctrl-C.
         """
         if self._ended:
             raise ValueError(

@@ -53,7 +53,7 @@ def sampling_threshold(
     """The lowest key that stays in each row; -2^31 where nothing is dropped.
 
     top_k of 0 or from V on, and top_p of 1 are off. A ratio is from 0 to 1, and the largest key's
-    is 1.
+    is 1. No gradient goes through it.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
