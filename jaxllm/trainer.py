@@ -623,7 +623,8 @@ def _digest(batches: Sequence[Batch]) -> str | None:
     for batch in batches:
         digest.update(b"batch")
         for path, x in jax.tree_util.tree_leaves_with_path(dict(batch)):
-            if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
+            dtype = jax.dtypes.result_type(x)
+            if jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_):
                 x = np.ascontiguousarray(x)
                 name = jax.tree_util.keystr(path)
                 digest.update(f"{name} {x.dtype}{x.shape}".encode() + x.tobytes())

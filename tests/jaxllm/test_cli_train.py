@@ -704,3 +704,11 @@ def test_what_became_of_the_loss_is_said(before, said):
     found = cli_train._of_losses(before, 3.0, 7)
     assert found.startswith(said)
     assert ("was better at these records before" in found) == (before == 2.0)
+
+
+def test_a_run_may_count_epochs(run, fitted, folder, records, tmp_path):
+    seen = fitted({}, base_loss=2.0, loss=1.0)
+    common = ("--data", records, "--out", tmp_path / "out", "--no-compile-cache", "--epochs", "2")
+    assert run("finetune", folder, *common)[0] == 0
+    assert seen[0]["epochs"] == 2
+    assert seen[0]["steps"] >= 2

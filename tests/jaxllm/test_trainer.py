@@ -585,7 +585,7 @@ def test_a_batch_beyond_the_model_is_refused(tmp_path, name, value, words):
 
 def test_what_a_batch_need_not_have(tmp_path):
     """None, and numbers that a reference model may give otherwise, are no other held-out data."""
-    extra = {"positions": None, "reference": np.float32(1)}
+    extra = {"positions": None, "reference": np.float32(1), "beta": 0.1, "key": jax.random.key(0)}
     runs = [trainer(tmp_path, held_out=[HELD_OUT[0] | extra | more]) for more in ({}, REFERENCE)]
     assert runs[0].settings == runs[1].settings != trainer(tmp_path).settings
     assert trainer(tmp_path, steps=np.int64(8)).settings["steps"] == 8
