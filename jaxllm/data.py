@@ -239,16 +239,13 @@ class _Batches(Iterator[Batch]):
             raise ValueError(
                 f"data: process_index must be in [0, {process_count}), got {process_index}"
             )
-        for name, value, least in (
-            (unit, rows, 1),
-            ("seed", seed, 0),
-            ("prefetch", prefetch, 0),
-            ("epochs", 1 if epochs is None else epochs, 1),
-        ):
-            integer(name, value, least, who="data")
+        rows = integer(unit, rows, 1, who="data")
+        length = integer("length", length, 1, who="data")
+        seed = integer("seed", seed, 0, who="data")
+        prefetch = integer("prefetch", prefetch, 0, who="data")
+        epochs = None if epochs is None else integer("epochs", epochs, 1, who="data")
         if not units:
             raise ValueError("data: there are no examples to load")
-        rows, length, seed = int(rows), int(length), int(seed)  # a state is plain JSON
         self._order = _Order(units, rows, process_index, process_count, seed)
         self.batches_per_epoch = self._order.per_epoch
         self.epochs = epochs
@@ -378,8 +375,7 @@ class PreferenceLoader(_Batches):
     """Batches of `pairs` preference pairs a process, as `preference_batch` lays them out.
 
     reference: float32 [N, 2] for all N examples, or None; a loader that is to go on takes the same.
-    Order, epochs and the rest as in
-    `Loader`.
+    Order, epochs and the rest as in `Loader`.
     """
 
     def __init__(

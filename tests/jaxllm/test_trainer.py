@@ -56,7 +56,6 @@ class Counting:
 HELD_OUT = [next(Counting(1000 + i)) for i in range(2)]
 
 
-REFERENCE = {"reference": np.float32(2)}
 COMPILED = {}  # step and evaluation of what was trained here: tracing takes longer than a run
 
 
@@ -562,7 +561,11 @@ def test_arguments_of_another_kind(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("tokens", 97, "go from .* to 97, but the model has .* tokens in its vocabulary"),
+        (
+            "tokens",
+            TINY.vocab_size,
+            "go from .* to 61, but the model has .* tokens in its vocabulary",
+        ),
         ("tokens", -1, "go from -1 to"),
         (
             "positions",
@@ -586,7 +589,8 @@ def test_a_batch_beyond_the_model_is_refused(tmp_path, name, value, words):
 def test_what_a_batch_need_not_have(tmp_path):
     """None, and numbers that a reference model may give otherwise, are no other held-out data."""
     extra = {"positions": None, "reference": np.float32(1), "beta": 0.1, "key": jax.random.key(0)}
-    runs = [trainer(tmp_path, held_out=[HELD_OUT[0] | extra | more]) for more in ({}, REFERENCE)]
+    anew = extra | {"reference": np.float32(2)}
+    runs = [trainer(tmp_path, held_out=[HELD_OUT[0] | more]) for more in (extra, anew)]
     assert runs[0].settings == runs[1].settings != trainer(tmp_path).settings
     assert trainer(tmp_path, steps=np.int64(8)).settings["steps"] == 8
 
