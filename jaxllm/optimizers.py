@@ -149,10 +149,17 @@ def scale_by_adam_8bit(
     """`optax.scale_by_adam` with moments in eight bits between the steps.
 
     A parameter of fewer than `min_size` numbers or less than two axes keeps float32 moments.
+    `min_size` is static, so `optax.inject_hyperparams` needs it among its `static_args`.
     Within a step the moments are float32, and so are the updates: one parameter's at a time, but
     where `jax.shard_map` is, in which XLA may hold those of all.
     Source: Dettmers et al. 2021, arXiv:2110.02861; blocks of 256, of the last axis only.
     """
+
+    if isinstance(min_size, Tracer):
+        raise ValueError(
+            "scale_by_adam_8bit: min_size is a traced number, but state depends on it; give "
+            "optax.inject_hyperparams static_args=('min_size',)"
+        )
 
     def small(param: Any) -> bool:
         return param.ndim < 2 or param.size < min_size
@@ -177,17 +184,17 @@ def scale_by_adam_8bit(
         steps = count.astype(jnp.float32)
         corrections = [1 - jnp.float32(b) ** steps for b in (b1, b2)]
 
-        def moments(g, mu, nu):
+        # Traced once for all parameters of a shape
+        @jax.jit
+        def leaf(g, mu, nu, corrections):
+            packed = isinstance(mu, Quantized)
             g = g.astype(jnp.float32)
-            if isinstance(mu, Quantized):
+            if packed:
                 mu, nu = dequantize(mu, signed=True), dequantize(nu, signed=False)
-            mu = np.float32(b1) * mu + np.float32(1 - b1) * g
-            return mu, np.float32(b2) * nu + np.float32(1 - b2) * (g * g)
-
-        def leaf(*old):
-            mu, nu = moments(*old)
-            step = (mu / corrections[0]) / (jnp.sqrt(nu / corrections[1]) + np.float32(eps))
-            if isinstance(old[1], Quantized):
+            mu = jnp.float32(b1) * mu + jnp.float32(1 - b1) * g
+            nu = jnp.float32(b2) * nu + jnp.float32(1 - b2) * (g * g)
+            step = (mu / corrections[0]) / (jnp.sqrt(nu / corrections[1]) + jnp.float32(eps))
+            if packed:
                 mu, nu = quantize(mu, signed=True), quantize(nu, signed=False)
             return step, (mu, nu)
 
@@ -202,7 +209,7 @@ def scale_by_adam_8bit(
                 if last is not None:  # one after the other: else XLA holds all moments in float32
                     old, new[last] = jax.lax.optimization_barrier((old, new[last]))
                 last = len(new)
-            step, moment = leaf(*old)
+            step, moment = leaf(*old, corrections)
             steps_.append(step)
             new.append(moment)
         mu, nu = zip(*new, strict=True) if new else ((), ())
