@@ -4,7 +4,8 @@
 
 with p the model that is trained and q the reference. A batch holds 2P rows: P chosen answers, then
 the P rejected ones in the same order, as `data.preference_batch` lays them out. log q comes with
-the batch as `reference`, float32 [2P], or from the base below the model's adapters.
+the batch as `reference`, float32 [2P], or from the base below the model's adapters, which must then
+be all that is trained (`trainable=lora.is_adapter`).
 Source: Rafailov et al. 2023, arXiv:2305.18290; IPO: Azar et al. 2023, arXiv:2310.12036, on means
 over tokens as TRL has it (no code taken).
 """
