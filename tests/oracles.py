@@ -551,9 +551,10 @@ def linear_cross_entropy(
     counted = targets != ignore_index
     log_p = log_softmax(logits)
     lse = (logits - log_p)[:, 0]
-    hit = np.eye(len(head))[np.where(counted, targets, 0)]
-    losses = -(log_p * hit).sum(axis=1) + z_loss * lse**2
-    d_logits = np.exp(log_p) * (1 + 2 * z_loss * lse)[:, None] - hit
+    hit = np.arange(len(targets)), np.where(counted, targets, 0)
+    losses = -log_p[hit] + z_loss * lse**2
+    d_logits = np.exp(log_p) * (1 + 2 * z_loss * lse)[:, None]
+    d_logits[hit] -= 1
     d_logits = d_logits * counted[:, None] * slope
     return float(losses[counted].sum()), d_logits @ head, d_logits.T @ hidden
 

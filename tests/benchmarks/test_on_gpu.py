@@ -9,13 +9,17 @@ from benchmarks.plan import is_large
 from pallas_kernels.measure import Stopwatch, num_sets
 
 CASES = all_cases()
+# The plain path rounds where its dtypes say. Else XLA keeps a residual stream in float32 from layer
+# to layer: of four of Phi-3-mini a kernel's errors were then up to 1.95 times the plain path's
+ROUNDED = {"xla_allow_excess_precision": False}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_every_case_is_right(case):
     arguments = case.inputs(jax.random.key(0))
-    ours, plain = (jax.jit(f)(*arguments) for f in (case.run, case.plain))
+    ours = jax.jit(case.run)(*arguments)
+    plain = jax.jit(case.plain, compiler_options=ROUNDED)(*arguments)
     if is_large(case) and case.sample is not None:
         whole = arguments
         arguments, ours = case.sample(whole, ours)
