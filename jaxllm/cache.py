@@ -11,6 +11,7 @@ scale a token and head.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -323,6 +324,13 @@ class KVCache:
         return cls(tuple(entry(i) for i in range(config.num_hidden_layers)), empty, jnp.copy(empty))
 
     @classmethod
+    @functools.lru_cache(maxsize=64)
+    def shapes(cls, config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
+        """What `create` makes, as shapes."""
+        return jax.eval_shape(lambda: cls.create(config, batch, capacity, dtype))
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)
     def calls(
         cls,
         config: ModelConfig,
@@ -331,12 +339,11 @@ class KVCache:
         queries: int,
         dtype: Any,
         kv_dtype: Any = None,
-    ) -> dict[str, tuple[Any, dict[str, Any]]]:
+    ) -> Mapping[str, tuple[Any, Mapping[str, Any]]]:
         """For each kind of layer, q and the keywords of its attention call over such a cache: of
         `queries` new tokens in `dtype`, which is also the cache's if `kv_dtype` is None; as shapes.
         """
-        stored = dtype if kv_dtype is None else kv_dtype
-        cache = jax.eval_shape(lambda: cls.create(config, batch, capacity, stored))
+        cache = cls.shapes(config, batch, capacity, dtype if kv_dtype is None else kv_dtype)
         shape = (batch, queries, config.num_attention_heads, config.head_dim)
         q = jax.ShapeDtypeStruct(shape, dtype)
         new = jax.ShapeDtypeStruct((*shape[:2], config.num_key_value_heads, shape[3]), dtype)

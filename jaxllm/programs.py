@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm import sampling
@@ -30,19 +29,14 @@ RUNNING, STOP, LENGTH = 0, 1, 2  # why a row has ended, as the device says it
 class _Structure:
     """What a model is apart from its arrays. Hashed once: every call of a program looks it up."""
 
-    def __init__(self, graph: nnx.GraphDef[Transformer], tree: Any):
-        self.graph, self.tree = graph, tree
-        self._hash = hash((graph, tree))
+    def __init__(self, tree: jax.tree_util.PyTreeDef):
+        self.tree, self._hash = tree, hash(tree)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
-            isinstance(other, _Structure) and self.graph == other.graph and self.tree == other.tree
-        )
+        return self is other or (isinstance(other, _Structure) and self.tree == other.tree)
 
 
 @functools.lru_cache(maxsize=16)
@@ -71,8 +65,7 @@ class Weights:
 
     def model(self) -> Transformer:
         """The module again."""
-        state = jax.tree.unflatten(self.structure.tree, self.arrays)
-        return nnx.merge(self.structure.graph, state)
+        return jax.tree.unflatten(self.structure.tree, self.arrays)
 
 
 def flatten(model: Transformer) -> Weights:
@@ -83,11 +76,10 @@ def flatten(model: Transformer) -> Weights:
     # copy, for another thread may be reading the model's own.
     model = copy.copy(model)
     model.generation = GenerationDefaults()
-    graph, state = nnx.split(model)
-    arrays, tree = jax.tree.flatten(state)
+    arrays, tree = jax.tree.flatten(model)  # `nnx.split` takes ten times as long
     # What somebody read back as NumPy arrays goes to the device once, not at every call
     arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]
-    return Weights(tuple(arrays), _interned(_Structure(graph, tree)))
+    return Weights(tuple(arrays), _interned(_Structure(tree)))
 
 
 def _forward(weights: Weights, tokens, counts, cache: KVCache):

@@ -157,7 +157,7 @@ class Run:
         packed ones, the largest.
         """
         config, batch = self.config, self.batch
-        cache = jax.eval_shape(lambda: KVCache.create(config, batch, self.capacity, self.kv_dtype))
+        cache = KVCache.shapes(config, batch, self.capacity, self.kv_dtype)
         kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
         chunk = max(size for _, size in self.chunks(max(len(row.prompt) for row in self.rows)))
         cpu = next(iter(self.sharding.device_set)).platform == "cpu"

@@ -113,15 +113,15 @@ def test_models_that_differ_in_their_defaults_alone_share_programs(tiny):
 
 
 def test_flattening_changes_nothing_that_another_thread_could_see(tiny, monkeypatch):
-    model, split = nnx.clone(tiny), nnx.split
+    model, flatten = nnx.clone(tiny), jax.tree.flatten
     own = model.generation = GenerationDefaults(stop_ids=(3,), temperature=0.5)
     seen = []
 
     def looking(*arguments):
         seen.append(model.generation)
-        return split(*arguments)
+        return flatten(*arguments)
 
-    monkeypatch.setattr(nnx, "split", looking)
+    monkeypatch.setattr(jax.tree, "flatten", looking)
     weights = jaxllm.flatten(model)
     assert [*seen, model.generation] == [own, own]
     assert weights.model().generation == GenerationDefaults()
