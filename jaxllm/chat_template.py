@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
-from jinja2 import nodes, pass_context
+from jinja2 import meta, nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -150,6 +150,17 @@ def _render(source, messages, variables, marks: Sequence[str]) -> str:
 @functools.lru_cache(maxsize=32)
 def _compile(source: str) -> CodeType:
     return _Sandbox(_STEPS).compile(source)
+
+
+@functools.lru_cache(maxsize=32)
+def variables_of(source: str) -> frozenset[str] | None:
+    """The names that a template takes from its caller; None if it cannot be read."""
+    sandbox = _Sandbox(_STEPS)
+    try:
+        found = meta.find_undeclared_variables(sandbox.parse(source))
+    except TemplateError:  # `render` says why
+        return None
+    return frozenset(found - sandbox.globals.keys() - {*_MARKS})
 
 
 class _Generation(Extension):

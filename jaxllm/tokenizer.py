@@ -229,7 +229,8 @@ class Tokenizer:
         The ids are those of the text alone: no BOS is added, for templates write their own.
         `extra` (tools, documents, enable_thinking, ...) goes to the template; with tools, a
         template named "tool_use" is taken where there is one.
-        Raises: ValueError if there is no template, or it refuses the messages, or is refused.
+        Raises: ValueError if there is no template, or it has no such variable as one of `extra`, or
+        it refuses the messages, or is refused.
         """
         source, variables = self._template(extra)
         variables["add_generation_prompt"] = add_generation_prompt
@@ -279,8 +280,15 @@ class Tokenizer:
             names = ", ".join(sorted(self._templates))
             found = f"only the chat templates {names}, no default" if names else "no chat template"
             raise ValueError(f"{self._source}: there is {found}; give plain text as the prompt")
-        variables = {"tools": None, "documents": None, **self.special_tokens, **extra}
-        return self._templates[name], variables
+        variables = {"tools": None, "documents": None, **self.special_tokens}
+        source = self._templates[name]
+        read = chat_template.variables_of(source)
+        if read is not None and (unknown := sorted(extra.keys() - read - variables.keys())):
+            raise ValueError(
+                f"{self._source}: the chat template has no variable {unknown[0]!r}; it reads "
+                f"{', '.join(sorted(read))}"
+            )
+        return source, {**variables, **extra}
 
     def _json(self, name: str) -> dict[str, Any]:
         """A file that may be absent."""

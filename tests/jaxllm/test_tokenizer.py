@@ -320,6 +320,20 @@ def test_templates_see_the_special_tokens_of_the_model():
     assert text == "B<image><video>E"
 
 
+def test_a_variable_that_the_template_does_not_read():
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ think or raise_exception('no') }}"
+    tokenizer = tiny(chat_template=source)
+    assert tokenizer.apply_chat_template(USER, tokenize=False, think="!", tools=[]) == "the hello!"
+    for name in ("continue_final_message", "add_generation_promt"):
+        sentence = f"^tokenizer: the chat template has no variable '{name}'; it reads messages, think$"
+        with pytest.raises(ValueError, match=sentence):
+            tokenizer.apply_chat_template(USER, think="!", **{name: True})
+    with pytest.raises(ValueError, match="has no variable 'thinks'"):
+        tokenizer.encode_answers(USER, thinks=True)
+    with pytest.raises(ValueError, match="^chat template: refused: TemplateSyntaxError"):
+        tiny(chat_template="{% if %}").apply_chat_template(USER, think=True)
+
+
 def test_named_templates():
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     tokenizer = tiny(chat_template=named)
