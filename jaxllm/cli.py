@@ -424,7 +424,8 @@ def _chat(args: argparse.Namespace) -> int:
             _check_room(model, tokenizer, messages)
             pieces = jaxllm.stream(model, tokenizer, messages, **options | {"seed": next(seeds)})
         except (ValueError, MemoryError) as error:
-            _complain(f"jaxllm: {error}; /reset begins anew")
+            longer = terminal and len(messages) > len(start) + 1  # than it would be anew
+            _complain(f"jaxllm: {error}{'; /reset begins anew' * longer}")
             if not terminal:
                 return 2
             messages.pop()

@@ -154,7 +154,6 @@ def scale_by_adam_8bit(
     where `jax.shard_map` is, in which XLA may hold those of all.
     Source: Dettmers et al. 2021, arXiv:2110.02861; blocks of 256, of the last axis only.
     """
-
     if isinstance(min_size, Tracer):
         raise ValueError(
             "scale_by_adam_8bit: min_size is a traced number, but state depends on it; give "

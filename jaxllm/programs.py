@@ -29,7 +29,7 @@ RUNNING, STOP, LENGTH = 0, 1, 2  # why a row has ended, as the device says it
 class _Structure:
     """What a model is apart from its arrays. Hashed once: every call of a program looks it up."""
 
-    def __init__(self, tree: jax.tree_util.PyTreeDef):
+    def __init__(self, tree: Any):
         self.tree, self._hash = tree, hash(tree)
 
     def __hash__(self) -> int:
@@ -83,8 +83,8 @@ def flatten(model: Transformer) -> Weights:
 
 
 def _forward(weights: Weights, tokens, counts, cache: KVCache):
-    """Logits [B, V] at each row's last real token, NaN where the cache has no room for it; and the
-    cache with the real tokens.
+    """Logits [B, V] at each row's last real token, NaN where the cache has no room for it or its
+    keys are turned by longrope's other list; and the cache with the real tokens.
     """
     model = weights.model()
     t = tokens.shape[1]
@@ -94,7 +94,11 @@ def _forward(weights: Weights, tokens, counts, cache: KVCache):
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(hidden, last, axis=1, mode="clip")[:, 0] if t > 1 else hidden[:, 0]
     # Here it is a part of the norm's kernel, of the logits it would be one of its own
-    hidden = jnp.where(_lost(cache, counts)[:, None], jnp.nan, hidden)
+    lost = _lost(cache, counts)
+    if (turned := _turned(model.config, cache, counts)) is not None:
+        lost |= turned
+        after = dataclasses.replace(after, rope_lengths=jnp.where(turned, -1, after.rope_lengths))
+    hidden = jnp.where(lost[:, None], jnp.nan, hidden)
     return model.head(hidden), after
 
 
@@ -103,6 +107,23 @@ def _lost(cache: KVCache, counts) -> Bool[Array, " B"]:
     last = cache.lengths + counts - 1
     full = [entry.slots(last, counts) >= entry.k.shape[1] for entry in cache.layers]
     return functools.reduce(jnp.logical_or, full) & (counts > 0)
+
+
+def _turned(config: ModelConfig, cache: KVCache, counts) -> Bool[Array, " B"] | None:
+    """Whether counts[b] more tokens take a row over longrope's boundary, or some did before, for
+    which `rope_lengths` is then negative; None of a model without longrope.
+    """
+    ropes = [rope for rope in config.ropes.values() if rope.rope_type == "longrope"]
+    if not ropes:
+        return None
+    now = cache.lengths
+    before, after = (jnp.maximum(cache.rope_lengths, n) for n in (now, now + counts))
+    crossed = [
+        (before <= border) & (after > border)
+        for border in {rope.original_max_position_embeddings or 0 for rope in ropes}
+    ]
+    held = (now > 0) & functools.reduce(jnp.logical_or, crossed)
+    return held | (cache.rope_lengths < 0)
 
 
 def _check(who: str, weights: Weights, cache: KVCache, **arrays: tuple[Any, str]) -> None:
@@ -139,8 +160,12 @@ def prefill(
 
     Returns the float32 logits of each row's last token, and the cache. Long prompts go in by
     chunks: rows that have no tokens in a chunk keep their `logits` of the chunk before. The cache
-    and `logits` are donated. A row must have room for its tokens, and where it has none its logits
-    are NaN: how full it is only the device knows, for which each call would have to wait.
+    and `logits` are donated. Ids outside the vocabulary are clamped to it, counts to 0 and T.
+
+    How full a row is only the device knows, for which each call would have to wait. So a row
+    without room for its tokens has logits of NaN, and so has one of a longrope model whose keys are
+    turned by the short list when it grows beyond that: read it again into a new cache, or say before
+    its first token how long it will be (`KVCache.rope_lengths`).
     Raises: ValueError if shapes or dtypes disagree, or the cache is one of another model.
     """
     _check("prefill", weights, cache, tokens=(tokens, "B, T"), counts=(counts, "B"))
@@ -167,8 +192,7 @@ prefill_without_graphs = jax.jit(
 def decode_step(
     weights: Weights, tokens: Int[Array, " B"], cache: KVCache
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """One token a row, which must have room for it: float32 logits (NaN if it has none), and the
-    cache (donated).
+    """One token a row: float32 logits, NaN as those of `prefill`, and the cache (donated).
 
     Raises: ValueError as `prefill`.
     """

@@ -15,11 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from rich.filesize import decimal
 
 from jaxllm import memory, ops
 from jaxllm.cache import KV_DTYPES, KVCache
 from jaxllm.integers import integer
+from jaxllm.meshes import mesh_problem
 from jaxllm.model import Transformer
 from jaxllm.programs import (
     RUNNING,
@@ -65,11 +67,18 @@ class Run:
         prefill_chunk: int,
         kv_dtype: str | None,
     ):
+        if isinstance(jnp.zeros(()), Tracer):
+            raise ValueError(
+                "generate: it runs on the host and cannot be a part of a function under jax.jit; "
+                "jaxllm.prefill and jaxllm.decode_step can"
+            )
         if not isinstance(model, Transformer):
             raise ValueError(f"generate: model must be a Transformer, not {type(model).__name__}")
         if not isinstance(tokenizer, Tokenizer | None):
+            kind = type(tokenizer)
             raise ValueError(
-                f"generate: tokenizer must be a Tokenizer or None, not {type(tokenizer).__name__}"
+                "generate: tokenizer must be a jaxllm.Tokenizer or None, not "
+                f"{kind.__module__}.{kind.__qualname__}"
             )
         config = self.config = model.config
         limit = config.max_position_embeddings
@@ -366,6 +375,8 @@ def _sharding(weights: Weights) -> jax.sharding.Sharding:
     """
     around = jax.sharding.get_mesh()
     first = next((x for x in weights.arrays if x.committed), weights.arrays[0])
+    if problem := mesh_problem(first.sharding):
+        raise ValueError(f"generate: weights are spread as {first.sharding}: {problem}")
     if isinstance(first.sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(first.sharding.mesh, jax.sharding.PartitionSpec())
     if not first.committed and not around.empty:

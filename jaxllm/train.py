@@ -29,6 +29,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxllm import ops
 from jaxllm.layers import Embedding, Linear
+from jaxllm.meshes import mesh_problem
 from jaxllm.model import Transformer
 from jaxllm.optimizers import apply_updates_stochastically
 from jaxllm.precision import NoScale, Scale
@@ -158,9 +159,11 @@ def init_state(
 
 def _whole_sharding(params: Params) -> Sharding | None:
     """All of an array on each device of the first parameter that was put on some; None if none."""
-    for x in params.values():
+    for name, x in params.items():
         if isinstance(x, Tracer) or not x.committed:
             continue
+        if problem := mesh_problem(x.sharding):
+            raise ValueError(f"train: {name} is spread as {x.sharding}: {problem}")
         if isinstance(x.sharding, NamedSharding):
             return NamedSharding(x.sharding.mesh, PartitionSpec())
         if len(x.devices()) == 1:

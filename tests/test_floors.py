@@ -354,6 +354,7 @@ MAY_IMPORT = {
     "jaxllm.byte_size": "",
     "jaxllm.integers": "",
     "jaxllm.memory": "",
+    "jaxllm.meshes": "",
     "jaxllm.compile_cache": "",
     "jaxllm.sampling": "jaxllm.ops._select jaxllm.ops.sampling_threshold",
     "jaxllm.chat_template": "",
@@ -391,8 +392,8 @@ MAY_IMPORT = {
     "jaxllm.prompts": "jaxllm.detokenizer jaxllm.tokenizer",
     "jaxllm.results": "jaxllm.programs jaxllm.prompts",
     "jaxllm.run": (
-        "jaxllm.cache jaxllm.integers jaxllm.memory jaxllm.model jaxllm.ops jaxllm.programs "
-        "jaxllm.prompts jaxllm.results jaxllm.sampling jaxllm.tokenizer"
+        "jaxllm.cache jaxllm.integers jaxllm.memory jaxllm.meshes jaxllm.model jaxllm.ops "
+        "jaxllm.programs jaxllm.prompts jaxllm.results jaxllm.sampling jaxllm.tokenizer"
     ),
     "jaxllm.generate": (
         "jaxllm.integers jaxllm.model jaxllm.prompts jaxllm.results jaxllm.run jaxllm.tokenizer"
@@ -405,8 +406,8 @@ MAY_IMPORT = {
         "jaxllm.checkpoint.tensor_names jaxllm.layers jaxllm.quantize pallas_kernels.quantize"
     ),
     "jaxllm.train": (
-        "jaxllm.layers jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision jaxllm.quantize "
-        "pallas_kernels.packed"
+        "jaxllm.layers jaxllm.meshes jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision "
+        "jaxllm.quantize pallas_kernels.packed"
     ),
     "jaxllm.quantize": f"{KERNELS} jaxllm.config jaxllm.layers jaxllm.ops",
     "jaxllm.fp8": "jaxllm.layers jaxllm.ops jaxllm.ops.linear jaxllm.quantize",
@@ -435,7 +436,9 @@ MAY_IMPORT = {
     "jaxllm.checkpoint.tensor_names": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file"
     ),
-    "jaxllm.checkpoint.placement": "jaxllm.checkpoint.safetensors_file jaxllm.memory",
+    "jaxllm.checkpoint.placement": (
+        "jaxllm.checkpoint.safetensors_file jaxllm.memory jaxllm.meshes"
+    ),
     "jaxllm.checkpoint.hf": (
         "jaxllm.byte_size jaxllm.checkpoint.compressed_tensors jaxllm.checkpoint.folder "
         "jaxllm.checkpoint.packed_modules "

@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from rich.filesize import decimal
 
 from jaxllm import memory
 from jaxllm.checkpoint.safetensors_file import BITS, Tensor, read
+from jaxllm.meshes import mesh_problem
 
 READERS = 4  # tensors on their way from the file at a time
 Shape = tuple[int, ...]
@@ -32,12 +33,8 @@ def check_sharding(path: str, shape: Shape, sharding: Sharding | None) -> None:
             f"load: the sharding of {path} must be a jax.sharding.Sharding, got "
             f"{type(sharding).__name__} {sharding!s:.60}"
         )
-    axes = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
-    if any(kind != AxisType.Auto for kind in axes):
-        raise ValueError(
-            f"{path} cannot be spread as {sharding}: the mesh must have axes of type Auto, as of "
-            f"jax.make_mesh(..., axis_types=(AxisType.Auto,) * {len(axes)})"
-        )
+    if problem := mesh_problem(sharding):
+        raise ValueError(f"{path} cannot be spread as {sharding}: {problem}")
     try:
         sharding.shard_shape(shape)
     except (ValueError, IndexError) as error:

@@ -182,13 +182,15 @@ TOO_LONG = "jaxllm: the conversation has "
 
 def test_a_full_conversation_goes_on_after_a_sentence_in_a_terminal(talker, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Terminal())
-    answer_with(monkeypatch, "word " * 600, "Hi.")
+    answer_with(monkeypatch, "word " * 600, "Hi.", "word " * 600)
     assert main(["chat", str(talker), "--max-new-tokens", "4", NO_CACHE]) == 0
     out, err = capsys.readouterr()
     assert out.strip()  # the long message is forgotten, so the short one gets an answer
-    (sentence,) = [line for line in err.splitlines() if line.startswith("jaxllm: ")]
-    assert sentence.startswith(TOO_LONG)
-    assert sentence.endswith(" tokens, but the model has 512 positions; /reset begins anew")
+    alone, behind = [line for line in err.splitlines() if line.startswith("jaxllm: ")]
+    assert alone.startswith(TOO_LONG)
+    assert alone.endswith(" tokens, but the model has 512 positions")
+    assert behind.startswith(TOO_LONG)
+    assert behind.endswith(" tokens, but the model has 512 positions; /reset begins anew")
     assert "the answer ended at --max-new-tokens" in err
 
 

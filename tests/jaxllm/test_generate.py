@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_tokenizers
+import tokenizers
 from flax import nnx
 from tiny_models import LONGROPE, TINY, build
-from tokenizers import normalizers
+from tokenizers import models, normalizers
 
 import jaxllm
 from jaxllm.cache import KV_DTYPES
@@ -468,8 +469,10 @@ def test_bad_calls_with_a_tokenizer(stories):
             jaxllm.generate(model, tokenizer, "a", stop=stop)
     with pytest.raises(ValueError, match="^generate: model must be a Transformer, not Tokenizer$"):
         jaxllm.generate(tokenizer, model, "a")
-    with pytest.raises(ValueError, match="tokenizer must be a Tokenizer or None, not Transformer$"):
+    with pytest.raises(ValueError, match="must be a jaxllm.Tokenizer or None, not jaxllm.model.T"):
         jaxllm.stream(model, model, "a")
+    with pytest.raises(ValueError, match="must be a jaxllm.Tokenizer or None, not tokenizers.Tok"):
+        jaxllm.generate(model, tokenizers.Tokenizer(models.BPE()), "a")
     with pytest.raises(ValueError, match="no chat template"):
         jaxllm.generate(model, tokenizer, [{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="needs a tokenizer"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from tiny_checkpoints import read_golden, write_checkpoint
-from tiny_models import SLIDING, TINY, build
+from tiny_models import LONGROPE, SLIDING, TINY, build
 
 import jaxllm
 from jaxllm import programs
@@ -100,6 +100,31 @@ def test_a_stream_frees_its_cache_when_it_is_left(stories):
     next(pieces)
     del pieces
     assert len(jax.live_arrays()) == before  # at once, not when the garbage is collected
+
+
+def test_a_row_that_grows_over_longropes_boundary_has_no_logits_from_there_on():
+    """The other row has been over it from the beginning, or was told that it would be."""
+    model = build(dataclasses.replace(TINY, rope=LONGROPE), FP32)
+    weights, boundary = jaxllm.flatten(model), LONGROPE.original_max_position_embeddings
+    lengths = np.array([boundary - 1, boundary + 2])
+    text = np.arange(2 * (boundary + 2), dtype=np.int32).reshape(2, -1) % TINY.vocab_size
+    for told in ((0, 0), (boundary + 9, 0)):
+        cache = jaxllm.KVCache.create(model.config, 2, 2 * boundary, jnp.float32)
+        cache = dataclasses.replace(cache, rope_lengths=jnp.asarray(told, jnp.int32))
+        logits, cache = jaxllm.prefill(weights, text, lengths, cache)
+        finite = [np.isfinite(logits).all(-1)]
+        for _ in range(3):
+            logits, cache = jaxllm.decode_step(weights, text[:, 0], cache)
+            finite.append(np.isfinite(logits).all(-1))
+        assert np.transpose(finite).tolist() == [
+            [True, True, bool(told[0]), bool(told[0])],
+            [True] * 4,
+        ]
+
+    cache = jaxllm.KVCache.create(model.config, 2, 2 * boundary, jnp.float32)
+    logits, cache = jaxllm.prefill(weights, text[:, :5], np.array([5, 5]), cache)
+    logits, _ = jaxllm.prefill(weights, text[:, 5:], np.array([2, boundary - 3]), cache, logits)
+    assert np.isfinite(logits).all(-1).tolist() == [True, False]
 
 
 def test_models_that_differ_in_their_defaults_alone_share_programs(tiny):

@@ -5,11 +5,14 @@ import gc
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from absent_device import absent
+from flax import nnx
 from tiny_models import LONGROPE, TINY, build
 
 import jaxllm
+from jaxllm import train
 from jaxllm.config import Runtime
 from jaxllm.run import Run, bucket
 
@@ -55,6 +58,32 @@ def test_a_row_at_the_models_last_position_shortens_no_dispatch():
     run = make_run(build(TINY, FP32), [[1] * 62, [1]], max_new_tokens=16)
     assert len(list(run.dispatches())) == 1
     assert [len(tokens) for tokens in run.result().tokens] == [2, 16]
+
+
+def test_it_is_no_part_of_a_compiled_function():
+    model = build(TINY, FP32)
+
+    def tokens(model, prompt):
+        return jnp.asarray(jaxllm.generate(model, None, prompt, max_new_tokens=2).tokens)
+
+    sentence = "^generate: it runs on the host and cannot be a part of a function under jax.jit"
+    with pytest.raises(ValueError, match=sentence):
+        nnx.jit(lambda model: tokens(model, [1]))(model)
+    with pytest.raises(ValueError, match=sentence):
+        jax.jit(lambda prompt: tokens(model, prompt))(jnp.ones((1, 2), jnp.int32))
+    with pytest.raises(ValueError, match=sentence):
+        jax.jit(lambda x: x + tokens(model, [1]))(1)
+
+
+def test_weights_on_a_mesh_whose_axes_are_explicit():
+    model = build(TINY, FP32)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spread = jax.device_put(model, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    sentence = r"^{}: .* spread as .*: the mesh must have axes of type Auto, as of jax.make_mesh\("
+    with pytest.raises(ValueError, match=sentence.format("generate")):
+        jaxllm.generate(spread, None, [1])
+    with pytest.raises(ValueError, match=sentence.format("train")):
+        train.init_state(spread, optax.sgd(0.1))
 
 
 def test_a_batch_that_does_not_fit_is_refused_before_it_is_made():

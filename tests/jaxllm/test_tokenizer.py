@@ -321,11 +321,15 @@ def test_templates_see_the_special_tokens_of_the_model():
 
 
 def test_a_variable_that_the_template_does_not_read():
-    source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ think or raise_exception('no') }}"
+    source = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ think or raise_exception('no') }}"
+    )
     tokenizer = tiny(chat_template=source)
     assert tokenizer.apply_chat_template(USER, tokenize=False, think="!", tools=[]) == "the hello!"
     for name in ("continue_final_message", "add_generation_promt"):
-        sentence = f"^tokenizer: the chat template has no variable '{name}'; it reads messages, think$"
+        sentence = (
+            f"^tokenizer: the chat template has no variable '{name}'; it reads messages, think$"
+        )
         with pytest.raises(ValueError, match=sentence):
             tokenizer.apply_chat_template(USER, think="!", **{name: True})
     with pytest.raises(ValueError, match="has no variable 'thinks'"):
