@@ -164,8 +164,8 @@ def prefill(
 
     How full a row is only the device knows, for which each call would have to wait. So a row
     without room for its tokens has logits of NaN, and so has one of a longrope model whose keys are
-    turned by the short list when it grows beyond that: read it again into a new cache, or say before
-    its first token how long it will be (`KVCache.rope_lengths`).
+    turned by the short list when it grows beyond that: read it again into a new cache, or say
+    before its first token how long it will be (`KVCache.rope_lengths`).
     Raises: ValueError if shapes or dtypes disagree, or the cache is one of another model.
     """
     _check("prefill", weights, cache, tokens=(tokens, "B, T"), counts=(counts, "B"))
