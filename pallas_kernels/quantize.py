@@ -55,8 +55,11 @@ def quantize(
         number, less that of the element type's; the largest numbers may saturate. "even": the
         same, after rounding the largest number to the element type's mantissa. "ceil": the
         smallest that lets nothing saturate.
-    Scales of int8, int4 and fp8 groups take w's dtype, row scales float32. Groups and rows of
-    zeros have scale 1 (0 in MX: 2^-127), and so does a tensor of zeros in nvfp4.
+    Scales of int8, int4 and fp8 groups take w's dtype, of a float8 weight float32, as row scales
+    do. Those below its smallest normal number are rounded up, in float16 to the next subnormal, in
+    bfloat16 and float32 to the smallest normal, so that codes do not saturate and nothing but zeros
+    makes a group of zeros. Groups and rows of zeros have scale 1 (0 in MX: 2^-127), and so does a
+    tensor of zeros in nvfp4.
     Raises: ValueError for another scheme, an empty weight, a group size that does not divide I or
     that the scheme has not, zero points without int4, an unknown rule, and concrete weights that
     are NaN or infinite (traced ones make scales of NaN).
@@ -234,15 +237,16 @@ def _quantize(w, scheme: str, group_size: int | None, zero_points: bool, mx_rule
     largest = jnp.max(jnp.abs(groups), axis=-1)
     scale = zero = row_scale = None
     if scheme in ("int8", "fp8", "int4"):
-        dtype = w.dtype if group_size else jnp.dtype(jnp.float32)
+        of_groups = group_size and jnp.dtype(w.dtype).itemsize in (2, 4)
+        dtype = w.dtype if of_groups else jnp.dtype(jnp.float32)
         if zero_points:
             low = jnp.minimum(jnp.min(groups, axis=-1), np.float32(0))
             high = jnp.maximum(jnp.max(groups, axis=-1), np.float32(0))
-            scale, wide = _positive(_divide(high - low, 15), dtype)
+            scale, wide = _group_scale(high - low, 15, dtype)
             zero = jnp.clip(jnp.round(_divide(-low, wide)), 0, 15).astype(jnp.uint8)
         else:
             most = {"int8": 127, "int4": 7, "fp8": _E4M3_MAX}[scheme]
-            scale, wide = _positive(_divide(largest, most), dtype)
+            scale, wide = _group_scale(largest, most, dtype)
         codes = _codes(_divide(groups, wide[..., None]), scheme, zero)
         if not group_size:
             scale, row_scale = None, wide[:, 0]
@@ -253,7 +257,7 @@ def _quantize(w, scheme: str, group_size: int | None, zero_points: bool, mx_rule
         stored = _divide(jnp.ones_like(tensor), tensor)
         tensor = jnp.where(jnp.isfinite(stored), _divide(jnp.ones_like(tensor), stored), tensor)
         scale = jnp.clip(_divide(_divide(largest, _E2M1_MAX), tensor), 2**-9, _E4M3_MAX)
-        scale, wide = _positive(jnp.where(largest == 0, np.float32(1), scale), jnp.float8_e4m3fn)
+        scale, wide = _rounded(jnp.where(largest == 0, np.float32(1), scale), jnp.float8_e4m3fn)
         codes = _codes(_divide(groups, (wide * tensor)[..., None]), scheme)
         row_scale = jnp.broadcast_to(tensor, (rows,))
     elif scheme == "ternary":
@@ -309,12 +313,21 @@ def _halves(x: Float[Array, "*B"]) -> tuple[Float[Array, "*B"], Float[Array, "*B
     return high, x - high
 
 
-def _positive(scale, dtype):
-    """The scale in `dtype`, 1 where it is 0, and the same numbers in float32."""
-    scale = scale.astype(dtype)
-    scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)
+def _group_scale(span: Float[Array, "O J"], most: float, dtype):
+    """span / most in `dtype`, 1 where the span is 0, and the same numbers in float32."""
+    normal = jnp.finfo(dtype).tiny
+    # float32's own subnormals count as 0 on some devices
+    step = np.float32(max(jnp.finfo(dtype).smallest_subnormal, jnp.finfo(jnp.float32).tiny))
+    scale = _divide(span, most)
+    above = step * jnp.maximum(jnp.ceil(scale / step), np.float32(1))
+    scale = jnp.where(scale < np.float32(normal), above, scale)
+    return _rounded(jnp.where(span == 0, np.float32(1), scale), dtype)
+
+
+def _rounded(scale, dtype):
+    """The scale in `dtype`, and the same numbers in float32."""
     # Else XLA may leave out the rounding of what is at once made wide again
-    scale = jax.lax.optimization_barrier(scale)
+    scale = jax.lax.optimization_barrier(scale.astype(dtype))
     return scale, scale.astype(jnp.float32)
 
 

@@ -33,6 +33,8 @@ CALLS = [
     *((scheme, {"mx_rule": rule}) for scheme in ("mxfp4", "mxfp8") for rule in ("even", "ceil")),
 ]
 
+SMALL = [("int8", 32, False), ("int4", 32, False), ("int4", 32, True), ("fp8", 16, False)]
+
 
 def normal(*shape: int, dtype="float32", seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.dtype(dtype))
@@ -267,6 +269,55 @@ def test_numbers_and_their_errors(scheme, keywords, dtype):
     assert inside.mean() > (0.4 if scheme == "ternary" else 0.9)
     saturated = np.abs(theirs[~inside]) / step[~inside]
     np.testing.assert_allclose(saturated, most, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scheme", "group_size", "zero_points"),
+    [
+        *((dtype, *how) for dtype in ("float16", "bfloat16", "float32") for how in SMALL),
+        *(("bfloat16", "int8", None, False), ("float32", "fp8", None, False)),
+    ],
+)
+def test_scales_below_the_normal_numbers(dtype, scheme, group_size, zero_points):
+    """Rounded up: to the nearest, they would be a third too small for some groups, and 0 for some.
+    Two rows an octave, from the smallest number that is no zero on any device.
+    """
+    kind = dtype if group_size else "float32"
+    normals = float(jnp.finfo(kind).tiny)
+    step = max(float(jnp.finfo(kind).smallest_subnormal), 2.0**-126)
+    least = max(float(jnp.finfo(dtype).smallest_subnormal), 2.0**-126)
+    largest = least * 2 ** (np.arange(60) / 2)
+    weight = np.random.default_rng(0).uniform(-1, 1, (60, 64)) * largest[:, None]
+    weight[:, ::16] = largest[:, None]
+    weight = jnp.asarray(weight, jnp.float32).astype(dtype)
+    packed = quantize(weight, scheme, group_size, zero_points=zero_points)
+    shape = (60, -1, group_size or 64)
+    plain, theirs = (x.reshape(shape) for x in (np.asarray(weight, np.float64), numbers(packed)))
+    found = packed.scale.T if packed.scale is not None else packed.row_scale[:, None]  # pyright: ignore
+    scale = np.asarray(found).astype(np.float64)[..., None]
+    span = np.abs(plain).max(-1, keepdims=True)
+    if zero_points:
+        span = plain.max(-1, keepdims=True) - np.minimum(plain.min(-1, keepdims=True), 0)
+    wanted = span / {"int8": 127, "int4": 15 if zero_points else 7, "fp8": 448}[scheme]
+    below = (wanted < normals)[..., 0]
+    assert 10 < below.sum() < below.size
+    wanted, scale, plain, theirs = (x[below] for x in (wanted, scale, plain, theirs))
+    assert ((scale >= wanted * (1 - 2.0**-23)) & (scale < wanted + step)).all()
+    half = np.maximum(2.0**-10 * scale, 2.0**-4 * np.abs(plain)) if scheme == "fp8" else 0.5 * scale
+    # What lies below float32's normal numbers may count as 0, and a zero point is rounded
+    flushed = 2.0**-126 * (step == 2.0**-126)
+    assert (np.abs(theirs - plain) <= half * (1 + zero_points + 1e-4) + flushed).all()
+    assert np.any(theirs, axis=-1).all()
+
+
+def test_a_float8_weight_has_scales_of_float32():
+    weight = normal(4, 64).astype(jnp.float8_e4m3fn)
+    for scheme in ("int8", "int4", "fp8"):
+        packed = quantize(weight, scheme, 32)
+        assert packed.scale is not None
+        assert packed.scale.dtype == jnp.float32
+        wide = quantize(weight.astype(jnp.float32), scheme, 32)
+        np.testing.assert_array_equal(numbers(packed), numbers(wide))
 
 
 @pytest.mark.parametrize(
