@@ -28,6 +28,7 @@ from jaxllm import aot, fp8, lora, train
 from jaxllm.byte_size import byte_size
 from jaxllm.checkpoint.hf import pack_as_stored
 from jaxllm.config import REMAT, ModelConfig, Runtime
+from jaxllm.integers import integer
 from jaxllm.lora import RANK
 from jaxllm.model import Transformer
 from jaxllm.optimizers import BY_NAME
@@ -42,6 +43,7 @@ CARDS = {"h200": 139 * 2**30, "h100": 79 * 2**30, "a100": 79 * 2**30, "rtx4090":
 RESERVED = 2**30  # for CUDA's context, kernels, and the libraries' own
 
 _OPTIMIZERS = {**BY_NAME, "sgd": optax.sgd}
+_OF_ADAPTERS = ("alpha", "targets", "kind")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +155,9 @@ def plan(
 ) -> Plan:
     """Compile one training step of packed rows [batch, seq], and say what it needs.
 
-    lora: the rank of adapters beside all linear layers (`adapters` goes to `lora.add_adapters`);
-        all weights are trained if None. With it the base is frozen and in the compute dtype.
+    lora: the rank of adapters beside all linear layers, all weights are trained if None. With it
+        the base is frozen and in the compute dtype.
+    adapters: alpha, targets and kind of `lora.add_adapters`.
     qlora: the base's linear layers packed in 4 bits; the rank is `lora.RANK` if `lora` is None.
     quantize: the arguments by which `jaxllm.quantize` packs the base, such as {"scheme": "int8"}.
         The base is taken to come from the host's memory, weight by weight, as `jaxllm finetune`
@@ -167,8 +170,8 @@ def plan(
     card: one of `CARDS`, or a size such as "24GB" (10^9 bytes each) or "22GiB".
     target: the GPU to compile for; None: the CPU, as without JAX's CUDA plugin.
     Takes from half a minute to some minutes a policy for a model of 32 layers.
-    Raises: ValueError for a name that does not exist, sizes that do not divide, packed weights
-    without adapters; as `jaxllm.load` for a checkpoint.
+    Raises: ValueError for a name that does not exist, sizes that do not divide, packed weights or
+    arguments of adapters without adapters; as `jaxllm.load` for a checkpoint.
     """
     card_bytes = card_size(card)
     if remat != "auto" and remat not in REMAT:
@@ -180,8 +183,7 @@ def plan(
             )
         optimizer = _OPTIMIZERS[optimizer](1e-4)
     for name, value in (("batch", batch), ("seq", seq), ("micro_batches", micro_batches)):
-        if value < 1:
-            raise ValueError(f"plan: {name} must be at least 1, got {value}")
+        integer(name, value, 1, who="plan")
     if seq > config.max_position_embeddings:
         raise ValueError(
             f"plan: {seq} tokens a row are more than the model's "
@@ -203,9 +205,19 @@ def plan(
             f"plan: policy {policy!r} is of plain weights, and {quantize['scheme']} packs them; "
             "take policy 'bf16', or leave them plain"
         )
-    if target is not None and aot.why_not(code=False) is not None:
-        target = None
+    if target is not None:
+        aot.Target.named(target)
+        if aot.why_not(code=False) is not None:
+            target = None
     rank = RANK if qlora and lora is None else lora
+    if unknown := [name for name in adapters if name not in _OF_ADAPTERS]:
+        raise ValueError(
+            f"plan: there is no argument {unknown[0]!r}; those of adapters are "
+            f"{', '.join(_OF_ADAPTERS)}"
+        )
+    if adapters and rank is None:
+        given = ", ".join(adapters)
+        raise ValueError(f"plan: {given} are of adapters, and there are none; give lora or qlora")
     recipe = _Recipe(config, policy, rank, quantize, checkpoint, adapters)
     some = quantize is not None or checkpoint is not None
     if rank is None and some and packed_weights(recipe.model("none")):
@@ -235,10 +247,11 @@ def plan(
 
 def card_size(card: str) -> int:
     """Bytes of a card by its name or size ("24GB"). Raises: ValueError for neither."""
-    if card in CARDS:
-        return CARDS[card]
-    if size := byte_size(card):
-        return size
+    if isinstance(card, str):
+        if card in CARDS:
+            return CARDS[card]
+        if size := byte_size(card):
+            return size
     raise ValueError(
         f"plan: card {card!r} is not one of {', '.join(CARDS)}, or a size above 0 such as '24GB'"
     )

@@ -462,8 +462,8 @@ MAY_IMPORT = {
         "jaxllm.layers jaxllm.model jaxllm.ops jaxllm.quantize"
     ),
     "jaxllm.plan": (
-        "jaxllm.aot jaxllm.byte_size jaxllm.checkpoint.hf jaxllm.config jaxllm.fp8 jaxllm.lora "
-        "jaxllm.model jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.train"
+        "jaxllm.aot jaxllm.byte_size jaxllm.checkpoint.hf jaxllm.config jaxllm.fp8 jaxllm.integers "
+        "jaxllm.lora jaxllm.model jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.train"
     ),
     "jaxllm.dpo": "jaxllm.data jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
     "jaxllm.finetune": (

@@ -466,7 +466,7 @@ def test_brackets_in_a_path_are_printed(capsys, monkeypatch):
             ["plan", "{stories}", "--seq", "600"],
             "600 tokens a row are more than the model",
         ),
-        (["plan", "{stories}", "--batch", "0"], "batch must be at least 1, got 0"),
+        (["plan", "{stories}", "--batch", "0"], "batch must be an integer of at least 1, got 0"),
         (["generate", "{stories}", "--prompt", "{long}"], "the model has 512 positions"),
         (
             ["generate", "{stories}", "--implementation", "fast"],
