@@ -13,6 +13,12 @@ CODES = {
     **dict.fromkeys(("fp8", "mxfp8"), "float8_e4m3fn"),
     "int8": "int8",
 }
+SCALES = {
+    **dict.fromkeys(("int8", "int4", "fp8"), ("bfloat16", "float16", "float32")),
+    "nvfp4": ("float8_e4m3fn",),
+    **dict.fromkeys(("mxfp4", "mxfp8"), ("uint8",)),
+}
+FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 CODES_PER_BYTE = {"int4": 2, "nvfp4": 2, "mxfp4": 2, "ternary": 4}  # of others one
 
 
@@ -69,15 +75,25 @@ class Packed:
         o, i = self.shape
         if self.group_size is not None and (self.group_size < 1 or i % self.group_size):
             return f"groups of {self.group_size} do not divide the {i} inputs of a weight {[o, i]}"
+        if self.group_size != FIXED_GROUPS.get(self.scheme, self.group_size):
+            size = FIXED_GROUPS[self.scheme]
+            return f"{self.scheme} has groups of {size}, got a group_size of {self.group_size}"
         groups = None if self.group_size is None else (i // self.group_size, o)
-        for name, part, shape in (
-            ("scale", self.scale, groups),
-            ("zero", self.zero, groups),
-            ("row_scale", self.row_scale, (o,)),
+        zeros = ("uint8",) if self.scheme == "int4" else ()
+        for name, part, shape, dtypes in (
+            ("scale", self.scale, groups, SCALES.get(self.scheme, ())),
+            ("zero", self.zero, groups, zeros),
+            ("row_scale", self.row_scale, (o,), () if self.scheme == PLAIN else ("float32",)),
         ):
-            if part is not None and (found := getattr(part, "shape", ())) != shape:
+            if part is None:
+                continue
+            if not dtypes:
+                return f"{self.scheme} has no {name}, got {part.dtype} {list(part.shape)}"
+            if (found := getattr(part, "shape", ())) != shape:
                 wanted = "None without a group_size" if shape is None else list(shape)
                 return f"the {name} of a weight {[o, i]} is {wanted}, got {list(found)}"
+            if part.dtype.name not in dtypes:
+                return f"the {name} of {self.scheme} is {' or '.join(dtypes)}, got {part.dtype}"
         return None
 
     @classmethod

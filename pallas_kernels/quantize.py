@@ -27,7 +27,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt8
 
-from pallas_kernels.packed import CODES_PER_BYTE, SCHEMES, Packed
+from pallas_kernels.packed import CODES_PER_BYTE, FIXED_GROUPS, SCHEMES, Packed
 
 MxRule = Literal["floor", "even", "ceil"]
 
@@ -35,7 +35,6 @@ _INT4_ZERO = 8
 _E2M1_MAX, _E4M3_MAX = 6.0, 448.0
 # Of the largest number of an element type: its exponent, and what follows its mantissa's first 1
 _MX_ELEMENTS = {"mxfp4": (2, 1, 0.5), "mxfp8": (8, 3, 0.75)}  # (exponent, mantissa bits, fraction)
-_FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 
 
 def quantize(
@@ -154,7 +153,7 @@ def default_group_size(scheme: str, inputs: int, *, of: str = "") -> int | None:
     Raises: ValueError for int4 of an odd number of inputs.
     """
     if scheme != "int4":
-        return _FIXED_GROUPS.get(scheme)
+        return FIXED_GROUPS.get(scheme)
     sizes = [size for size in (128, 64, 32, *range(126, 1, -2)) if inputs % size == 0]
     if not sizes:
         raise ValueError(
@@ -185,7 +184,7 @@ def check_group_size(
     """
     if group_size is None:
         group_size = default_group_size(scheme, inputs, of=of)
-    fixed = _FIXED_GROUPS.get(scheme)
+    fixed = FIXED_GROUPS.get(scheme)
     if fixed and group_size != fixed:
         raise ValueError(f"quantize: {scheme} has groups of {fixed}, not of {group_size}")
     if scheme == "ternary":

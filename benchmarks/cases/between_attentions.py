@@ -28,7 +28,7 @@ from pallas_kernels.between_attentions import (
     between_attentions_reference,
 )
 from pallas_kernels.measure import size_bytes
-from pallas_kernels.packed import CODES, PLAIN, Packed
+from pallas_kernels.packed import CODES, PLAIN, SCALES, Packed
 from pallas_kernels.quantize import quantize
 
 MODELS = {
@@ -176,12 +176,13 @@ def _call(link: Link, run: Any, heads: Any, x: Any, *arrays: Any) -> Any:
 
 
 def _plain(heads: Any, x: Any, link: Link, **_: Any) -> Any:
-    def with_codes(leaf: Any) -> Any:  # float8 again: for the truth all floats were widened
+    def narrow(leaf: Any) -> Any:  # float8 again: for the truth all floats were widened
         if not isinstance(leaf, Packed) or leaf.scheme == PLAIN:
             return leaf
-        return dataclasses.replace(leaf, codes=leaf.codes.astype(CODES[leaf.scheme]))
+        scale = leaf.scale.astype(SCALES[leaf.scheme][0]) if leaf.scheme == "nvfp4" else leaf.scale
+        return dataclasses.replace(leaf, codes=leaf.codes.astype(CODES[leaf.scheme]), scale=scale)
 
-    link = jax.tree.map(with_codes, link, is_leaf=lambda x: isinstance(x, Packed))
+    link = jax.tree.map(narrow, link, is_leaf=lambda x: isinstance(x, Packed))
     return between_attentions_reference(heads, x, link)
 
 

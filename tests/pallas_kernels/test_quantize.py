@@ -293,7 +293,7 @@ def test_scales_below_the_normal_numbers(dtype, scheme, group_size, zero_points)
     packed = quantize(weight, scheme, group_size, zero_points=zero_points)
     shape = (60, -1, group_size or 64)
     plain, theirs = (x.reshape(shape) for x in (np.asarray(weight, np.float64), numbers(packed)))
-    found = packed.scale.T if packed.scale is not None else packed.row_scale[:, None]  # pyright: ignore
+    found = packed.scale.T if packed.scale is not None else packed.row_scale[:, None]
     scale = np.asarray(found).astype(np.float64)[..., None]
     span = np.abs(plain).max(-1, keepdims=True)
     if zero_points:
@@ -548,6 +548,39 @@ def test_check_scales_of_mx():
         ),
         ("int4", {"group_size": 48}, "groups of 48 do not divide the 64 inputs"),
         ("int8", {"scheme": "foo"}, "no scheme is named 'foo'"),
+        (
+            "int4",
+            {"scale": np.ones((2, 8), np.float64)},
+            "the scale of int4 is bfloat16 or float16 or float32, got float64",
+        ),
+        ("int4", {"zero": np.zeros((2, 8), np.int8)}, "the zero of int4 is uint8, got int8"),
+        (
+            "nvfp4",
+            {"scale": np.ones((4, 8), np.float32)},
+            "the scale of nvfp4 is float8_e4m3fn, got float32",
+        ),
+        (
+            "mxfp8",
+            {"scale": np.ones((2, 8), np.float32)},
+            "the scale of mxfp8 is uint8, got float32",
+        ),
+        (
+            "int8",
+            {"row_scale": np.ones(8, ml_dtypes.bfloat16)},
+            "the row_scale of int8 is float32, got bfloat16",
+        ),
+        (
+            "ternary",
+            {"scale": np.ones((2, 8), np.float32), "group_size": 32},
+            r"ternary has no scale, got float32 \[2, 8\]",
+        ),
+        (
+            "fp8",
+            {"zero": np.zeros((2, 8), np.uint8), "group_size": 32},
+            r"fp8 has no zero, got uint8 \[2, 8\]",
+        ),
+        ("nvfp4", {"group_size": 32}, "nvfp4 has groups of 16, got a group_size of 32"),
+        ("mxfp4", {"group_size": None}, "mxfp4 has groups of 32, got a group_size of None"),
     ],
 )
 def test_parts_that_do_not_fit_each_other(scheme, changes, words):
