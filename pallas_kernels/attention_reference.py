@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from pallas_kernels.matmul_finish import precision
+from pallas_kernels.whole_number import is_whole
 
 LOG2E = math.log2(math.e)  # kernels have powers of two where the mathematics has those of e
 UNSEEN = -1e30  # a score that no query sees: finite, so that no row gives NaN
@@ -170,7 +170,7 @@ def visible(
 
 def check_window(name: str, window: Any) -> None:
     """Refuses what is no number of keys; `name` is who speaks."""
-    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
+    if window is not None and (not is_whole(window) or window < 1):
         raise ValueError(
             f"{name}: window must be a whole number, 1 at least, or None, got {window!r}"
         )

@@ -45,6 +45,7 @@ from pallas_kernels.cross_entropy_kernel import LOG2E, TILE_K, TILE_M, TILE_N
 from pallas_kernels.device import Device
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
+from pallas_kernels.whole_number import is_whole
 
 REDUCTIONS = ("mean", "sum")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -191,8 +192,7 @@ def check_targets(op: str, targets, shape: tuple[int, ...], ignore_index: int) -
     be, in the name of `op`.
     """
     kept = jnp.iinfo(jnp.int32)
-    whole = isinstance(ignore_index, int | np.integer) and not isinstance(ignore_index, bool)
-    if not whole or not kept.min <= ignore_index <= kept.max:
+    if not is_whole(ignore_index) or not kept.min <= ignore_index <= kept.max:
         raise ValueError(f"{op}: ignore_index must be an integer of 32 bits, got {ignore_index!r}")
     if not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != shape:
         raise ValueError(

@@ -31,6 +31,7 @@ from pallas_kernels.decode_attention_config import (
 from pallas_kernels.decode_attention_kernel import LINE, Config, Static, attend
 from pallas_kernels.decode_attention_parts import combine, padded_heads
 from pallas_kernels.device import Device
+from pallas_kernels.whole_number import is_whole
 
 NAME = "decode_attention"
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -279,8 +280,8 @@ def _check(
                 f"{NAME}: {what} is {x.dtype}{list(x.shape)}; it must be {k_cache.dtype}, "
                 f"[B, 1, K, H] = {[q.shape[0], 1, *shape[2:]]}"
             )
-    if splits is not None and splits < 1:
-        raise ValueError(f"{NAME}: splits must be at least 1 or None, got {splits}")
+    if splits is not None and (not is_whole(splits) or splits < 1):
+        raise ValueError(f"{NAME}: splits must be an integer of at least 1 or None, got {splits!r}")
     if kv_lengths is None:
         raise ValueError(f"{NAME}: kv_lengths is None; it says how many keys each row has")
     keys = jax.ShapeDtypeStruct(shape, q.dtype if packed else k_cache.dtype)

@@ -28,6 +28,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.packed import CODES_PER_BYTE, FIXED_GROUPS, SCHEMES, Packed
+from pallas_kernels.whole_number import is_whole
 
 MxRule = Literal["floor", "even", "ceil"]
 
@@ -199,6 +200,8 @@ def check_group_size(
             )
     if group_size is None:
         return None
+    if not is_whole(group_size):
+        raise ValueError(f"quantize: group_size must be an integer or None, got {group_size!r}")
     even = scheme == "int4"
     if group_size < 1 or inputs % group_size or (even and group_size % 2):
         raise ValueError(

@@ -231,8 +231,11 @@ MAY_IMPORT = {
         "pallas_kernels.lane_code"
     ),
     "pallas_kernels.packed": "",
-    "pallas_kernels.quantize": "pallas_kernels.packed",
-    "pallas_kernels.attention_reference": "pallas_kernels.matmul_finish",
+    "pallas_kernels.whole_number": "",
+    "pallas_kernels.quantize": "pallas_kernels.packed pallas_kernels.whole_number",
+    "pallas_kernels.attention_reference": (
+        "pallas_kernels.matmul_finish pallas_kernels.whole_number"
+    ),
     "pallas_kernels.soft_cap": "pallas_kernels.attention_reference pallas_kernels.lane_code",
     "pallas_kernels.attention_fp8": "pallas_kernels.attention_reference",
     "pallas_kernels.flash_attention_blocks": "",
@@ -288,7 +291,7 @@ MAY_IMPORT = {
         "pallas_kernels._compat pallas_kernels.attention_reference "
         "pallas_kernels.decode_attention_config pallas_kernels.decode_attention_kernel "
         "pallas_kernels.decode_attention_parts pallas_kernels.device pallas_kernels.soft_cap "
-        "pallas_kernels.tuned"
+        "pallas_kernels.tuned pallas_kernels.whole_number"
     ),
     "pallas_kernels.cross_entropy_kernel": (
         "pallas_kernels._compat pallas_kernels.ring pallas_kernels.soft_cap "
@@ -299,7 +302,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.cross_entropy": (
         "pallas_kernels._compat pallas_kernels.cross_entropy_kernel pallas_kernels.device "
-        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.soft_cap"
+        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.soft_cap "
+        "pallas_kernels.whole_number"
     ),
     "pallas_kernels.rope_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
@@ -368,7 +372,7 @@ MAY_IMPORT = {
         f"{OP} jaxllm.ops.glu jaxllm.ops.linear jaxllm.ops.norm jaxllm.ops.rope"
     ),
     "jaxllm.ops.linear": OP,
-    "jaxllm.ops.loss": OP,
+    "jaxllm.ops.loss": f"{OP} jaxllm.integers",
     "jaxllm.ops.log_probs": f"{KERNELS} jaxllm.ops.linear jaxllm.ops.loss",
     "jaxllm.ops.norm": OP,
     "jaxllm.ops.rope": OP,

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from jaxllm.integers import integer
 from jaxllm.ops._select import Implementation, Table, pallas, select
 from pallas_kernels.cross_entropy import Config, as_int32, check, check_targets, default_config
 from pallas_kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy_kernel
@@ -116,8 +117,8 @@ def check_linear(
 ) -> None:
     """What `linear_cross_entropy` and `linear_log_probs` refuse, in the name of `op`."""
     check(op, hidden, head, targets, softcap, z_loss, ignore_index=ignore_index)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"{op}: chunk must be at least 1, got {chunk}")
+    if chunk is not None:
+        integer("chunk", chunk, 1, who=op)
     _check_concrete(op, targets, head.shape[0], ignore_index)
 
 

@@ -155,7 +155,9 @@ def test_without_a_gpu_it_says_so():
         ({"window": 0}, "window must be a whole number, 1 at least, or None, got 0"),
         ({"softcap": -1.0}, "softcap must be positive and finite or None, got -1.0"),
         ({"sinks": np.zeros(3, np.float32)}, "sinks is float32[3]; it must be float32"),
-        ({"splits": 0}, "splits must be at least 1 or None, got 0"),
+        ({"splits": 0}, "splits must be an integer of at least 1 or None, got 0"),
+        ({"splits": 1.5}, "splits must be an integer of at least 1 or None, got 1.5"),
+        ({"splits": True}, "splits must be an integer of at least 1 or None, got True"),
         ({"page_table": np.zeros((3, 2), np.int32)}, "page_table has shape (3, 2), not [B, pages]"),
         ({"page_table": np.zeros((2, 2), np.float32)}, "page_table is float32; it must hold"),
         (

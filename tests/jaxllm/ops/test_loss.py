@@ -319,8 +319,9 @@ def test_what_cannot_be_is_refused():
     for z_loss in (float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"z_loss must be a finite number, got {z_loss}"):
             linear_cross_entropy(hidden, head, targets, z_loss=z_loss)
-    with pytest.raises(ValueError, match="chunk must be at least 1"):
-        linear_cross_entropy(hidden, head, targets, chunk=0)
+    for chunk in (0, 2.0, True):
+        with pytest.raises(ValueError, match=f"^linear_cross_entropy: chunk must .*, got {chunk}$"):
+            linear_cross_entropy(hidden, head, targets, chunk=chunk)
     with pytest.raises(ValueError, match="no implementation is named 'cudnn'"):
         linear_cross_entropy(hidden, head, targets, implementation="cudnn")
     with pytest.raises(NotImplementedError, match="takes hidden states in bfloat16, got float32"):
