@@ -50,7 +50,8 @@ def layer_norm(
     dtypes of their arguments.
     Raises: ValueError if shapes or dtypes disagree or eps is not positive. NotImplementedError
     without a Hopper GPU (unless `interpret`), or for rows that are no multiple of 16 bytes,
-    or a config that such rows cannot have.
+    longer than what stays on chip, or so short that a weight has fewer bytes than a warpgroup has
+    threads, or a config that such rows cannot have.
     """
     check(x, weight, bias, eps)
     device = device_lib.INTERPRETED if interpret else device_lib.current()

@@ -46,7 +46,8 @@ def rms_norm(
     product is taken in float32 and rounded once. Gradients have the dtypes of their arguments.
     Raises: ValueError if shapes or dtypes disagree or eps is not positive. NotImplementedError
     without a Hopper GPU (unless `interpret`), or for rows that are no multiple of 16 bytes,
-    or a config that such rows cannot have.
+    longer than what stays on chip, or so short that a weight has fewer bytes than a warpgroup has
+    threads, or a config that such rows cannot have.
     """
     check(x, weight, eps, residual)
     device = device_lib.INTERPRETED if interpret else device_lib.current()

@@ -65,14 +65,15 @@ def scale_softmax(
     short that none can be copied alone, less than 128 numbers). Where the config has stages it is
     copied once, as int8 for the copy engine. With causal, x is [.., T, S] and query t sees keys s
     <= S - T + t: aligned to the end.
-    Masked entries are 0, whatever x holds there; a row of masked entries, or of -inf, is all 0,
-    and so is its gradient. The scale is a number, or an array with a gradient (which XLA computes).
+    Masked entries are 0, whatever x holds there; a row of masked entries, or at a positive scale of
+    -inf, is all 0, and so is its gradient. The scale is a number, or an array with a gradient
+    (which XLA computes).
     Dtypes: bfloat16, float16, float32; statistics in float32. The gradient is taken from the result
     as it is stored. An axis other than the last costs a transpose before and after.
     Raises: ValueError for another dtype than a floating one, a mask that is not boolean or does not
     broadcast, a NaN scale, an axis out of range, causal over another axis than the last of two or
     more. NotImplementedError without a Hopper GPU (unless `interpret`), or for rows that are no
-    multiple of 16 bytes or longer than LONGEST_BYTES.
+    multiple of 16 bytes or longer than LONGEST_BYTES, or a mask over rows of fewer than 16 numbers.
     """
     check(x, scale, mask, causal, axis)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
@@ -329,10 +330,7 @@ def check(x, scale, mask, causal, axis) -> None:
             f"scale_softmax: causal is over the last two axes, [.., T, S], but x is {x.shape} and "
             f"the axis {axis}"
         )
-    if jnp.shape(scale) != ():
-        raise ValueError(f"scale_softmax: scale has shape {jnp.shape(scale)}; it must be a number")
-    if not isinstance(scale, Tracer) and math.isnan(scale):
-        raise ValueError("scale_softmax: scale is NaN")
+    check_scale("scale_softmax", scale)
     if mask is None:
         return
     if mask.dtype != jnp.bool_:
@@ -342,6 +340,14 @@ def check(x, scale, mask, causal, axis) -> None:
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
     if mask.ndim > x.ndim or any(m not in (1, n) for m, n in sizes):
         raise ValueError(f"scale_softmax: mask {mask.shape} does not broadcast to x {x.shape}")
+
+
+def check_scale(name: str, scale: Any) -> None:
+    """Refuses what is no number; `name` is who speaks."""
+    if jnp.shape(scale) != ():
+        raise ValueError(f"{name}: scale has shape {jnp.shape(scale)}; it must be a number")
+    if not isinstance(scale, Tracer) and math.isnan(scale):
+        raise ValueError(f"{name}: scale is NaN")
 
 
 def _is_short(x) -> bool:

@@ -64,10 +64,12 @@ def attention(
     the exact one `attention_fp8` says, and has no gradient.
     Returns [B, T, N, H]; with `return_weights` also what the softmax gave, float32 [B, N, T, S].
     Dtypes: float32, bfloat16, float16; scores and softmax in float32; the result has q's dtype.
-    Raises: ValueError if shapes or dtypes disagree, only one side has segment ids, a length that is
-    not traced is outside [0, S], or a scale of float8 queries, keys or values that is not traced is
-    not positive and finite. NotImplementedError if the named implementation cannot run the call,
-    or if a gradient of float8 queries is asked for.
+    Where k and v have another of these, as in a cache, the products have the wider dtype of both
+    sides, and neither attention's kernels nor cuDNN take the call.
+    Raises: ValueError if shapes disagree, a dtype is none of these, only one side has segment ids,
+    a length that is not traced is outside [0, S], `scale` is no number or NaN, or a scale of float8
+    queries, keys or values that is not traced is not positive and finite. NotImplementedError if
+    the named implementation cannot run the call, or if a gradient of float8 queries is asked for.
     """
     masks = {
         "window": window,
@@ -82,6 +84,8 @@ def attention(
         _check_codes(k, v, k_scale, v_scale)
         keys = _like_numbers(q, k, v, k_scale)
     reference.check("attention", q, *keys, **masks, softcap=softcap, sinks=sinks)
+    if scale is not None:
+        softmax_kernels.check_scale("attention", scale)
     own = {"q_scale": q_scale, "k_scale": None, "v_scale": None} if coded else scales
     attention_fp8.check_scales("attention", q, *keys, **own)
     if kv_lengths is not None and q.shape[1] == 1:

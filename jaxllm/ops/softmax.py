@@ -23,8 +23,9 @@ def scale_softmax(
     """softmax(scale * x) over `axis`, of what `mask` (True: kept) and `causal` let through.
 
     The mask broadcasts to x. With causal, x is [.., T, S] and query t sees keys s <= S - T + t:
-    aligned to the end. Masked entries are 0, whatever x holds there; a row of masked entries, or
-    of -inf, is all 0, and so is its gradient. The scale is a number, or an array with a gradient.
+    aligned to the end. Masked entries are 0, whatever x holds there; a row of masked entries, or at
+    a positive scale of -inf, is all 0, and so is its gradient. The scale is a number, or an array
+    with a gradient.
     Dtypes: bfloat16, float16, float32; statistics in float32; the result has x's dtype.
     Raises: ValueError as `pallas_kernels.softmax.scale_softmax` does. NotImplementedError if the
     named implementation cannot run the call.

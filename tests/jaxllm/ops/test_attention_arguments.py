@@ -351,6 +351,36 @@ def test_keys_and_values_of_different_shapes(implementation):
 
 @pytest.mark.own_errors
 @pytest.mark.parametrize("implementation", EVERY)
+@pytest.mark.parametrize(
+    ("scale", "sentence"),
+    [
+        (float("nan"), "scale is NaN"),
+        (np.float32("nan"), "scale is NaN"),
+        (np.array([1.0, 2.0]), r"scale has shape \(2,\); it must be a number"),
+    ],
+)
+def test_a_scale_that_is_no_number(scale, sentence, implementation):
+    q = jnp.zeros((2, 5, 4, 8))
+    with pytest.raises(ValueError, match=f"^attention: {sentence}$"):
+        attention(q, q, q, scale=scale, implementation=implementation)
+
+
+def test_keys_of_another_dtype():
+    """As a cache may hold them: the products have the wider one."""
+    q, k, v = (
+        jax.random.normal(key, (2, 5, 4, 8)) for key in jax.random.split(jax.random.key(0), 3)
+    )
+    for narrow in (jnp.bfloat16, jnp.float16):
+        out = attention(q.astype(narrow), k, v)
+        assert out.dtype == narrow
+        wide = attention(q.astype(narrow).astype(jnp.float32), k, v)
+        np.testing.assert_array_equal(out, wide.astype(narrow))
+        with pytest.raises(NotImplementedError, match="takes one dtype, got q"):
+            attention(q.astype(narrow), k, v, implementation="pallas-interpret")
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize("implementation", EVERY)
 def test_integers_are_refused(implementation):
     q, k = jnp.zeros((2, 5, 4, 8)), jnp.zeros((2, 5, 2, 8), jnp.int32)
     with pytest.raises(ValueError, match="attention: v is int32; it must be floating point"):
