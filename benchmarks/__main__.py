@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import re
 import subprocess
@@ -297,6 +298,12 @@ def _row(
 
 def _plan(args: argparse.Namespace) -> Plan:
     """Of all workers; without names, those of the files whose rest is asked for."""
+    for name, count in (("--layers", args.layers), ("--threads", args.threads)):
+        if count < 1:
+            raise ValueError(f"benchmarks: {name} must be at least 1, got {count}")
+    for name, seconds in (("--budget-s", args.budget_s), ("--task-s", args.task_s)):
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"benchmarks: {name} must be a positive number, got {seconds:g}")
     names, have = sections.expand(args.names), []
     for path in args.missing:
         results = report.read(path)

@@ -393,7 +393,14 @@ def test_options_that_leave_nothing_or_make_no_sense(tmp_path, capsys):
     assert "--only and --missing leave nothing to run" in capsys.readouterr().err
     assert main.main(["rope", "--only", "(", *out]) == 2
     assert "--only '(' is no regular expression" in capsys.readouterr().err
-    capsys.readouterr()
+    for name, value, why in (
+        ("--layers", "0", "at least 1, got 0"),
+        ("--threads", "0", "at least 1, got 0"),
+        ("--budget-s", "-5", "a positive number, got -5"),
+        ("--task-s", "nan", "a positive number, got nan"),
+    ):
+        assert main.main(["rope", f"{name}={value}", *out]) == 2
+        assert capsys.readouterr().err == f"benchmarks: {name} must be {why}\n"
     (tmp_path / "other.json").write_text("{}")
     for name, why in (("none", "cannot be read as results"), ("other", "is no file that python")):
         path = tmp_path / f"{name}.json"
