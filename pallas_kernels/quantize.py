@@ -215,8 +215,11 @@ def check_scales(packed: Packed, who: str) -> None:
     """For concrete scales from a file.
 
     who: what the error names, such as a tensor.
-    Raises: ValueError if a scale is zero, negative, NaN or infinite.
+    Raises: ValueError if a scale is zero, NaN or infinite, or, but of int8, int4 and fp8, negative.
     """
+    signed = packed.scheme in ("int8", "int4", "fp8")
+    faults = "zero, NaN" if signed else "zero, negative, NaN"
+    allowed = "a finite number other than 0" if signed else "a positive number"
     for name, scale in (("scale", packed.scale), ("row_scale", packed.row_scale)):
         if scale is None:
             continue
@@ -224,11 +227,12 @@ def check_scales(packed: Packed, who: str) -> None:
             bad = int(jnp.sum(scale == np.uint8(255)))
         else:
             wide = scale.astype(jnp.float32)
-            bad = int(jnp.sum(~(jnp.isfinite(wide) & (wide > 0))))
+            some = wide != 0 if signed else wide > 0
+            bad = int(jnp.sum(~(jnp.isfinite(wide) & some)))
         if bad:
             raise ValueError(
-                f"{who}: {bad} of {scale.size} numbers of {name} are zero, negative, NaN or "
-                "infinite; a scale is a positive number"
+                f"{who}: {bad} of {scale.size} numbers of {name} are {faults} or infinite; a scale "
+                f"is {allowed}"
             )
 
 

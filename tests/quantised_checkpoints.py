@@ -71,7 +71,8 @@ class Layout:
         self.name, self.rng = name, np.random.default_rng(seed)
 
     def scales(self, *shape: int, dtype: Any = np.float16) -> np.ndarray:
-        return self.rng.uniform(0.01, 0.03, shape).astype(dtype)
+        sign = self.rng.choice([-1.0, 1.0, 1.0], shape)  # AutoRound's have either
+        return (sign * self.rng.uniform(0.01, 0.03, shape)).astype(dtype)
 
     def codes(self, low: int, high: int, *shape: int) -> np.ndarray:
         return self.rng.integers(low, high + 1, shape)

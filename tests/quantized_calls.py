@@ -1,5 +1,6 @@
 """Calls of `quantized_matmul` by chance, and what is right of them."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,6 +19,7 @@ from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_matmul import quantized_matmul, quantized_matmul_reference
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+SIGNED = ("int8", "int4", "fp8")
 SLOTS = 5  # of a cache
 NOWHERE = {1: SLOTS, 2: -1, 4: 2**31 - 1}  # slots of these rows
 # scheme, group size and zero points
@@ -52,7 +54,23 @@ def packed_weight(form: str, o: int, i: int, dtype: Any) -> Packed:
     if form == PLAIN:
         return Packed.of(numbers(1, (o, i), dtype, i**-0.5))
     scheme, group, zeros, *wide = TILED_FORMATS[form]
-    return quantize(numbers(1, (o, i), *wide or [dtype], i**-0.5), scheme, group, zero_points=zeros)
+    weight = numbers(1, (o, i), *wide or [dtype], i**-0.5)
+    packed = quantize(weight, scheme, group, zero_points=zeros)
+    return with_signs(packed) if scheme in SIGNED else packed
+
+
+def with_signs(packed: Packed) -> Packed:
+    """With a third of the scales negative, as those of files may be."""
+
+    def signed(scale: Any) -> Any:
+        minus = sum(np.indices(scale.shape)) % 3 == 1
+        return jnp.where(minus, -scale, scale)
+
+    return dataclasses.replace(
+        packed,
+        scale=None if packed.scale is None else signed(packed.scale),
+        row_scale=None if packed.row_scale is None else signed(packed.row_scale),
+    )
 
 
 def packed_shape(form: str, o: int, i: int, dtype: Any) -> Packed:

@@ -5,7 +5,8 @@ methods: compressed-tensors, modelopt, gptq, awq (BitNet's is read with the mode
 that could change the weights and are not known stop the load. What is said of activations and of
 the cache is not looked at: both stay in the runtime's dtype, whatever they were calibrated for.
 Sources, no code taken: compressed-tensors 0.20 (`quantization/quant_config.py`), NVIDIA ModelOpt
-0.33 (`export`), AutoGPTQ 0.7 and GPTQModel 4 (`quantize_config`), AutoAWQ 0.2.
+0.33 (`export`), AutoGPTQ 0.7 and GPTQModel 4 (`quantize_config`), AutoAWQ 0.2,
+AutoRound 0.16 (its exports in those forms).
 """
 
 from __future__ import annotations
@@ -291,6 +292,9 @@ def _modelopt(said: _Said) -> Callable[[str], Form | None]:
     return of
 
 
+_OF_AUTOROUND = "provider autoround_version to_quant_block_names"
+
+
 def _four_bits(said: _Said, *keys: str) -> None:
     bits = said.kind(int, "a number", *keys)
     if bits != 4:
@@ -325,13 +329,15 @@ def _gptq(said: _Said) -> Callable[[str], Form | None]:
     ends = tuple(f".{n}" for part in blocks for n in (part if isinstance(part, list) else [part]))
     if (method := said.get("quant_method")) != "gptq" or said.get("dynamic"):
         raise NotImplementedError(f"{said.owner}: {method} with rules a module is not supported")
+    said.one_of("data_type", (None, "int"))
     # Which inputs are in a group, g_idx says, whatever desc_act does
     said.done(
         "desc_act static_groups damp_percent true_sequential model_name_or_path tokenizer dataset "
         "model_file_base_name use_cuda_fp16 use_exllama exllama_config meta "
         "batch_size model_seqlen block_name_to_quantize module_name_preceding_first_block "
         "pad_token_id disable_exllama max_input_length cache_block_outputs pack_dtype backend "
-        "quantizer version uri hyb_act act_group_aware damp_auto_increment mse"
+        "quantizer version uri hyb_act act_group_aware damp_auto_increment mse "
+        f"{_OF_AUTOROUND}"
     )
 
     def of(name: str) -> Form | None:
@@ -352,8 +358,11 @@ def _awq(said: _Said) -> Callable[[str], Form | None]:
         )
     size = _group_size(said, "group_size", "q_group_size")
     zero_points = said.kind(bool, "true or false", "zero_point", default=True)
+    if said.kind(bool, "true or false", "sym", default=not zero_points) == zero_points:
+        raise ValueError(f"{said.owner}: sym and zero_point are both {zero_points}")
+    said.one_of("data_type", (None, "int"))
     kept = said.names("modules_to_not_convert")
-    said.done("backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config")
+    said.done(f"backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config {_OF_AUTOROUND}")
     strategy = "channel" if size is None else "group"
     form = Form("awq", "int4", strategy, size, zero_points=zero_points)
     return lambda name: (

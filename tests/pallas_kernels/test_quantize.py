@@ -428,7 +428,7 @@ def test_tiny_powers():
 def test_nan_in_a_program_is_not_hidden(scheme):
     weight = normal(2, 64).at[1, 5].set(jnp.nan)
     packed = jax.jit(lambda w: quantize(w, scheme))(weight)
-    with pytest.raises(ValueError, match="zero, negative, NaN or infinite"):
+    with pytest.raises(ValueError, match="are zero, .*NaN or infinite; a scale is "):
         check_scales(packed, "here")
 
 
@@ -514,13 +514,28 @@ def test_refuses_what_is_not_finite(bad):
         quantize(jnp.ones((2, 64)).at[0, 1].set(bad), "int8")
 
 
-@pytest.mark.parametrize("bad", [0, -1, jnp.nan, jnp.inf])
-def test_check_scales(bad):
-    packed = quantize(normal(4, 64), "int4")
+@pytest.mark.parametrize("bad", [0, -0.0, jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize(("scheme", "part"), [("int4", "scale"), ("int8", "row_scale")])
+def test_check_scales(scheme, part, bad):
+    packed = quantize(normal(4, 64), scheme)
     check_scales(packed, "a.weight")
-    assert packed.scale is not None
-    packed = dataclasses.replace(packed, scale=packed.scale.at[0, 2].set(bad))
-    with pytest.raises(ValueError, match="^a.weight: 1 of 4 numbers of scale are zero, negative, "):
+    scale = getattr(packed, part)
+    check_scales(dataclasses.replace(packed, **{part: -scale}), "a.weight")
+    packed = dataclasses.replace(packed, **{part: scale.at[..., 2].set(bad)})
+    sentence = f"^a.weight: 1 of 4 numbers of {part} are zero, NaN or infinite; a scale is a finite"
+    with pytest.raises(ValueError, match=sentence):
+        check_scales(packed, "a.weight")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "part"), [("nvfp4", "scale"), ("nvfp4", "row_scale"), ("ternary", "row_scale")]
+)
+@pytest.mark.parametrize("bad", [0, -1, jnp.nan])
+def test_check_scales_that_have_no_sign(scheme, part, bad):
+    packed = quantize(normal(4, 64), scheme)
+    packed = dataclasses.replace(packed, **{part: getattr(packed, part).at[..., 2].set(bad)})
+    sentence = f"numbers of {part} are zero, negative, NaN or infinite; a scale is a positive"
+    with pytest.raises(ValueError, match=sentence):
         check_scales(packed, "a.weight")
 
 

@@ -100,6 +100,23 @@ def test_formats_of_gptq_and_awq():
     assert read({**awq, "modules_to_not_convert": ["layers.3."]}).form(UP) is None
 
 
+AUTOROUND = {
+    "provider": "auto-round",
+    "autoround_version": "0.16.1",
+    "data_type": "int",
+    "to_quant_block_names": "model.layers",
+    "enable_quanted_input": False,
+}
+
+
+def test_what_autoround_says():
+    assert read({**GPTQ, **AUTOROUND, "sym": True}).form(UP) == read(GPTQ).form(UP)
+    awq = {**AWQ, **AUTOROUND, "version": "gemm"}
+    assert read({**awq, "sym": False, "zero_point": True}).form(UP) == read(AWQ).form(UP)
+    symmetric = read({**awq, "sym": True, "zero_point": False}).form(UP)
+    assert symmetric == read({**AWQ, "zero_point": False}).form(UP)
+
+
 def test_formats_of_modelopt():
     nvfp4 = Form("modelopt_nvfp4", "nvfp4", group_size=16)
     beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
@@ -146,6 +163,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
         ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, "rules a module is not supported"),
         ({**AWQ, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm"),
         ({**AWQ, "bits": 8}, "8 bits are not supported"),
+        ({**AWQ, "data_type": "mx_fp"}, "data_type 'mx_fp' is not supported; supported: None, int"),
+        ({**GPTQ, "data_type": "fp"}, "data_type 'fp' is not supported; supported: None, int"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not"),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4", "pre_quant_scale": True},
@@ -184,6 +203,9 @@ def test_what_is_not_supported(said, sentence):
         (group(strategy="block"), "blocks are of fp8 and have two sizes, got int4 None"),
         ({**GPTQ, "group_size": 0}, "group_size must be -1 or at least 1, got 0"),
         ({**GPTQ, "group_size": None}, "group_size must be -1 or at least 1, got None"),
+        ({**AWQ, "sym": True}, "sym and zero_point are both True"),
+        ({**AWQ, "sym": False, "zero_point": False}, "sym and zero_point are both False"),
+        ({**AWQ, "sym": 1}, "sym must be true or false, got 1"),
         ({**GPTQ, "zebra": 1}, "could change the weights: zebra=1"),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 from kernels import interpreted
+from quantized_calls import with_signs
 
 from jaxllm import ops
 from pallas_kernels.device import INTERPRETED
@@ -28,6 +30,15 @@ def test_zero_points_a_bias_and_any_leading_dimensions(shape):
     assert (y.dtype, y.shape) == (jnp.float32, truth.shape)
     np.testing.assert_allclose(y, truth, atol=1e-5)
     assert ops.linear(x, packed, bias, out_dtype=jnp.dtype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("int8", None), ("int4", 32), ("fp8", 64)])
+def test_scales_of_either_sign(scheme, size):
+    packed, x = with_signs(quantize(draw(12, 64), scheme, size)), draw(3, 64, seed=1)
+    truth = np.asarray(x, np.float64) @ oracles.packed_numbers(packed).T
+    np.testing.assert_allclose(ops.linear(x, packed), truth, atol=1e-5)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(ops.linear(x, with_signs(packed)), truth, atol=1e-5)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
