@@ -171,12 +171,12 @@ def _compressed_tensors(said: _Said) -> Callable[[str], Form | None]:
         content = said.get(key)
         if content and (not isinstance(content, Mapping) or content.get("format") != "dense"):
             raise NotImplementedError(f"{said.owner}: {key} {content!r:.80} is not supported")
-    overall = said.kind(str, "a name", "format", default="mixed-precision")
+    overall = said.kind(str, "a name", "format")
     ignore = said.patterns("ignore")
     groups = said.part("config_groups")
     if not groups.content:
         raise ValueError(f"{said.owner}: config_groups names no group")
-    rules = []
+    forms = {}
     for name in groups.content:
         group = groups.part(name)
         weights = group.part("weights")
@@ -184,21 +184,22 @@ def _compressed_tensors(said: _Said) -> Callable[[str], Form | None]:
             continue  # of activations alone
         targets = group.patterns("targets")
         format_ = group.kind(str, "a name", "format", default=overall)
-        rules.append((targets, _compressed_form(format_, weights)))
+        if format_ in (None, "mixed-precision"):
+            raise ValueError(
+                f"{group.owner}: format is missing, which says how weights are stored; supported: "
+                f"{', '.join(_BITS)}"
+            )
+        forms |= dict.fromkeys(targets, _compressed_form(format_, weights))
         group.done("input_activations output_activations")
     said.done("kv_cache_scheme global_compression_ratio version run_compressed dequantize")
 
     def form(name: str) -> Form | None:
         if any(_is_called(name, pattern) for pattern in ignore):
             return None
-        found = [form for targets, form in rules if any(_is_called(name, t) for t in targets)]
-        # A name that is spelt out counts for more than a class of modules
-        by_name = [
-            form
-            for targets, form in rules
-            if any(t != "Linear" and _is_called(name, t) for t in targets)
-        ]
-        return next(iter(by_name or found), None)
+        # A name, then the first expression by the alphabet, then the class: as its `match_targets`
+        found = [target for target in forms if _is_called(name, target)]
+        first = min(found, key=lambda t: (t == "Linear", t.startswith("re:"), t), default=None)
+        return None if first is None else forms[first]
 
     return form
 
@@ -216,7 +217,7 @@ def _compressed_form(format_: str, said: _Said) -> Form:
             f"{said.owner}: format {format_!r} is not supported; supported: {', '.join(_BITS)}"
         )
     bits = said.kind(int, "a number", "num_bits", default=8)
-    kind = said.kind(str, "a name", "type", default="int")
+    kind = said.kind(str, "a name", "type", default="int").lower()
     if (kind, bits) not in _BITS[format_]:
         raise NotImplementedError(
             f"{said.owner}: {format_} of {bits} bits of type {kind!r} is not supported"
@@ -224,9 +225,8 @@ def _compressed_form(format_: str, said: _Said) -> Form:
     layout, scheme = _BITS[format_][kind, bits]
     size = said.kind(int, "a number", "group_size")
     block = said.kind(list, "two sizes", "block_structure")
-    strategy = said.kind(str, "a name", "strategy")
-    if strategy is None:
-        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = said.kind(str, "a name", "strategy", default=inferred).lower()
     fixed = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}.get(scheme)
     if fixed:
         size = fixed if size is None else size

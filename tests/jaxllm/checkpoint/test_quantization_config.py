@@ -69,6 +69,22 @@ def test_a_name_counts_for_more_than_a_class():
     assert form("model.layers.2.mlp.up_proj") == INT4
 
 
+@pytest.mark.parametrize("names", [["a", "b"], ["b", "a"]])
+def test_a_whole_name_counts_for_more_than_an_expression(names):
+    """And of expressions the first by the alphabet, in whatever order the groups are."""
+    said = {**Layout("int4").config(), "ignore": [], "config_groups": {}}
+    int4 = Layout("int4").config()["config_groups"]["group_0"]["weights"]
+    weights = {"a": {"num_bits": 8, "type": "int", "strategy": "channel"}, "b": int4}
+    targets = {"a": [r"re:.*_proj$", "re:a.*|.*lm_head"], "b": [UP, r"re:.*down_proj$", "re:b|.*"]}
+    for name in names:
+        said["config_groups"][name] = {"targets": targets[name], "weights": weights[name]}
+    form, int8 = read(said).form, Form("words", "int8", "channel")
+    assert form(UP) == INT4
+    assert form("model.layers.2.mlp.up_proj") == int8
+    assert form("model.layers.2.mlp.down_proj") == int8
+    assert form("lm_head") == int8
+
+
 @pytest.mark.parametrize(
     ("changes", "form"),
     [
@@ -78,6 +94,7 @@ def test_a_name_counts_for_more_than_a_class():
         ({"strategy": None, "group_size": -1}, Form("words", "int4", "channel")),
         ({"actorder": "weight", "observer": "mse", "observer_kwargs": {"a": 1}}, INT4),
         ({"num_bits": 8}, Form("words", "int8", "group", 32)),
+        ({"type": "INT", "strategy": "GROUP"}, INT4),
     ],
 )
 def test_forms_of_compressed_tensors(changes, form):
@@ -193,6 +210,14 @@ def test_what_is_not_supported(said, sentence):
             r"ignore has 're:\(\[', no regular expression: unterminated character set",
         ),
         ({**Layout("int4").config(), "format": ["dense"]}, r"format must be a name, got \['dense"),
+        (
+            {**Layout("int4").config(), "format": None},
+            "config_groups.group_0: format is missing, .*; supported: int-quantized, ",
+        ),
+        (
+            {**Layout("int4").config(), "format": "mixed-precision"},
+            "config_groups.group_0: format is missing, .*; supported: int-quantized, ",
+        ),
         ({**Layout("int4").config(), "rotate": 2}, "could change the weights: rotate=2"),
         (group(type=["int"]), r"type must be a name, got \['int'\]"),
         (group(group_size=None), "strategy 'group' needs a group_size, got None"),
