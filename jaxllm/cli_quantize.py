@@ -9,8 +9,12 @@ from typing import Any
 from flax import nnx
 
 import jaxllm
-from jaxllm.checkpoint.folder import check_new
+from jaxllm.checkpoint.folder import check_new, find_folder, read_config
+from jaxllm.checkpoint.hf import check_packed, pack_as_stored
+from jaxllm.config import Runtime
 from jaxllm.console import Lines
+from jaxllm.families import FAMILIES
+from jaxllm.model import Transformer
 from jaxllm.quantize import on_host
 from pallas_kernels.measure import size_bytes
 from pallas_kernels.packed import SCHEMES
@@ -32,9 +36,25 @@ def _quantize(args: argparse.Namespace) -> int:
     out, how = Path(args.out).expanduser(), arguments(args)
     assert how is not None
     check_new(out)
+    folder = find_folder(args.model)
+    config, _ = read_config(folder)
+    # What a file has as one tensor is packed as one, for nvfp4 has one scale of a tensor
+    fused = FAMILIES[config.model_type].fused
+
+    def packed() -> Transformer:
+        model = Transformer(config, Runtime(), rngs=nnx.Rngs(0))
+        pack_as_stored(model, folder)
+        if fused:
+            jaxllm.fuse(model)
+        jaxllm.quantize(model, **how)
+        return model
+
+    check_packed(nnx.eval_shape(packed))
     with Lines(stderr=True).status(f"packing {args.model}"):
         with on_host():  # the device need not have room for what is packed as it was
             model, tokenizer = jaxllm.load(args.model, dtype=None)
+            if fused:
+                jaxllm.fuse(model)
         before = size_bytes(nnx.state(model))
         jaxllm.quantize(model, **how, from_host=True)
         jaxllm.save(model, tokenizer, out)

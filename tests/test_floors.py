@@ -477,8 +477,8 @@ MAY_IMPORT = {
         "jaxllm.tokenizer jaxllm.train jaxllm.trainer"
     ),
     "jaxllm.cli_quantize": (
-        "jaxllm jaxllm.checkpoint.folder jaxllm.console jaxllm.quantize pallas_kernels.measure "
-        "pallas_kernels.packed"
+        "jaxllm jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.config jaxllm.console "
+        "jaxllm.families jaxllm.model jaxllm.quantize pallas_kernels.measure pallas_kernels.packed"
     ),
     "jaxllm.cli_inspect": (
         "jaxllm.cache jaxllm.chain jaxllm.checkpoint.folder jaxllm.checkpoint.hf "

@@ -244,11 +244,9 @@ def save(
     existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
     if existing is not None and not existing.is_dir():
         raise ValueError(f"save: {existing} is a file; give a folder")
-    arrays = {path: p.get_value() for path, p in _by_path(nnx.state(model, nnx.Param)).items()}
     packed, table = _packed_layers(model)
-    ordered = [name for name in packed if f"{name}.order" in arrays]
-    owned = {f"{name}.{part}" for name in [*packed, "embed_tokens"] for part in _PACKED_PARTS}
-    arrays = {path: array for path, array in arrays.items() if path not in owned}
+    arrays, owned = _arrays(model, packed)
+    ordered = [name for name in packed if f"{name}.order" in owned]
     strange = [path for path in arrays if path.rpartition(".")[2] not in ("weight", "bias")]
     if strange:
         raise ValueError(
@@ -300,6 +298,29 @@ def save(
             folder.rmdir()
 
 
+def check_packed(model: Transformer) -> None:
+    """Of a model of shapes alone, made by `nnx.eval_shape`, whether its packed weights can be
+    saved; each weight counts as having a scale of its own.
+
+    Raises: NotImplementedError, as `save` would for it.
+    """
+    packed, _ = _packed_layers(model)
+    arrays, _ = _arrays(model, packed)
+    blank = {name: _blank(weight, 1.0 + i) for i, (name, weight) in enumerate(packed.items())}
+    _packed_sources(blank, [x.name for x in _sources(arrays, model.config)], model.config)
+
+
+def _blank(shaped: Packed, row_scale: float) -> Packed:
+    """A weight of these shapes, in the memory of a few numbers."""
+    numbers = {"codes": 0, "scale": 0, "zero": 0, "row_scale": row_scale}
+    arrays = {
+        field: np.broadcast_to(np.array(number, array.dtype), array.shape)
+        for field, number in numbers.items()
+        if (array := getattr(shaped, field)) is not None
+    }
+    return dataclasses.replace(shaped, **arrays)
+
+
 def _check_all_there(shapes: Mapping[str, Shape], config: ModelConfig) -> None:
     """Raises: ValueError unless these parameters are those that the config asks for, for else
     `load` would refuse what is written, and transformers would make up what is missing.
@@ -347,6 +368,16 @@ def _packed_layers(model: Transformer) -> tuple[dict[str, Packed], PackedEmbeddi
     return found, model.embed_tokens
 
 
+def _arrays(
+    model: Transformer, packed: Collection[str]
+) -> tuple[dict[str, jax.Array], Collection[str]]:
+    """By path the parameters that are not these packed layers', and the paths of those that are."""
+    arrays = {path: p.get_value() for path, p in _by_path(nnx.state(model, nnx.Param)).items()}
+    parts = {f"{name}.{part}" for name in [*packed, "embed_tokens"] for part in _PACKED_PARTS}
+    owned = parts & arrays.keys()
+    return {path: array for path, array in arrays.items() if path not in owned}, owned
+
+
 def _unpacked(table: PackedEmbedding) -> Source:
     """The embedding's rows as the model looks them up."""
     return Source(
@@ -361,6 +392,13 @@ def _packed_sources(
     packed: Mapping[str, Packed], others: Sequence[str], config: ModelConfig
 ) -> tuple[list[Source], dict[str, Any]]:
     """The tensors of packed layers, and the quantization_config beside these other tensors."""
+    fused = FAMILIES[config.model_type].fused
+    ternary = [name for name, weight in packed.items() if weight.scheme == "ternary"]
+    if fused and ternary:
+        raise NotImplementedError(
+            f"save: {ternary[0]} is ternary, and a family of fused projections "
+            f"({config.model_type}) cannot be one of BitNet's; quantize to another scheme"
+        )
     layers = {}
     for name, weight in packed.items():
         first = 0
@@ -370,7 +408,6 @@ def _packed_sources(
     # In one order, joined by jaxllm.fuse or not
     layers = dict(sorted(layers.items()))
     biased = any(f"model.{layer}.bias" in others for layer in layers)
-    fused = FAMILIES[config.model_type].fused
     sources, forms = packed_sources(layers, fused=fused, biased=biased)
     plain = [name.removesuffix(".weight") for name in others if name.endswith("_proj.weight")]
     if both := sorted(forms.keys() & plain):

@@ -1,5 +1,6 @@
 """`--quantize`, from the command to the text."""
 
+import dataclasses
 import io
 import json
 import os
@@ -8,6 +9,8 @@ import shutil
 import sys
 
 import pytest
+import quantised_checkpoints
+from tiny_models import build
 
 import jaxllm
 from jaxllm.cli import main
@@ -125,3 +128,38 @@ def test_quantize_writes_a_checkpoint(stories, tmp_path, capsys, monkeypatch):
     assert main(["quantize", str(stories), "int8", "--out", str(tmp_path / "b")]) == 2
     assert f"{tmp_path} cannot be written to; give another folder" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
+
+
+def test_quantize_packs_a_fused_projection_as_one(tmp_path, capsys):
+    """Its parts would have scales of their own, of which an nvfp4 tensor of a file has one."""
+    config = dataclasses.replace(quantised_checkpoints.LLAMA, model_type="phi3")
+    plain, out = tmp_path / "plain", tmp_path / "packed"
+    jaxllm.save(build(config), None, plain)
+    head = ["--quantize-head", "fp8"]
+    assert main(["quantize", str(plain), "nvfp4", "--out", str(out), *head]) == 0
+    again, _ = jaxllm.load(out)
+    gate, up = again.layers[0].mlp.gate_proj.packed, again.layers[0].mlp.up_proj.packed
+    assert gate.scheme == up.scheme == "nvfp4"
+    assert float(gate.row_scale[0]) == float(up.row_scale[0])
+    assert main(["quantize", str(out), "nvfp4", "--out", str(tmp_path / "b")]) == 2
+    assert "no linear layer that is not packed or kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "sentence"),
+    [
+        ("llama", ["ternary", "--quantize-head", "int8"], "lm_head is packed beside ternary"),
+        ("phi3", ["ternary"], "down_proj is ternary, and a family of fused projections"),
+        ("llama", ["int4", "--group-size", "48"], "groups of 48 do not divide the 64 inputs of"),
+    ],
+)
+def test_quantize_knows_what_cannot_be_saved_before_it_reads(
+    tmp_path, capsys, monkeypatch, family, options, sentence
+):
+    config = dataclasses.replace(quantised_checkpoints.LLAMA, model_type=family)
+    jaxllm.save(build(config), None, tmp_path / "plain")
+    monkeypatch.setattr(jaxllm, "load", None)
+    out = tmp_path / "packed"
+    assert main(["quantize", str(tmp_path / "plain"), *options, "--out", str(out)]) == 2
+    assert re.fullmatch(f"jaxllm: [^\n]*{sentence}[^\n]*\n", capsys.readouterr().err)
+    assert not out.exists()

@@ -153,7 +153,12 @@ def test_a_plain_model_over_a_packed_one(tmp_path):
 def test_what_cannot_be_said(tmp_path):
     phi = dataclasses.replace(made.LLAMA, model_type="phi3")
     even = dataclasses.replace(made.LLAMA, vocab_size=64)
+    fused = build(phi, Runtime(dtype="float32"))
+    jaxllm.fuse(fused)
+    quantize(fused, "ternary")
     cases = [
+        (fused, r"ternary, and a family of fused projections \(phi3\) cannot be one of BitNet's"),
+        (model_of("ternary", config=phi), "proj is ternary, and a family of fused projections"),
         (model_of("ternary", head="int8"), "lm_head is packed beside ternary layers"),
         (model_of("int8", config=even, head="ternary"), "lm_head is ternary, which no checkpoint"),
         (model_of("nvfp4", config=phi), "gate_up_proj is one tensor .* nvfp4 stores one"),
@@ -165,6 +170,8 @@ def test_what_cannot_be_said(tmp_path):
     for model, sentence in cases:
         with pytest.raises(NotImplementedError, match=f"^save: [^\n]*{sentence}[^\n]*$"):
             jaxllm.save(model, None, tmp_path / "folder")
+        with pytest.raises(NotImplementedError, match=f"^save: [^\n]*{sentence}[^\n]*$"):
+            hf.check_packed(nnx.eval_shape(lambda model: model, model))
         assert not (tmp_path / "folder").exists()
 
 
