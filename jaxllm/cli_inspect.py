@@ -51,13 +51,13 @@ def inspect(
     facts = Table(title=Text(str(folder)), show_header=False, title_justify="left")
     for name, value in _facts(config).items():
         facts.add_row(name, value)
-    parameters = sum(count for count, _ in by_dtype.values())
-    # A word of a packed weight holds several
-    name = "parameters" if quantization is None else f"{quantization.method}, numbers"
+    model = _in_memory(args, folder, config, dtype)
+    name, unit, parameters = "parameters", "numbers", sum(count for count, _ in by_dtype.values())
+    if quantization is not None:  # an element of a packed weight holds several
+        name, unit, parameters = f"parameters, {quantization.method}", "elements", _count(model)
     facts.add_row(name, f"{parameters:,} in {len(tensors)} tensors")
     for stored, (count, size) in sorted(by_dtype.items()):
-        facts.add_row(f"stored as {stored}", f"{count:,} numbers, {decimal(size)}")
-    model = _in_memory(args, folder, config, dtype)
+        facts.add_row(f"stored as {stored}", f"{count:,} {unit}, {decimal(size)}")
     for name, value in _sizes(model).items():
         facts.add_row(name, value)
     out.print(facts)
@@ -254,6 +254,14 @@ def _in_memory(
         return model
 
     return nnx.eval_shape(build)
+
+
+def _count(model: Transformer) -> int:
+    """The numbers that its parameters stand for; codes and scales of packed weights are none."""
+    packed = packed_weights(model)
+    plain = sum(array.size for array in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    plain -= sum(array.size for array in jax.tree.leaves(packed))
+    return plain + sum(math.prod(weight.shape) for weight in packed.values())
 
 
 def _sizes(model: Transformer) -> dict[str, str]:

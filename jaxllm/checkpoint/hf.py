@@ -220,7 +220,9 @@ def save(
 
     Weights keep their dtypes, bit for bit, and packed ones their codes and scales in the formats of
     compressed-tensors (nvfp4 the reciprocal of the tensor's scale); a table that is packed for both
-    embedding and head becomes a plain embedding and a packed head of its own. Transformers unpacks
+    embedding and head becomes a plain embedding and a packed head of its own: the same numbers, but
+    Gemma's logits in 16 bits agree to rounding only, as XLA leaves out that of plain rows that are
+    scaled. Transformers unpacks
     nvfp4, mxfp4 and mxfp8 to bfloat16, and so reads them beside float32 weights only if it is given
     dtype=torch.bfloat16. More than `max_shard_size` (bytes, or a size such as "500MB") goes to
     several files. Files get their names only when all are written; what other weights the folder

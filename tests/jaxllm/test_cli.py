@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import quantised_checkpoints
 import tiny_models
 from absent_device import absent
+from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from tiny_models import ALL, SLIDING, TINY
 
@@ -314,10 +316,11 @@ def test_inspect_of_packed_weights(tmp_path, capsys, monkeypatch):
     packed, plain = quantised_checkpoints.write(tmp_path, "gptq")
     assert main(["inspect", str(packed)]) == 0
     out = capsys.readouterr().out
-    assert "gptq, numbers" in out
     # Half a byte a number and a float16 scale a group of 32; two tables of 61 x 64 and five norms
     numbers = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
     size, rest = numbers // 2 + 2 * numbers // 32, 4 * (2 * 61 * 64 + 5 * 64)
+    assert f"parameters, gptq │ {numbers + rest // 4:,} in " in " ".join(out.split())
+    assert re.search(r"stored as I32 .* \d[\d,]* elements, ", out)
     said = [f"{(size + rest) / 1000:.1f} kB", f"{rest / 1000:.1f} kB of float32"]
     assert f"{said[0]}: {said[1]}, {size / 1000:.1f} kB of int4" in " ".join(out.split())
     assert main(["inspect", str(packed), "--quantize", "int8"]) == 2
@@ -338,11 +341,12 @@ def test_inspect_of_a_bitnet(tmp_path, capsys, monkeypatch):
     out = " ".join(capsys.readouterr().out.split())
     assert "ternary times int8 (BitNet b1.58)" in out
     assert "weights in memory │ 90.8 kB: 90.8 kB of float32" in out
+    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     jaxllm.quantize(model, "ternary")
     jaxllm.save(model, None, tmp_path / "packed")
     assert main(["inspect", str(tmp_path / "packed")]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "bitnet, numbers" in out
+    assert re.search(rf"parameters, bitnet │ {parameters:,} in \d+ tensors", out)
     assert "ternary times int8 (BitNet b1.58)" in out
     # 2 layers of 9,216 numbers, four to a byte, and 256 rows with a float32 scale
     assert f"of float32, {2 * (9216 // 4 + 256 * 4) / 1000:.1f} kB of ternary" in out
