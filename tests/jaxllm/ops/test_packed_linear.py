@@ -66,6 +66,24 @@ def test_the_kernel_and_xla_agree(scheme):
     np.testing.assert_array_equal(d_bias, other_d_bias)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4", "ternary"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_cpu_holds_one_weight_at_a_time(scheme, backward):
+    """Of six it would hold six, if they were made outside of a branch."""
+    packed = jax.eval_shape(lambda: quantize(jnp.zeros((512, 512)), scheme))
+    x = jax.ShapeDtypeStruct((2, 512), jnp.float32)
+
+    def run(x, weights):
+        for weight in weights:
+            x = jnp.sin(ops.linear(x, weight, implementation="xla"))
+        return jnp.sum(x)
+
+    run = jax.grad(run) if backward else run
+    memory = jax.jit(run).lower(x, [packed] * 6).compile().memory_analysis()
+    weight = 512 * 512 * (1 if scheme == "ternary" and not backward else 4)
+    assert memory.temp_size_in_bytes < 2.5 * weight
+
+
 def test_who_runs_a_packed_product():
     """The kernel wherever it can: XLA would write the weight as numbers first."""
     packed, x = quantize(draw(32, 256), "int4"), draw(3, 256, dtype=jnp.bfloat16)
