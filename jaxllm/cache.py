@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -163,6 +163,12 @@ def _stored_dtype(dtype: Any) -> Any:
     )
 
 
+def _shapes(f: Callable[..., Any], *arguments: Any) -> Any:
+    """`jax.eval_shape`, without the mesh that is around the call."""
+    shapes = jax.eval_shape(f, *arguments)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+
+
 def _arrays(entry: FullKV | RingKV) -> dict[str, Array]:
     """What an entry holds, by the names that `ops.attention` has for it."""
     found = {"k": entry.k, "v": entry.v, "k_scale": entry.k_scale, "v_scale": entry.v_scale}
@@ -279,7 +285,8 @@ class KVCache:
 
     A longrope model chooses its list of frequencies by a row's length; where a row is prefilled in
     chunks, or will be longer than it is, `rope_lengths` says the length that the choice is to be
-    made for (0: the length so far).
+    made for (0: the length so far; negative: `jaxllm.prefill` or `jaxllm.decode_step` has seen that
+    the row's keys are turned by the other list).
     """
 
     layers: tuple[Entry, ...]
@@ -324,13 +331,13 @@ class KVCache:
         return cls(tuple(entry(i) for i in range(config.num_hidden_layers)), empty, jnp.copy(empty))
 
     @classmethod
-    @functools.lru_cache(maxsize=64)
+    @functools.lru_cache(maxsize=64, typed=True)
     def shapes(cls, config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
         """What `create` makes, as shapes."""
-        return jax.eval_shape(lambda: cls.create(config, batch, capacity, dtype))
+        return _shapes(lambda: cls.create(config, batch, capacity, dtype))
 
     @classmethod
-    @functools.lru_cache(maxsize=64)
+    @functools.lru_cache(maxsize=64, typed=True)
     def calls(
         cls,
         config: ModelConfig,
@@ -351,7 +358,7 @@ class KVCache:
         for kind in sorted(set(config.layer_types)):
             i = config.layer_types.index(kind)
             # The cache itself says which keys the layer sees: its ring, or all
-            keys = jax.eval_shape(
+            keys = _shapes(
                 lambda cache, k, v, i=i: cache.layer(i, cache.lengths).append(k, v)[1],
                 cache,
                 new,

@@ -158,7 +158,7 @@ def variables_of(source: str) -> frozenset[str] | None:
     sandbox = _Sandbox(_STEPS)
     try:
         found = meta.find_undeclared_variables(sandbox.parse(source))
-    except TemplateError:  # `render` says why
+    except Exception:  # foreign code, of which `render` says why
         return None
     return frozenset(found - sandbox.globals.keys() - {*_MARKS})
 

@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from jaxllm import chain, cli_quantize, ops
+from jaxllm import chain, cli_quantize, ops, train
 from jaxllm.cache import KVCache
 from jaxllm.checkpoint.folder import find_folder, list_tensors, read_config, read_quantization
 from jaxllm.checkpoint.hf import pack_as_stored
@@ -257,11 +257,12 @@ def _in_memory(
 
 
 def _count(model: Transformer) -> int:
-    """The numbers that its parameters stand for; codes and scales of packed weights are none."""
+    """The numbers that its parameters stand for: of packed weights no codes, scales or order."""
     packed = packed_weights(model)
-    plain = sum(array.size for array in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    plain -= sum(array.size for array in jax.tree.leaves(packed))
-    return plain + sum(math.prod(weight.shape) for weight in packed.values())
+    params = train.parameters(model)
+    plain = [x.size for name, x in params.items() if name.rpartition(".")[0] not in packed]
+    biases = [x.size for name in packed if (x := params.get(f"{name}.bias")) is not None]
+    return sum([*plain, *biases, *(math.prod(weight.shape) for weight in packed.values())])
 
 
 def _sizes(model: Transformer) -> dict[str, str]:

@@ -38,8 +38,8 @@ def _quantize(args: argparse.Namespace) -> int:
     check_new(out)
     folder = find_folder(args.model)
     config, _ = read_config(folder)
-    # What a file has as one tensor is packed as one, for nvfp4 has one scale of a tensor
-    fused = FAMILIES[config.model_type].fused
+    # nvfp4 has one scale of a tensor, so what is one in the file is packed as one
+    fused = FAMILIES[config.model_type].fused and how["scheme"] == "nvfp4"
 
     def packed() -> Transformer:
         model = Transformer(config, Runtime(), rngs=nnx.Rngs(0))
@@ -52,7 +52,7 @@ def _quantize(args: argparse.Namespace) -> int:
     check_packed(nnx.eval_shape(packed))
     with Lines(stderr=True).status(f"packing {args.model}"):
         with on_host():  # the device need not have room for what is packed as it was
-            model, tokenizer = jaxllm.load(args.model, dtype=None)
+            model, tokenizer = jaxllm.load(folder, dtype=None)
             if fused:
                 jaxllm.fuse(model)
         before = size_bytes(nnx.state(model))

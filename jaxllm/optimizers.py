@@ -171,6 +171,20 @@ def scale_by_adam_8bit(
         *rows, width = param.shape
         return Quantized(zero, jnp.zeros((*rows, -(-width // BLOCK)), jnp.float32))
 
+    # Traced once for all parameters of a shape
+    @jax.jit
+    def leaf(g, mu, nu, corrections):
+        packed = isinstance(mu, Quantized)
+        g = g.astype(jnp.float32)
+        if packed:
+            mu, nu = dequantize(mu, signed=True), dequantize(nu, signed=False)
+        mu = jnp.float32(b1) * mu + jnp.float32(1 - b1) * g
+        nu = jnp.float32(b2) * nu + jnp.float32(1 - b2) * (g * g)
+        step = (mu / corrections[0]) / (jnp.sqrt(nu / corrections[1]) + jnp.float32(eps))
+        if packed:
+            mu, nu = quantize(mu, signed=True), quantize(nu, signed=False)
+        return step, (mu, nu)
+
     def init(params: optax.Params) -> Adam8BitState:
         moments = [jax.tree.map(lambda p, s=s: start(p, s), params) for s in (True, False)]
         return Adam8BitState(jnp.zeros((), jnp.int32), *moments)
@@ -182,20 +196,6 @@ def scale_by_adam_8bit(
         count = state.count + 1
         steps = count.astype(jnp.float32)
         corrections = [1 - jnp.float32(b) ** steps for b in (b1, b2)]
-
-        # Traced once for all parameters of a shape
-        @jax.jit
-        def leaf(g, mu, nu, corrections):
-            packed = isinstance(mu, Quantized)
-            g = g.astype(jnp.float32)
-            if packed:
-                mu, nu = dequantize(mu, signed=True), dequantize(nu, signed=False)
-            mu = jnp.float32(b1) * mu + jnp.float32(1 - b1) * g
-            nu = jnp.float32(b2) * nu + jnp.float32(1 - b2) * (g * g)
-            step = (mu / corrections[0]) / (jnp.sqrt(nu / corrections[1]) + jnp.float32(eps))
-            if packed:
-                mu, nu = quantize(mu, signed=True), quantize(nu, signed=False)
-            return step, (mu, nu)
 
         leaves, tree = jax.tree.flatten(updates)
         steps_, new, last = [], [], None

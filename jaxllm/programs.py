@@ -97,7 +97,8 @@ def _forward(weights: Weights, tokens, counts, cache: KVCache):
     lost = _lost(cache, counts)
     if (turned := _turned(model.config, cache, counts)) is not None:
         lost |= turned
-        after = dataclasses.replace(after, rope_lengths=jnp.where(turned, -1, after.rope_lengths))
+        rope_lengths = jnp.maximum(after.rope_lengths, 0)
+        after = dataclasses.replace(after, rope_lengths=jnp.where(turned, -1, rope_lengths))
     hidden = jnp.where(lost[:, None], jnp.nan, hidden)
     return model.head(hidden), after
 
@@ -123,7 +124,7 @@ def _turned(config: ModelConfig, cache: KVCache, counts) -> Bool[Array, " B"] | 
         for border in {rope.original_max_position_embeddings or 0 for rope in ropes}
     ]
     held = (now > 0) & functools.reduce(jnp.logical_or, crossed)
-    return held | (cache.rope_lengths < 0)
+    return held | ((now > 0) & (cache.rope_lengths < 0))
 
 
 def _check(who: str, weights: Weights, cache: KVCache, **arrays: tuple[Any, str]) -> None:
@@ -169,7 +170,7 @@ def prefill(
     Raises: ValueError if shapes or dtypes disagree, or the cache is one of another model.
     """
     _check("prefill", weights, cache, tokens=(tokens, "B, T"), counts=(counts, "B"))
-    new, cache = _forward(weights, tokens, counts, cache)
+    new, cache = _forward(weights, tokens, jnp.clip(counts, 0, tokens.shape[1]), cache)
     if logits is not None and (shape := jnp.shape(logits)) != new.shape:
         raise ValueError(
             f"prefill: logits must be {list(new.shape)}, as it returns them, got {list(shape)}"

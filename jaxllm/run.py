@@ -67,13 +67,13 @@ class Run:
         prefill_chunk: int,
         kv_dtype: str | None,
     ):
-        if isinstance(jnp.zeros(()), Tracer):
-            raise ValueError(
-                "generate: it runs on the host and cannot be a part of a function under jax.jit; "
-                "jaxllm.prefill and jaxllm.decode_step can"
-            )
         if not isinstance(model, Transformer):
             raise ValueError(f"generate: model must be a Transformer, not {type(model).__name__}")
+        if any(isinstance(x, Tracer) for x in (jnp.zeros(()), *jax.tree.leaves(model))):
+            raise ValueError(
+                "generate: it runs on the host and cannot be a part of a function that JAX "
+                "transforms; jaxllm.prefill and jaxllm.decode_step can"
+            )
         if not isinstance(tokenizer, Tokenizer | None):
             kind = type(tokenizer)
             raise ValueError(

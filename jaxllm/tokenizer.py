@@ -229,8 +229,8 @@ class Tokenizer:
         The ids are those of the text alone: no BOS is added, for templates write their own.
         `extra` (tools, documents, enable_thinking, ...) goes to the template; with tools, a
         template named "tool_use" is taken where there is one.
-        Raises: ValueError if there is no template, or it has no such variable as one of `extra`, or
-        it refuses the messages, or is refused.
+        Raises: ValueError if there is no template, or it has no such variable as one of `extra`
+        (but tools and documents), or it refuses the messages, or is refused.
         """
         source, variables = self._template(extra)
         variables["add_generation_prompt"] = add_generation_prompt
@@ -286,7 +286,7 @@ class Tokenizer:
         if read is not None and (unknown := sorted(extra.keys() - read - variables.keys())):
             raise ValueError(
                 f"{self._source}: the chat template has no variable {unknown[0]!r}; it reads "
-                f"{', '.join(sorted(read))}"
+                f"{', '.join(sorted(read)) or 'none'}"
             )
         return source, {**variables, **extra}
 

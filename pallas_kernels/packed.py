@@ -88,7 +88,7 @@ class Packed:
             if part is None:
                 continue
             if not dtypes:
-                return f"{self.scheme} has no {name}, got {part.dtype} {list(part.shape)}"
+                return f"{self.scheme} has no {name}, and here is one"
             if (found := getattr(part, "shape", ())) != shape:
                 wanted = "None without a group_size" if shape is None else list(shape)
                 return f"the {name} of a weight {[o, i]} is {wanted}, got {list(found)}"

@@ -55,11 +55,11 @@ def quantize(
         number, less that of the element type's; the largest numbers may saturate. "even": the
         same, after rounding the largest number to the element type's mantissa. "ceil": the
         smallest that lets nothing saturate.
-    Scales of int8, int4 and fp8 groups take w's dtype, of a float8 weight float32, as row scales
-    do. Those below its smallest normal number are rounded up, in float16 to the next subnormal, in
-    bfloat16 and float32 to the smallest normal, so that codes do not saturate and nothing but zeros
-    makes a group of zeros. Groups and rows of zeros have scale 1 (0 in MX: 2^-127), and so does a
-    tensor of zeros in nvfp4.
+    Scales of int8, int4 and fp8 groups take w's dtype, of a weight of 8 or 64 bits float32, as row
+    scales do. Those below its smallest normal number are rounded up, in float16 to the next
+    subnormal, in bfloat16 and float32 to the smallest normal, so that codes do not saturate and
+    nothing but zeros makes a group of zeros. Groups and rows of zeros have scale 1 (0 in MX:
+    2^-127), and so does a tensor of zeros in nvfp4.
     Raises: ValueError for another scheme, an empty weight, a group size that does not divide I or
     that the scheme has not, zero points without int4, an unknown rule, and concrete weights that
     are NaN or infinite (traced ones make scales of NaN).

@@ -483,7 +483,7 @@ MAY_IMPORT = {
     "jaxllm.cli_inspect": (
         "jaxllm.cache jaxllm.chain jaxllm.checkpoint.folder jaxllm.checkpoint.hf "
         "jaxllm.cli_quantize jaxllm.config jaxllm.fusion jaxllm.layers jaxllm.model jaxllm.ops "
-        "jaxllm.quantize"
+        "jaxllm.quantize jaxllm.train"
     ),
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.console "

@@ -54,7 +54,7 @@ def check(packed: Any, owner: str) -> None:
         if np.any(scale != scale[:1]):
             raise NotImplementedError(
                 f"save: {owner} is one tensor of the family, of parts that were packed with scales "
-                f"of their own; {packed.scheme} stores one; jaxllm.fuse them first, and pack then"
+                f"of their own, and {packed.scheme} stores one; fuse the model before it is packed"
             )
 
 

@@ -219,14 +219,14 @@ def save(
     """Write a folder that `load`, and transformers, read: config, weights, generation, tokenizer.
 
     Weights keep their dtypes, bit for bit, and packed ones their codes and scales in the formats of
-    compressed-tensors (nvfp4 the reciprocal of the tensor's scale); a table that is packed for both
-    embedding and head becomes a plain embedding and a packed head of its own: the same numbers, but
-    Gemma's logits in 16 bits agree to rounding only, as XLA leaves out that of plain rows that are
-    scaled. Transformers unpacks
-    nvfp4, mxfp4 and mxfp8 to bfloat16, and so reads them beside float32 weights only if it is given
-    dtype=torch.bfloat16. More than `max_shard_size` (bytes, or a size such as "500MB") goes to
-    several files. Files get their names only when all are written; what other weights the folder
-    had under those names is removed, and with a tokenizer what else it had of another one.
+    compressed-tensors (nvfp4 the reciprocal of the tensor's scale); a table that is packed for
+    both embedding and head becomes a plain embedding and a packed head of its own: the same
+    numbers, but Gemma's logits in 16 bits differ by a rounding, which XLA leaves out where it
+    scales plain rows. Transformers unpacks nvfp4, mxfp4 and mxfp8 to bfloat16, and so reads
+    them beside float32 weights only if it is given dtype=torch.bfloat16. More than
+    `max_shard_size` (bytes, or a size such as "500MB") goes to several files. Files get their
+    names only when all are written; what other weights the folder had under those names is
+    removed, and with a tokenizer what else it had of another one.
     Raises: ValueError if the model is no Transformer or has adapters, its parameters are not those
     that its config asks for, the path is a file or empty, or the config cannot be said in a
     config.json; NotImplementedError if a parameter is spread over several processes, or a packed
@@ -248,18 +248,13 @@ def save(
         raise ValueError(f"save: {existing} is a file; give a folder")
     packed, table = _packed_layers(model)
     arrays, owned = _arrays(model, packed)
-    ordered = [name for name in packed if f"{name}.order" in owned]
     strange = [path for path in arrays if path.rpartition(".")[2] not in ("weight", "bias")]
     if strange:
         raise ValueError(
             f"save: a checkpoint has no {strange[0]}; jaxllm.lora.merge makes plain weights of "
             "adapters and what is below them, or jaxllm.lora.save_peft writes the adapters alone"
         )
-    if ordered:
-        raise NotImplementedError(
-            f"save: the inputs of {ordered[0]} have an order of their own (GPTQ's desc_act), which "
-            "is not written; copy the checkpoint that the model came from"
-        )
+    _check_order(packed, owned)
     ids = _token_ids(model.generation, tokenizer)
     # The head of a table that is packed for both becomes one of its own
     said = dataclasses.replace(model.config, tie_word_embeddings=False) if table else model.config
@@ -307,9 +302,19 @@ def check_packed(model: Transformer) -> None:
     Raises: NotImplementedError, as `save` would for it.
     """
     packed, _ = _packed_layers(model)
-    arrays, _ = _arrays(model, packed)
+    arrays, owned = _arrays(model, packed)
+    _check_order(packed, owned)
     blank = {name: _blank(weight, 1.0 + i) for i, (name, weight) in enumerate(packed.items())}
     _packed_sources(blank, [x.name for x in _sources(arrays, model.config)], model.config)
+
+
+def _check_order(packed: Collection[str], owned: Collection[str]) -> None:
+    for name in packed:
+        if f"{name}.order" in owned:
+            raise NotImplementedError(
+                f"save: the inputs of {name} have an order of their own (GPTQ's desc_act), which "
+                "is not written; copy the checkpoint that the model came from"
+            )
 
 
 def _blank(shaped: Packed, row_scale: float) -> Packed:

@@ -173,7 +173,9 @@ def _when_needed(product: Any, x, packed: Packed, dtype):
     """product(x, packed, dtype), which makes the weight then: not for all layers at the start of
     the program, not in front of a loop over micro-batches, and in a backward pass once more.
     """
-    if device_lib.current().platform == "cpu":
+    # Within a `shard_map` both branches would have to vary over the same axes
+    spread = jax.sharding.get_abstract_mesh().manual_axes
+    if device_lib.current().platform == "cpu" and not spread:
         return _in_a_branch(product, x, packed, dtype)
     return product(*jax.lax.optimization_barrier((x, packed)), dtype)
 

@@ -325,6 +325,10 @@ def test_inspect_of_packed_weights(tmp_path, capsys, monkeypatch):
     assert f"{said[0]}: {said[1]}, {size / 1000:.1f} kB of int4" in " ".join(out.split())
     assert main(["inspect", str(packed), "--quantize", "int8"]) == 2
     assert "down_proj is packed in int4 already, and not again in int8" in capsys.readouterr().err
+    ordered, _ = quantised_checkpoints.write(tmp_path / "ordered", "gptq asym order")
+    assert main(["inspect", str(ordered)]) == 0
+    found = " ".join(capsys.readouterr().out.split())
+    assert f"parameters, gptq │ {numbers + rest // 4:,} in " in found
     assert main(["inspect", str(plain)]) == 0
     out = capsys.readouterr().out
     assert "gptq" not in out

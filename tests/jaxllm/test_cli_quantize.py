@@ -138,6 +138,8 @@ def test_quantize_packs_a_fused_projection_as_one(tmp_path, capsys):
     head = ["--quantize-head", "fp8"]
     assert main(["quantize", str(plain), "nvfp4", "--out", str(out), *head]) == 0
     again, _ = jaxllm.load(out)
+    three = [f"--keep={name}_proj" for name in "qkv"]  # by their own names
+    assert main(["quantize", str(plain), "int8", "--out", str(tmp_path / "c"), *three]) == 0
     gate, up = again.layers[0].mlp.gate_proj.packed, again.layers[0].mlp.up_proj.packed
     assert gate.scheme == up.scheme == "nvfp4"
     assert float(gate.row_scale[0]) == float(up.row_scale[0])
@@ -163,3 +165,13 @@ def test_quantize_knows_what_cannot_be_saved_before_it_reads(
     assert main(["quantize", str(tmp_path / "plain"), *options, "--out", str(out)]) == 2
     assert re.fullmatch(f"jaxllm: [^\n]*{sentence}[^\n]*\n", capsys.readouterr().err)
     assert not out.exists()
+
+
+def test_quantize_knows_that_an_order_cannot_be_saved_before_it_reads(
+    tmp_path, capsys, monkeypatch
+):
+    ordered, _ = quantised_checkpoints.write(tmp_path, "gptq asym order")
+    monkeypatch.setattr(jaxllm, "load", None)
+    options = ["int8", "--keep", "layers.*", "--quantize-head", "int8"]
+    assert main(["quantize", str(ordered), *options, "--out", str(tmp_path / "packed")]) == 2
+    assert "have an order of their own" in capsys.readouterr().err

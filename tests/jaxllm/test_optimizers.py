@@ -230,6 +230,17 @@ def test_a_parameter_adds_few_operations():
         assert 100 < operations("ab") - operations("a") < 300
 
 
+def test_an_update_that_is_not_compiled_is_compiled_once(caplog):
+    optimizer = optimizers.scale_by_adam_8bit()
+    grads = {"a": jnp.ones((64, 256)), "b": jnp.ones(3)}
+    _, state = optimizer.update(grads, optimizer.init(grads))
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        optimizer.update(grads, state)
+        assert not [line for line in caplog.messages if "ompil" in line]
+        jax.jit(optimizer.update)(grads, state)
+    assert [line for line in caplog.messages if "ompil" in line]  # the log says it
+
+
 def test_optax_may_inject_its_settings():
     inject = optax.inject_hyperparams(optimizers.adamw_8bit, static_args=("min_size",))
     params = {"a": jnp.ones((64, 256)), "b": jnp.ones(3)}

@@ -122,9 +122,13 @@ def test_a_row_that_grows_over_longropes_boundary_has_no_logits_from_there_on():
         ]
 
     cache = jaxllm.KVCache.create(model.config, 2, 2 * boundary, jnp.float32)
-    logits, cache = jaxllm.prefill(weights, text[:, :5], np.array([5, 5]), cache)
-    logits, _ = jaxllm.prefill(weights, text[:, 5:], np.array([2, boundary - 3]), cache, logits)
+    logits, cache = jaxllm.prefill(weights, text[:, :5], np.array([99, 5]), cache)  # at most 5
+    logits, cache = jaxllm.prefill(weights, text[:, 5:], np.array([2, boundary - 3]), cache, logits)
     assert np.isfinite(logits).all(-1).tolist() == [True, False]
+    cache = dataclasses.replace(cache, lengths=jnp.zeros(2, jnp.int32))  # rows begin anew
+    logits, cache = jaxllm.prefill(weights, text[:, :5], np.array([5, 5]), cache)
+    logits, _ = jaxllm.decode_step(weights, text[:, 0], cache)
+    assert np.isfinite(logits).all()
 
 
 def test_models_that_differ_in_their_defaults_alone_share_programs(tiny):

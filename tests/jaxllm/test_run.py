@@ -66,13 +66,15 @@ def test_it_is_no_part_of_a_compiled_function():
     def tokens(model, prompt):
         return jnp.asarray(jaxllm.generate(model, None, prompt, max_new_tokens=2).tokens)
 
-    sentence = "^generate: it runs on the host and cannot be a part of a function under jax.jit"
+    sentence = "^generate: it runs on the host and cannot be a part of a function that JAX transf"
     with pytest.raises(ValueError, match=sentence):
         nnx.jit(lambda model: tokens(model, [1]))(model)
     with pytest.raises(ValueError, match=sentence):
         jax.jit(lambda prompt: tokens(model, prompt))(jnp.ones((1, 2), jnp.int32))
     with pytest.raises(ValueError, match=sentence):
         jax.jit(lambda x: x + tokens(model, [1]))(1)
+    with pytest.raises(ValueError, match=sentence):
+        nnx.grad(lambda model: tokens(model, [1]).sum() * 1.0)(model)
 
 
 def test_weights_on_a_mesh_whose_axes_are_explicit():
@@ -84,6 +86,16 @@ def test_weights_on_a_mesh_whose_axes_are_explicit():
         jaxllm.generate(spread, None, [1])
     with pytest.raises(ValueError, match=sentence.format("train")):
         train.init_state(spread, optax.sgd(0.1))
+
+
+def test_one_mesh_around_a_call_and_then_another():
+    """Sizes that were traced within the first are not of its mesh."""
+    model = build(TINY, FP32)
+    for name in "abc":
+        kind = jax.sharding.AxisType.Auto if name == "c" else jax.sharding.AxisType.Explicit
+        with jax.set_mesh(jax.make_mesh((1,), (name,), axis_types=(kind,))):
+            result = jaxllm.generate(model, None, [1, 2, 3], max_new_tokens=2)
+        assert len(result.tokens[0]) == 2
 
 
 def test_a_batch_that_does_not_fit_is_refused_before_it_is_made():

@@ -336,6 +336,10 @@ def test_a_variable_that_the_template_does_not_read():
         tokenizer.encode_answers(USER, thinks=True)
     with pytest.raises(ValueError, match="^chat template: refused: TemplateSyntaxError"):
         tiny(chat_template="{% if %}").apply_chat_template(USER, think=True)
+    with pytest.raises(ValueError, match="^chat template: refused: RecursionError"):
+        tiny(chat_template="{{" + "(" * 3000 + "}}").apply_chat_template(USER, think=True)
+    with pytest.raises(ValueError, match="has no variable 'think'; it reads none$"):
+        tiny(chat_template="always this").apply_chat_template(USER, think=True)
 
 
 def test_named_templates():

@@ -376,6 +376,7 @@ def test_a_call_that_cannot_run_says_why():
         (struct(8), {"causal": True}, "causal is over the last two axes"),
         (struct(4, 8), {"causal": True, "axis": 0}, "causal is over the last two axes"),
         (struct(4, 8), {"scale": float("nan")}, "scale is NaN"),
+        (struct(4, 8), {"scale": "1"}, "scale must be a number, got '1'"),
         (struct(4, 8), {"scale": np.float32("nan")}, "scale is NaN"),
         (struct(4, 8), {"scale": jnp.full((2,), 1.0)}, r"scale has shape \(2,\); it must be a"),
         (struct(4, 8), {"mask": struct(4, 8, dtype=jnp.int8)}, "the mask is int8; it must be bool"),

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from kernels import interpreted
 from quantized_calls import with_signs
 
@@ -82,6 +84,20 @@ def test_a_cpu_holds_one_weight_at_a_time(scheme, backward):
     memory = jax.jit(run).lower(x, [packed] * 6).compile().memory_analysis()
     weight = 512 * 512 * (1 if scheme == "ternary" and not backward else 4)
     assert memory.temp_size_in_bytes < 2.5 * weight
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_that_are_spread_over_a_mesh(scheme):
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
+    packed, x = quantize(draw(16, 64), scheme), draw(4, 64, seed=1)
+
+    def total(x):
+        return jnp.sum(jnp.sin(ops.linear(x, packed, implementation="xla")), axis=-1)
+
+    spread = jax.shard_map(total, mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
+    np.testing.assert_array_equal(jax.jit(spread)(x), jax.jit(total)(x))
+    ours, plain = (jax.jit(jax.grad(lambda x, f=f: jnp.sum(f(x))))(x) for f in (spread, total))
+    np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_who_runs_a_packed_product():
