@@ -344,8 +344,7 @@ def check(x, scale, mask, causal, axis) -> None:
 
 def check_scale(name: str, scale: Any) -> None:
     """Refuses what is no number; `name` is who speaks."""
-    is_number = hasattr(scale, "dtype") or isinstance(scale, Real)
-    if not is_number:
+    if not hasattr(scale, "dtype") and not issubclass(type(scale), Real):
         raise ValueError(f"{name}: scale must be a number, got {scale!r:.60}")
     if jnp.shape(scale) != ():
         raise ValueError(f"{name}: scale has shape {jnp.shape(scale)}; it must be a number")

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int, Int8
 
 from pallas_kernels import device as device_lib
 from pallas_kernels import ternary_matmul_kernel as kernel
@@ -157,14 +157,27 @@ def ternary_matmul_reference(
     out_dtype: Any = jnp.bfloat16,
 ) -> Float[Array, "*B F"]:
     """The mathematics in plain JAX."""
-    sums = jax.lax.dot_general(
+    y = scaled_sums(ternary_sums(xq, packed), x_scale, packed)
+    return _finish(y, bias, epilogue, residual).astype(out_dtype)
+
+
+def ternary_sums(
+    xq: Int8[Array, "*B I"], packed: Packed, dtype: Any = jnp.int32
+) -> Int[Array, "*B O"]:
+    """The products before any scale, exact in 32 bits."""
+    return jax.lax.dot_general(
         xq,
         unpack(packed.codes),
         (((xq.ndim - 1,), (1,)), ((), ())),
-        preferred_element_type=jnp.int32,
+        preferred_element_type=dtype,
     )
-    y = sums.astype(jnp.float32) * x_scale[..., None] * _in_last(packed.row_scale, sums.ndim)
-    return _finish(y, bias, epilogue, residual).astype(out_dtype)
+
+
+def scaled_sums(
+    sums: Int[Array, "*B O"], x_scale: Float[Array, "*B"], packed: Packed
+) -> Float[Array, "*B O"]:
+    """Sums times the scales of rows and outputs, float32."""
+    return sums.astype(jnp.float32) * x_scale[..., None] * _in_last(packed.row_scale, sums.ndim)
 
 
 def ternary_linear_reference(

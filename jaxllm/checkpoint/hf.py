@@ -254,7 +254,11 @@ def save(
             f"save: a checkpoint has no {strange[0]}; jaxllm.lora.merge makes plain weights of "
             "adapters and what is below them, or jaxllm.lora.save_peft writes the adapters alone"
         )
-    _check_order(packed, owned)
+    if ordered := [name for name in packed if f"{name}.order" in owned]:
+        raise NotImplementedError(
+            f"save: the inputs of {ordered[0]} have an order of their own (GPTQ's desc_act), which "
+            "is not written; copy the checkpoint that the model came from"
+        )
     ids = _token_ids(model.generation, tokenizer)
     # The head of a table that is packed for both becomes one of its own
     said = dataclasses.replace(model.config, tie_word_embeddings=False) if table else model.config
@@ -297,24 +301,14 @@ def save(
 
 def check_packed(model: Transformer) -> None:
     """Of a model of shapes alone, made by `nnx.eval_shape`, whether its packed weights can be
-    saved; each weight counts as having a scale of its own.
+    saved; each weight counts as having a scale of its own, and its inputs as in order.
 
     Raises: NotImplementedError, as `save` would for it.
     """
     packed, _ = _packed_layers(model)
-    arrays, owned = _arrays(model, packed)
-    _check_order(packed, owned)
+    arrays, _ = _arrays(model, packed)
     blank = {name: _blank(weight, 1.0 + i) for i, (name, weight) in enumerate(packed.items())}
     _packed_sources(blank, [x.name for x in _sources(arrays, model.config)], model.config)
-
-
-def _check_order(packed: Collection[str], owned: Collection[str]) -> None:
-    for name in packed:
-        if f"{name}.order" in owned:
-            raise NotImplementedError(
-                f"save: the inputs of {name} have an order of their own (GPTQ's desc_act), which "
-                "is not written; copy the checkpoint that the model came from"
-            )
 
 
 def _blank(shaped: Packed, row_scale: float) -> Packed:

@@ -30,7 +30,7 @@ from pallas_kernels.quantize import dequantize, take_rows
 from pallas_kernels.quantized_matmul import FEW_ROWS, quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.quantized_matmul_check import OUT_DTYPES
-from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
+from pallas_kernels.ternary_matmul import quantize_rows, scaled_sums, ternary_sums
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 SEVERAL_ROWS = WGMMA_ROWS  # of x, at most, that "auto" has the kernel multiply by a plain weight
@@ -139,12 +139,14 @@ def _linear_pallas_not_auto(x, weight, bias=None, *, out_dtype=None, device):
 
 def _packed_xla(x, packed: Packed, bias, out_dtype):
     """By XLA, with a weight that is made for this one product."""
+    if packed.scheme == "ternary":
+        xq, scale = quantize_rows(x)
+        sums = _when_needed(ternary_sums, xq, packed, jnp.dtype(jnp.int32))
+        return add_bias(scaled_sums(sums, scale, packed).astype(out_dtype), bias)
     return add_bias(_when_needed(_product, x, packed, jnp.dtype(out_dtype)), bias)
 
 
 def _product(x, packed: Packed, dtype):
-    if packed.scheme == "ternary":
-        return ternary_matmul_reference(*quantize_rows(x), packed, out_dtype=dtype)
     weight, scale = _parts(packed, x.dtype)
     y = jax.lax.dot_general(
         x,

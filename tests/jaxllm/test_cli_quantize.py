@@ -165,13 +165,3 @@ def test_quantize_knows_what_cannot_be_saved_before_it_reads(
     assert main(["quantize", str(tmp_path / "plain"), *options, "--out", str(out)]) == 2
     assert re.fullmatch(f"jaxllm: [^\n]*{sentence}[^\n]*\n", capsys.readouterr().err)
     assert not out.exists()
-
-
-def test_quantize_knows_that_an_order_cannot_be_saved_before_it_reads(
-    tmp_path, capsys, monkeypatch
-):
-    ordered, _ = quantised_checkpoints.write(tmp_path, "gptq asym order")
-    monkeypatch.setattr(jaxllm, "load", None)
-    options = ["int8", "--keep", "layers.*", "--quantize-head", "int8"]
-    assert main(["quantize", str(ordered), *options, "--out", str(tmp_path / "packed")]) == 2
-    assert "have an order of their own" in capsys.readouterr().err
