@@ -88,7 +88,8 @@ class Packed:
             if part is None:
                 continue
             if not dtypes:
-                return f"{self.scheme} has no {name}, and here is one"
+                kind = getattr(part, "dtype", type(part).__name__)
+                return f"{self.scheme} has no {name}, got {kind} {list(getattr(part, 'shape', ()))}"
             if (found := getattr(part, "shape", ())) != shape:
                 wanted = "None without a group_size" if shape is None else list(shape)
                 return f"the {name} of a weight {[o, i]} is {wanted}, got {list(found)}"

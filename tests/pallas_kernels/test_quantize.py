@@ -587,6 +587,7 @@ def test_check_scales_of_mx():
             {"row_scale": np.ones(8, ml_dtypes.bfloat16)},
             "the row_scale of int8 is float32, got bfloat16",
         ),
+        ("ternary", {"scale": 1.0}, r"ternary has no scale, got float \[\]"),
         (
             "ternary",
             {"scale": np.ones((2, 8), np.float32), "group_size": 32},
