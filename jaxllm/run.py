@@ -69,7 +69,9 @@ class Run:
     ):
         if not isinstance(model, Transformer):
             raise ValueError(f"generate: model must be a Transformer, not {type(model).__name__}")
-        if any(isinstance(x, Tracer) for x in (jnp.zeros(()), *jax.tree.leaves(model))):
+        # In a compiled function a constant is traced, in one that has a gradient the model is
+        weights = None if isinstance(jnp.zeros(()), Tracer) else flatten(model)
+        if weights is None or any(isinstance(x, Tracer) for x in weights.arrays):
             raise ValueError(
                 "generate: it runs on the host and cannot be a part of a function that JAX "
                 "transforms; jaxllm.prefill and jaxllm.decode_step can"
@@ -126,8 +128,8 @@ class Run:
         self.stop_ids = np.full(slots, -1, np.int32)
         self.stop_ids[: len(wanted)] = wanted
 
-        self.weights = flatten(model)
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in self.weights.arrays):
+        self.weights = weights
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in weights.arrays):
             raise ValueError(
                 "generate: the model has shapes in the place of weights, as nnx.eval_shape makes it"
             )
