@@ -180,7 +180,9 @@ def compile_for(
     A function that is jitted already keeps its donations and static arguments. Arrays and
     ShapeDtypeStructs stand for their shape and dtype; whatever else is handed on as it is.
     xla_kernels: assemble XLA's own kernels too (about 0.1 s each; they are in `launches` anyway).
-    Raises: RuntimeError if `why_not` has a reason, or if a kernel has left no code to look at.
+    Raises: ValueError for an unknown target, or without an array among the arguments: they say
+    where it runs, what the function closes over does not. RuntimeError if `why_not` has a reason,
+    or if a kernel has left no code to look at.
     """
     if (reason := why_not()) is not None:
         raise RuntimeError(f"aot: cannot compile for a GPU: {reason}")
@@ -203,7 +205,7 @@ def peak_bytes(
 ) -> int:
     """What `compile_for` has under this name; no kernel's code is written down or read for it.
 
-    Raises: RuntimeError if `why_not(code=False)` has a reason.
+    Raises: as that, with `why_not(code=False)`.
     """
     if (reason := why_not(code=False)) is not None:
         raise RuntimeError(f"aot: cannot compile for a GPU: {reason}")
@@ -215,11 +217,13 @@ def peak_bytes(
 def _lowered(
     function: Callable[..., Any], target: str | Target, arguments: Any, keywords: Any
 ) -> Any:
-    if isinstance(target, str):
+    if not isinstance(target, Target):
         target = Target.named(target)
     arguments, keywords = jax.tree.map(
         functools.partial(_placed, sharding=_sharding(target)), (arguments, keywords)
     )
+    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((arguments, keywords))):
+        raise ValueError("aot: no argument is an array, which says for what to compile; give one")
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
     device = AbstractDevice(
         device_kind=target.device_kind, num_cores=target.num_sms, platform="gpu"

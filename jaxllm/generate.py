@@ -189,6 +189,8 @@ def warmup(
     of the call to come. Each program runs once, on nothing; over several devices again, for caches
     that XLA has spread.
     """
+    if not isinstance(model, Transformer):
+        raise ValueError(f"warmup: model must be a Transformer, not {type(model).__name__}")
     batch_size = integer("batch_size", batch_size, 1, who="warmup")
     if prompt_lengths is None:
         most = max(per_row("max_new_tokens", max_new_tokens, batch_size, who="warmup"))
@@ -198,7 +200,8 @@ def warmup(
             f"warmup: prompt_lengths must be a list of lengths or None, got {prompt_lengths!r}"
         )
     for length in prompt_lengths:
-        length = integer("a prompt's length", length, 1, who="warmup")
+        most = model.config.max_position_embeddings - 1  # a new token needs one
+        length = integer("a prompt's length", length, 1, most, who="warmup")
         Run(
             model,
             tokenizer,

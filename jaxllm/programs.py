@@ -371,7 +371,9 @@ def empty_state(
 
     lengths: how long rows are that are read next (`KVCache.rope_lengths`).
     """
-    return _empty_program(sharding)(config, capacity, dtype, lengths, left, ended, constants)
+    program = _empty_program(sharding)
+    with jax.transfer_guard_host_to_device("allow"):  # those of the arguments are meant
+        return program(config, capacity, dtype, lengths, left, ended, constants)
 
 
 _PROGRAMS = (prefill, prefill_without_graphs, decode_step, decode)

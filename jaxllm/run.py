@@ -70,7 +70,7 @@ class Run:
         if not isinstance(model, Transformer):
             raise ValueError(f"generate: model must be a Transformer, not {type(model).__name__}")
         # In a compiled function a constant is traced, in one that has a gradient the model is
-        weights = None if isinstance(jnp.zeros(()), Tracer) else flatten(model)
+        weights = None if isinstance(jax.device_put(np.zeros(())), Tracer) else flatten(model)
         if weights is None or any(isinstance(x, Tracer) for x in weights.arrays):
             raise ValueError(
                 "generate: it runs on the host and cannot be a part of a function that JAX "

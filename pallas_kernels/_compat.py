@@ -19,7 +19,7 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _wgmma
+from pallas_kernels import _wgmma, varying
 
 # The interpreter of Mosaic is public from 0.11 on, and its state still is not.
 from jax._src.pallas.mosaic_gpu.interpret import (  # isort: skip
@@ -107,6 +107,8 @@ def kernel(
     )
 
     def without_x64(*arguments):
+        if (reason := varying.why_not(arguments)) is not None:
+            raise NotImplementedError(f"{name}: cannot run this call: {reason}")
         with jax.enable_x64(False):
             return run(*arguments)
 

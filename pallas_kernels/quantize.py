@@ -289,7 +289,8 @@ def _dequantize(packed: Packed, dtype) -> Float[Array, "O I"]:
     values = _grouped_values(packed)
     if packed.scale is not None:
         if packed.scheme in ("mxfp4", "mxfp8"):
-            values = _times_power(values, packed.scale.T.astype(jnp.int32)[..., None] - 127)
+            exponent = packed.scale.T.astype(jnp.int32)[..., None] - 127
+            values = jnp.where(exponent > 127, jnp.nan, _times_power(values, exponent))
         else:
             values = values * packed.scale.T.astype(jnp.float32)[..., None]
     if packed.row_scale is not None:

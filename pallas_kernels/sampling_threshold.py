@@ -32,6 +32,7 @@ from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.cluster import meet_blocks
 from pallas_kernels.device import ACCESS_BYTES, MAX_BOX, SHARED_BYTES, THREADS, Device
+from pallas_kernels.varying import alike
 
 LOWEST = -(2**31)
 CLUSTER = 8  # what every Hopper GPU grants
@@ -67,6 +68,7 @@ def sampling_threshold(
 
 def sampling_threshold_reference(keys, ratio, top_k, top_p):
     """The mathematics in plain JAX; a search that no row needs is skipped at run time."""
+    keys, ratio, top_k, top_p = alike(keys, ratio, top_k, top_p)
     counted = (top_k > 0) & (top_k < keys.shape[1])
     weighed = top_p < 1
 
@@ -78,7 +80,7 @@ def sampling_threshold_reference(keys, ratio, top_k, top_p):
         left = jnp.where(keys >= lowest[:, None], ratio, 0)
         return jnp.where(weighed, _mass_threshold(keys, left, top_p), lowest)
 
-    lowest = jnp.full(keys.shape[:1], LOWEST, jnp.int32)
+    lowest = _lowest(keys)
     lowest = lax.cond(jnp.any(counted), by_count, lambda lowest: lowest, lowest)
     return lax.cond(jnp.any(weighed), by_mass, lambda lowest: lowest, lowest)
 
@@ -92,7 +94,11 @@ def _threshold(keys, weights, wanted):
         reached = jnp.where(keys >= candidate[:, None], weights, jnp.uint32(0))
         return jnp.where(_total(reached) >= wanted, candidate, lowest)
 
-    return lax.fori_loop(0, 32, fix_bit, jnp.full(keys.shape[:1], LOWEST, jnp.int32))
+    return lax.fori_loop(0, 32, fix_bit, _lowest(keys))
+
+
+def _lowest(keys):
+    return alike(jnp.full(keys.shape[:1], LOWEST, jnp.int32), keys)[0]
 
 
 def _mass_threshold(keys, ratio, top_p):

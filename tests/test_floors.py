@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "pallas_kernels": "pallas_kernels.*",
     "pallas_kernels.device": "pallas_kernels._compat",
     "pallas_kernels._wgmma": "pallas_kernels.wgmma_tiles",
-    "pallas_kernels._compat": "pallas_kernels._wgmma",
+    "pallas_kernels._compat": "pallas_kernels._wgmma pallas_kernels.varying",
+    "pallas_kernels.varying": "",
     "pallas_kernels.ring": "",
     "pallas_kernels.rows": "pallas_kernels._compat pallas_kernels.device",
     "pallas_kernels.over_rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows",
@@ -329,7 +330,7 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.cluster": "",
     "pallas_kernels.sampling_threshold": (
-        "pallas_kernels._compat pallas_kernels.cluster pallas_kernels.device"
+        "pallas_kernels._compat pallas_kernels.cluster pallas_kernels.device pallas_kernels.varying"
     ),
     "pallas_kernels.softmax_tiles": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows"
@@ -364,7 +365,7 @@ MAY_IMPORT = {
     "jaxllm.chat_template": "",
     "jaxllm.detokenizer": "",
     "jaxllm.tokenizer": "jaxllm.chat_template jaxllm.detokenizer",
-    "jaxllm.ops._select": "pallas_kernels.device",
+    "jaxllm.ops._select": "pallas_kernels.device pallas_kernels.varying",
     "jaxllm.ops.attention": OP,
     "jaxllm.ops.cast_transpose": OP,
     "jaxllm.ops.glu": OP,
@@ -414,7 +415,9 @@ MAY_IMPORT = {
         "jaxllm.quantize pallas_kernels.packed"
     ),
     "jaxllm.quantize": f"{KERNELS} jaxllm.config jaxllm.layers jaxllm.ops",
-    "jaxllm.fp8": "jaxllm.layers jaxllm.ops jaxllm.ops.linear jaxllm.quantize",
+    "jaxllm.fp8": (
+        "jaxllm.layers jaxllm.ops jaxllm.ops.linear jaxllm.quantize pallas_kernels.varying"
+    ),
     "jaxllm.checkpoint.shipped": "",
     "jaxllm.checkpoint.bitnet": "jaxllm.checkpoint.quantization_config jaxllm.config",
     "jaxllm.checkpoint.safetensors_file": "",
@@ -448,7 +451,8 @@ MAY_IMPORT = {
         "jaxllm.checkpoint.packed_modules "
         "jaxllm.checkpoint.placement jaxllm.checkpoint.quantization_config "
         "jaxllm.checkpoint.safetensors_file jaxllm.checkpoint.tensor_names jaxllm.config "
-        "jaxllm.families jaxllm.model jaxllm.quantize jaxllm.tokenizer pallas_kernels.packed"
+        "jaxllm.families jaxllm.model jaxllm.quantize jaxllm.tokenizer pallas_kernels.packed "
+        "pallas_kernels.whole_number"
     ),
     "jaxllm.checkpoint.native": "jaxllm.train",
     "jaxllm.console": "",

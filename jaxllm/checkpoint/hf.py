@@ -50,6 +50,7 @@ from jaxllm.model import Transformer
 from jaxllm.quantize import PackedEmbedding, packed_weights
 from jaxllm.tokenizer import Tokenizer, tokenizer_files
 from pallas_kernels.packed import Packed
+from pallas_kernels.whole_number import is_whole
 
 Shape = tuple[int, ...]
 
@@ -237,7 +238,7 @@ def save(
     if not os.fspath(path):
         raise ValueError("save: the path is empty; give a folder")
     shard_bytes = byte_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    if shard_bytes is None or shard_bytes < 1:
+    if not is_whole(shard_bytes) or shard_bytes < 1:
         raise ValueError(
             "save: max_shard_size must be a number of bytes, 1 at least, or a size like '5GB', got "
             f"{max_shard_size!r}"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_kernels import device as device_lib
+from pallas_kernels import varying
 
 logger = logging.getLogger("jaxllm")
 
@@ -50,6 +51,11 @@ class Implementation:
 Table = Mapping[str, Implementation]
 
 
+def unless_varying(why_not: Callable[..., str | None]) -> Callable[..., str | None]:
+    """That of a kernel, also asked whether a `jax.shard_map` around it would check its results."""
+    return lambda *args, **kwargs: varying.why_not(args, kwargs) or why_not(*args, **kwargs)
+
+
 def pallas(
     run: Callable[..., Any],
     why_not: Callable[..., str | None],
@@ -65,6 +71,7 @@ def pallas(
     interpreted: what `why_not` is told there; not_interpreted: what else keeps the kernel from it;
     name: of the first.
     """
+    why_not = unless_varying(why_not)
 
     def why_not_interpret(*args: Any, device: device_lib.Device, **kwargs: Any) -> str | None:
         del device

@@ -31,6 +31,7 @@ from pallas_kernels.quantized_matmul import FEW_ROWS, quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.quantized_matmul_check import OUT_DTYPES
 from pallas_kernels.ternary_matmul import quantize_rows, scaled_sums, ternary_sums
+from pallas_kernels.varying import alike
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 SEVERAL_ROWS = WGMMA_ROWS  # of x, at most, that "auto" has the kernel multiply by a plain weight
@@ -76,7 +77,8 @@ def linear(
 
 def _linear_xla(x, weight, bias, *, out_dtype):
     if isinstance(weight, Packed):
-        return _packed_linear(_packed_xla, jnp.dtype(out_dtype or x.dtype), x, weight, bias)
+        dtype = jnp.dtype(out_dtype or x.dtype)
+        return _packed_linear(_packed_xla, dtype, *alike(x, weight, bias))
     y = jax.lax.dot_general(
         x,
         weight.astype(x.dtype),

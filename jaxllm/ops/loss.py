@@ -23,6 +23,7 @@ from pallas_kernels.cross_entropy_kernel import TILE_M
 from pallas_kernels.matmul_finish import precision
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
+from pallas_kernels.varying import alike
 
 # Logits that are in memory at one time: 512 MiB in float32. Fewer would make the head's gradient,
 # float32 [V, D], be read and written too often: at 1024 tokens a chunk that takes as long as the
@@ -157,17 +158,7 @@ class _Static:
 def _xla(hidden, head, targets, *, ignore_index, softcap, z_loss, chunk):
     cap = None if softcap is None else float(softcap)
     static = _Static(ignore_index, cap, float(z_loss), chunk)
-    return _loss(static, *_alike(hidden, head, as_int32(targets)))
-
-
-def _alike(*arrays) -> tuple[Array, ...]:
-    """Within `jax.shard_map`: if one of the arrays varies over devices, all are marked as varying,
-    so that what a scan carries has one type.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return arrays
-    nothing = sum((jnp.sum(x.reshape(-1)[:0].astype(jnp.float32)) for x in arrays), jnp.float32(0))
-    return tuple(x + jax.lax.stop_gradient(nothing).astype(x.dtype) for x in arrays)
+    return _loss(static, *alike(hidden, head, as_int32(targets)))
 
 
 def _chunks(static: _Static, hidden, head, targets):

@@ -17,6 +17,7 @@ from jaxllm.ops.linear import add_bias
 from pallas_kernels.matmul_finish import precision
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
+from pallas_kernels.varying import alike
 
 
 def bit_linear(
@@ -44,7 +45,7 @@ def bit_linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bit_linear: bias {list(bias.shape)} is not [O] = [{weight.shape[0]}]")
-    y: Array = _bit_product(jnp.dtype(out_dtype or x.dtype), x, weight)
+    y: Array = _bit_product(jnp.dtype(out_dtype or x.dtype), *alike(x, weight))
     return add_bias(y, bias)
 
 

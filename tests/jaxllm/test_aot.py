@@ -194,6 +194,16 @@ def test_ops_see_the_target_and_arrays_stand_for_their_shapes():
 
 
 @pytest.mark.aot
+def test_who_says_what_to_compile_for():
+    """Arguments and the target; what a function closes over would be compiled for the CPU."""
+    big = jnp.ones((64, 64), jnp.bfloat16)
+    for compile_ in (aot.compile_for, aot.peak_bytes):
+        with pytest.raises(ValueError, match="^aot: no argument is an array, which says for what"):
+            compile_(lambda factor: factor * big @ big, 2.0)
+        with pytest.raises(ValueError, match="^aot: no target is named None; there are h200$"):
+            compile_(jnp.sum, big, target=None)
+
+
 def test_nothing_is_left_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

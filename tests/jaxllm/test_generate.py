@@ -1,6 +1,7 @@
 """The loop: the same tokens alone and in company, few programs, all on the device, clear errors."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -163,11 +164,28 @@ def test_a_warm_up_fits_the_model(tiny):
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
         ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, got 2.5"),
         ({"prompt_lengths": 5}, "prompt_lengths must be a list of lengths or None, got 5"),
-        ({"prompt_lengths": [0]}, "a prompt's length must be an integer of at least 1, got 0"),
+        ({"prompt_lengths": [0]}, "a prompt's length must be an integer from 1 to 511, got 0"),
+        ({"prompt_lengths": [512]}, "a prompt's length must be an integer from 1 to 511, got 512"),
         ({"max_new_tokens": "4"}, "max_new_tokens must be an integer of at least 1, got '4'"),
     ):
         with pytest.raises(ValueError, match=f"^warmup: {words}$"):
             jaxllm.warmup(tiny, None, **wrong)
+
+
+def test_a_warm_up_of_what_is_no_model():
+    with pytest.raises(ValueError, match="^warmup: model must be a Transformer, not dict$"):
+        jaxllm.warmup({}, None, prompt_lengths=[3])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "top_k": 5}, {"top_logprobs": 2}, {"kv_dtype": "int8"}]
+)
+def test_no_array_moves_that_is_not_meant_to(tiny, options):
+    """JAX's guard against transfers that nobody asked for has nothing to say."""
+    run = functools.partial(jaxllm.generate, tiny, None, [[3, 1], [4, 1, 5]], max_new_tokens=4)
+    wanted = run(**options).tokens
+    with jax.transfer_guard("disallow"):
+        assert run(**options).tokens == wanted
 
 
 def test_an_option_that_there_is_not(tiny):

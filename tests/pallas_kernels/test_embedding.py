@@ -172,6 +172,21 @@ def test_sums_are_float32_and_the_same_to_the_bit():
     np.testing.assert_array_equal(*again)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_plain_gradient_is_summed_in_float32_too(dtype):
+    """A sum of ones stops at 256 in bfloat16, at 2048 in float16."""
+    table, ids = jnp.zeros((2, 8), dtype), jnp.ones((4096,), jnp.int32)
+
+    def total(table):
+        return jnp.sum(embedding_reference(table, ids, scale=2.0).astype(jnp.float32))
+
+    slope = jax.grad(total)(table)
+    assert slope.dtype == dtype
+    np.testing.assert_array_equal(slope, [[0] * 8, [8192] * 8])
+    tangent = jax.jvp(total, (table,), (jnp.ones_like(table),))[1]
+    assert float(tangent) == 2 * 8 * 4096
+
+
 def test_second_derivatives():
     table, ids = case(5, 32, 4)
 

@@ -539,6 +539,14 @@ def test_check_scales_that_have_no_sign(scheme, part, bad):
         check_scales(packed, "a.weight")
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_traced_nan_stays_one(scheme):
+    """Of its group at least, whose scale it makes NaN."""
+    w = normal(4, 64).at[1, 3].set(jnp.nan)
+    numbers = jax.jit(lambda w: dequantize(quantize(w, scheme)))(w)
+    assert np.all(np.isnan(numbers[1, :16]))
+
+
 def test_check_scales_of_mx():
     packed = quantize(jnp.zeros((4, 64)), "mxfp4")
     check_scales(packed, "a.weight")

@@ -759,7 +759,7 @@ def test_saving_where_a_file_is(folder, tmp_path, monkeypatch):
     for target in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match="file is a file; give a folder"):
             save(model, None, target)
-    for size in (0, "5", "GB", "5 TB"):
+    for size in (0, 1.5, True, "5", "GB", "5 TB"):
         with pytest.raises(ValueError, match=f"1 at least, or a size like '5GB', got '?{size}'?$"):
             save(model, None, tmp_path / "x", max_shard_size=size)
 

@@ -242,3 +242,9 @@ def test_the_kernel_turns_as_xla_does():
     kernel = interpreted(functools.partial(rope, implementation="pallas-interpret"), q, k, cos, sin)
     for ours, xla in zip(kernel, rope(q, k, cos, sin, implementation="xla"), strict=True):
         np.testing.assert_array_equal(ours, xla)
+
+
+@pytest.mark.own_errors
+def test_positions_are_integers():
+    with pytest.raises(ValueError, match="^cos_sin: positions must be integers, got float32$"):
+        cos_sin(jnp.ones((1, 1)), *turns(np.ones(2)))
