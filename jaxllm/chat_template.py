@@ -13,11 +13,11 @@ import functools
 import itertools
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
 from typing import Any
 
-from jinja2 import meta, nodes, pass_context
+from jinja2 import Template, meta, nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -107,7 +107,8 @@ def _generation_spans(text, source, messages, variables) -> list[tuple[int, int]
     else uses.
     """
     used = set(text) | set(source)
-    marks = [c for c in map(chr, range(0xE000, 0xF900)) if c not in used][:2]  # private use
+    unused = (c for c in map(chr, range(0xE000, 0xF900)) if c not in used)  # of private use
+    marks = list(itertools.islice(unused, 2))
     pieces = re.split(f"([{''.join(marks)}])", _render(source, messages, variables, marks))
     if "".join(pieces[::2]) != text or pieces[1::2] != marks * (len(pieces) // 4):
         raise ValueError(
@@ -135,11 +136,11 @@ def _render(source, messages, variables, marks: Sequence[str]) -> str:
         raise ValueError(
             f"chat template: messages must be made of plain JSON values: {error}"
         ) from None
-    sandbox = _Sandbox(_STEPS + _STEPS_A_CHARACTER * len(plain))
+    values = json.loads(plain) | dict(zip(_MARKS, marks, strict=True))
     try:
-        code, names = _compile(source), sandbox.make_globals(dict(zip(_MARKS, marks, strict=True)))
-        template = sandbox.template_class.from_code(sandbox, code, names)
-        return template.render(json.loads(plain))
+        sandbox, template = _template(source)
+        sandbox.give(_STEPS + _STEPS_A_CHARACTER * len(plain))
+        return template.render(values)
     except Exception as error:  # foreign code may raise anything; its user gets one sentence
         reason = " ".join(str(error).split())[:500] or "no reason given"
         if type(error) is TemplateError:  # what raise_exception raises
@@ -148,14 +149,15 @@ def _render(source, messages, variables, marks: Sequence[str]) -> str:
 
 
 @functools.lru_cache(maxsize=32)
-def _compile(source: str) -> CodeType:
-    return _Sandbox(_STEPS).compile(source)
+def _template(source: str) -> tuple[_Sandbox, Template]:
+    sandbox = _Sandbox()
+    return sandbox, sandbox.from_string(source)
 
 
 @functools.lru_cache(maxsize=32)
 def variables_of(source: str) -> frozenset[str] | None:
     """The names that a template takes from its caller; None if it cannot be read."""
-    sandbox = _Sandbox(_STEPS)
+    sandbox = _Sandbox()
     try:
         found = meta.find_undeclared_variables(sandbox.parse(source))
     except Exception:  # foreign code, of which `render` says why
@@ -179,11 +181,11 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox for one rendering of at most `steps` steps."""
+    """Jinja's sandbox for one template; a rendering has the steps that `give` gave its thread."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
-    def __init__(self, steps: int):
+    def __init__(self):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -191,7 +193,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             finalize=self._print,
             optimized=False,  # what is folded at compile time would cost nothing when it runs
         )
-        self.limit = self.left = steps
+        self.steps = threading.local()
         self.filters["tojson"] = _tojson
         for name, function in self.filters.items():
             self.filters[name] = self._paying(function, name, deep=name not in _SHALLOW)
@@ -206,6 +208,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise_exception=_raise_exception,
             strftime_now=lambda form: datetime.datetime.now().strftime(form),
         )
+
+    def give(self, steps: int) -> None:
+        self.steps.limit = self.steps.left = steps
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Charges().visit(super()._parse(source, name, filename))
@@ -267,19 +272,19 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def _paid(self, value: Any, times: int = 1, deep: bool = False) -> Any:
         """The value, or the list of an iterator's items."""
         if isinstance(value, Iterator):
-            value = list(itertools.islice(value, self.left + 1))
+            value = list(itertools.islice(value, self.steps.left + 1))
         self._pay(self._size(value, deep) * times)
         return value
 
     def _pay(self, steps: int) -> None:
-        self.left -= max(steps, 0)
-        if self.left < 0:
-            raise SecurityError(f"it needs more than the {self.limit} steps that it is given")
+        self.steps.left -= max(steps, 0)
+        if self.steps.left < 0:
+            raise SecurityError(f"it needs more than the {self.steps.limit} steps that it is given")
 
     def _size(self, value: Any, deep: bool = False) -> int:
         """Steps to read a value, if `deep` its items and theirs too; counted up to what is left."""
-        total, stack = 0, [value]
-        while stack and total <= self.left:
+        total, stack, left = 0, [value], self.steps.left
+        while stack and total <= left:
             value = stack.pop()
             if deep and isinstance(value, dict):
                 stack += [*value, *value.values()]

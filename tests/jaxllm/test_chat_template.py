@@ -1,5 +1,6 @@
 """Chat templates render as transformers renders them; a hostile one ends in one sentence."""
 
+import concurrent.futures
 import json
 import time
 from pathlib import Path
@@ -234,6 +235,19 @@ def test_a_rendering_leaves_nothing_to_the_next():
         with pytest.raises(ValueError, match="steps"):
             render(template)
         assert render("{{ messages[0].content }}") == "hi"
+
+
+def test_a_template_is_set_up_once_and_each_thread_has_its_own_steps(monkeypatch):
+    made, init = [], chat_template._Sandbox.__init__
+    monkeypatch.setattr(
+        chat_template._Sandbox, "__init__", lambda self: (made.append(self), init(self))[1]
+    )
+    # About 2/3 of the steps that a rendering has
+    template = "{# once #}{% for i in range(150) %}{{ 'a' * 3000 }}{% endfor %}"
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        render(template)
+        assert {len(text) for text in pool.map(lambda _: render(template), range(8))} == {450_000}
+    assert len(made) == 1
 
 
 # Where the assistant's words stand
