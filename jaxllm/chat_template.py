@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import Template, meta, nodes, pass_context
@@ -58,57 +58,178 @@ def answer_spans(
     variables: Mapping[str, Any],
     *,
     first: int = 0,
+    passed_over: Container[int] = (),
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of `messages`, and where in it, in characters, stands what the assistant says in
-    messages[first:].
+    messages[first:], but in those whose indices are passed over.
 
     A template with `{% generation %}` blocks says it itself. Of another, an answer is what its
     message adds to the text: from the end of the messages before it, rendered with
     add_generation_prompt, to the end of the messages up to it, without an EOS token that the
-    template puts at the end of every text.
-    Raises: ValueError as `render`; or if that is not how the template's texts grow.
+    template puts at the end of every text. Where the template writes those in another way than with
+    all that follows, as Qwen3's does with what was thought, an answer is all of the whole text that
+    stands between the generation prompt and the end of its turn.
+    Raises: ValueError as `render`; or if that does not tell for certain where an answer stands.
     """
     variables = {**variables, "add_generation_prompt": False}
     text = render(source, messages, variables)
-
-    def end(count: int, *, answer_follows: bool) -> int:
-        """Where the first `count` messages end in the text."""
-        asked = {**variables, "add_generation_prompt": answer_follows}
-        prefix = render(source, messages[:count], asked)
-        if not text.startswith(prefix):
-            prefix = prefix.removesuffix(variables.get("eos_token") or "")
-        if not text.startswith(prefix):
-            raise ValueError(
-                f"chat template: the first {count} messages are written in another way where more "
-                "follow, so an answer's place cannot be told; train on conversations that end with "
-                "their only answer, or give the template {% generation %} blocks"
-            )
-        return len(prefix)
-
-    is_answer = [message.get("role") == "assistant" for message in messages]
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    places = functools.partial(_places, text, source, messages, variables)
     if re.search(r"\{%[-+]?\s*generation\b", source):
         spans = _generation_spans(text, source, messages, variables)
-        start = end(first, answer_follows=is_answer[first]) if first else 0
-        return text, [(max(a, start), b) for a, b in spans if b > start]
-    spans = []
-    for i in range(first, len(messages)):
-        if is_answer[i] and i == 0:
-            raise ValueError(
-                "chat template: where an answer begins that is the first message cannot be told "
-                "from a template without {% generation %} blocks; put a message before it"
-            )
-        if is_answer[i]:
-            spans.append((end(i, answer_follows=True), end(i + 1, answer_follows=False)))
-    return text, spans
+        asked = first in answers
+        start = _end(text, source, messages, variables, first, asked) if first else 0
+        others = places([i for i in answers if i in passed_over])
+        return text, [
+            (max(a, start), b)
+            for a, b in spans
+            if b > start and not any(a < end and begin < b for begin, end in others)
+        ]
+    learnt = [i for i in answers if i >= first and i not in passed_over]
+    if learnt[:1] == [0]:
+        raise ValueError(
+            "chat template: where an answer begins that is the first message cannot be told "
+            "from a template without {% generation %} blocks; put a message before it"
+        )
+    return text, places(learnt)
+
+
+def _places(text, source, messages, variables, answers: list[int]) -> list[tuple[int, int]]:
+    """Where the answers with these indices stand, by the texts of the messages alone."""
+
+    def grown(i: int) -> tuple[int, int]:
+        end = functools.partial(_end, text, source, messages, variables)
+        return end(i, True), end(i + 1, False)
+
+    marked = functools.cache(lambda: _marked_places(text, source, messages, variables))
+    try:
+        if len(answers) > 4 and marked():  # few renderings tell all, if these agree at both ends
+            spans = [marked()[i] for i in answers]
+            if [spans[0], spans[-1]] == [grown(answers[0]), grown(answers[-1])]:
+                return spans
+        return [grown(i) for i in answers]
+    except ValueError:
+        if not marked():
+            raise
+        return [marked()[i] for i in answers]
+
+
+def _end(text, source, messages, variables, count: int, answer_follows: bool) -> int:
+    """Where the first `count` messages end in the text."""
+    if count in (0, len(messages)):
+        return len(text) if count else 0
+    asked = {**variables, "add_generation_prompt": answer_follows}
+    prefix = render(source, messages[:count], asked)
+    if not text.startswith(prefix):
+        prefix = prefix.removesuffix(variables.get("eos_token") or "")
+    if not text.startswith(prefix):
+        raise ValueError(
+            f"chat template: the first {count} messages are written in another way where more "
+            "follow, so an answer's place cannot be told; train on conversations that end with "
+            "their only answer, or give the template {% generation %} blocks"
+        )
+    return len(prefix)
+
+
+def _marked_places(text, source, messages, variables) -> dict[int, tuple[int, int]]:
+    """Where each answer stands: between those parts of the text that stay as they are where marks
+    take the place of the answers. Empty if that is not certain.
+
+    An answer begins behind the generation prompt, or, where the template has not put that before
+    it, where its content does; and ends as one does that is the last message.
+    """
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    last, mark = answers[-1], next(_unused(text, source))
+    chat: list[Any] = list(messages)
+    for i in answers:
+        chat[i] = {"role": "assistant", "content": f"{mark}{i}{mark}"}
+
+    def write(count: int, prompt: bool = False) -> str:
+        return render(source, chat[:count], {**variables, "add_generation_prompt": prompt})
+
+    try:
+        whole, before, asked = write(len(chat)), write(last), write(last, prompt=True)
+        ended = whole if last + 1 == len(chat) else write(last + 1)
+    except ValueError:  # the template looks into what was said
+        return {}
+    eos = variables.get("eos_token") or ""
+    if not asked.startswith(before):
+        before = before.removesuffix(eos)
+    parts = re.split(f"{mark}([0-9]+){mark}", whole)
+    known = asked.startswith(before) and ended.startswith(asked)
+    if not known or parts[1::2] != [str(i) for i in answers]:
+        return {}
+    prompt = asked.removeprefix(before)
+    lead, _, end = ended.removeprefix(asked).partition(f"{mark}{last}{mark}")
+    parts, begins, ends = parts[::2], [], []
+    for i, part in enumerate(parts):
+        if i == len(answers) and last + 1 == len(chat):
+            end = part
+        elif i and not part.startswith(end):
+            end = end.removesuffix(eos)
+        if i and not part.startswith(end):
+            return {}
+        ends.append(len(end))
+        if i < len(answers):
+            begins.append(_begin(part, prompt, lead, chat))
+            parts[i] = part[: begins[i]]
+    at = _only_places(text, parts)
+    if not at:
+        return {}
+    starts = [_behind(text, at[n] + begin, prompt) for n, begin in enumerate(begins)]
+    stops = [at[n] + end for n, end in enumerate(ends)]
+    return dict(zip(answers, zip(starts, stops[1:], strict=True), strict=True))
+
+
+def _begin(part: str, prompt: str, lead: str, chat: Sequence[Mapping[str, Any]]) -> int:
+    """How much of the text before an answer's content is not of the answer; `lead`: what stands
+    between the prompt and the content of the last one.
+    """
+    if part.endswith(prompt + lead):
+        return len(part) - len(lead)
+    quoted = any(prompt in str(message.get("content")) for message in chat)
+    return len(part) if quoted or prompt not in part else part.rindex(prompt) + len(prompt)
+
+
+def _behind(text: str, at: int, prompt: str) -> int:
+    """The place behind the prompt, if some of it stands before `at` and all the rest behind."""
+    rest = (
+        len(prompt) - n
+        for n in range(len(prompt), 0, -1)
+        if text.startswith(prompt, at - n) and n <= at
+    )
+    return at + next(rest, 0)
+
+
+def _only_places(text: str, parts: list[str]) -> list[int]:
+    """Where the parts stand in the text, one behind the other, the first at its beginning and the
+    last at its end. Empty if they do not, or could in another way.
+    """
+    begin, end = len(parts[0]), len(text) - len(parts[-1])
+    if not (text.startswith(parts[0]) and text.endswith(parts[-1])):
+        return []
+    earliest, latest = [], []
+    for part in parts[1:-1]:
+        earliest.append(text.find(part, begin))
+        begin = earliest[-1] + len(part)
+    fits = begin <= end and -1 not in earliest
+    for part in parts[-2:0:-1]:
+        end = text.rfind(part, 0, max(end, 0))
+        latest.append(end)
+    certain = fits and earliest == latest[::-1]
+    return [0, *earliest, len(text) - len(parts[-1])] if certain else []
+
+
+def _unused(*texts: str) -> Iterator[str]:
+    """Characters of private use that none of the texts has."""
+    return (c for c in map(chr, range(0xE000, 0xF900)) if not any(c in text for text in texts))
 
 
 def _generation_spans(text, source, messages, variables) -> list[tuple[int, int]]:
     """Where `{% generation %}` blocks stand: rendered again, between two characters that nobody
     else uses.
     """
-    used = set(text) | set(source)
-    unused = (c for c in map(chr, range(0xE000, 0xF900)) if c not in used)  # of private use
-    marks = list(itertools.islice(unused, 2))
+    marks = list(itertools.islice(_unused(text, source), 2))
     pieces = re.split(f"([{''.join(marks)}])", _render(source, messages, variables, marks))
     if "".join(pieces[::2]) != text or pieces[1::2] != marks * (len(pieces) // 4):
         raise ValueError(
@@ -283,6 +404,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _size(self, value: Any, deep: bool = False) -> int:
         """Steps to read a value, if `deep` its items and theirs too; counted up to what is left."""
+        if isinstance(value, str):
+            return len(value) + 1
         total, stack, left = 0, [value], self.steps.left
         while stack and total <= left:
             value = stack.pop()

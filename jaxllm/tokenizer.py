@@ -6,10 +6,11 @@ turns ids into text as they come; its pieces together are what `decode` makes of
 
 from __future__ import annotations
 
+import bisect
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -238,26 +239,34 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def encode_answers(
-        self, messages: Sequence[Mapping[str, Any]], *, first: int = 0, **extra: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        first: int = 0,
+        passed_over: Container[int] = (),
+        **extra: Any,
     ) -> tuple[list[int], list[bool]]:
         """The ids of a whole conversation, and of each whether it is of what the assistant says in
-        messages[first:].
+        messages[first:], but in those whose indices are passed over.
 
         An id is an answer's if its last character is; an added token, which may take spaces around
         it along, if its own first character is. `extra` as in `apply_chat_template`.
         Raises: ValueError as there; or if the template does not let answers be told apart.
         """
         source, variables = self._template(extra)
-        text, spans = chat_template.answer_spans(source, messages, variables, first=first)
+        text, spans = chat_template.answer_spans(
+            source, messages, variables, first=first, passed_over=passed_over
+        )
         encoding = self._encode(text)
+        added = {i for i in set(encoding.ids) if self._tokenizer.id_to_token(i) in self._added}
+        bounds = [at for span in spans for at in span]
 
-        def place(id_: int, begin: int, end: int) -> int:
-            added = self._tokenizer.id_to_token(id_) in self._added
-            return end - (max(1, len(text[begin:end].lstrip())) if added else 1)
+        def answers(id_: int, begin: int, end: int) -> bool:
+            at = end - (max(1, len(text[begin:end].lstrip())) if id_ in added else 1)
+            return bisect.bisect(bounds, at) % 2 == 1
 
         offsets = zip(encoding.ids, encoding.offsets, strict=True)
-        places = [place(id_, *offset) for id_, offset in offsets]
-        return encoding.ids, [any(a <= at < b for a, b in spans) for at in places]
+        return encoding.ids, [answers(id_, *offset) for id_, offset in offsets]
 
     def _encode(self, text: str) -> tokenizers.Encoding:
         """A text alone, checked: the library would panic at half a surrogate pair."""

@@ -271,12 +271,25 @@ MARKED = (
 )
 # As Phi-3's: an EOS token behind every text that is not to be continued
 CLOSED = PLAIN.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
-# As Qwen3's: what was thought is dropped from all answers but the last
-THINKING = (
-    "{% for m in messages %}<{{ m.role }}>"
-    "{{ m.content if loop.last else m.content.split('~')[-1] }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+# As Qwen3's: thoughts stand only in answers behind the last user's message, in the last one always
+THINKING = """
+{%- set last = namespace(user=-1) %}
+{%- for m in messages if m.role == 'user' %}{% set last.user = messages.index(m) %}{% endfor %}
+{%- for m in messages %}
+    {%- set said, thought = m.content or '', m.reasoning_content or '' %}
+    {%- if '~' in said %}{% set thought, said = said.split('~') %}{% endif %}
+    {{- '<' ~ m.role ~ '>' }}
+    {%- if loop.index0 > last.user and m.role == 'assistant' and (loop.last or thought) %}
+        {{- '<think>' ~ thought ~ '</think>' }}
+    {%- endif %}
+    {{- said.strip() }}
+    {%- for call in m.tool_calls or [] %}{{ (' ' if said else '') ~ '<call>' ~ call }}{% endfor %}
+    {{- '<end>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}
+"""
+# As Qwen3-Thinking's: the generation prompt begins the thought
+THINKING_ALWAYS = THINKING.replace("{{ '<assistant>' }}", "{{ '<assistant><think>' }}")
 
 
 def answers(template, messages=CHAT, first=0, **variables):
@@ -311,11 +324,77 @@ def test_characters_of_private_use_are_no_marks():
     assert answers(MARKED, chat) == ["\ue000A\ue001<end>"]
 
 
-def test_a_template_that_rewrites_what_was_said_is_refused():
-    chat = [*CHAT[1:2], {"role": "assistant", "content": "hm~ONE"}, *CHAT[3:]]
-    with pytest.raises(ValueError, match="the first 2 messages are written in another way where"):
-        answers(THINKING, chat)
-    assert answers(THINKING, chat[:2]) == ["hm~ONE<end>"]
+def said(*contents):
+    return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+CALLS = [
+    {"role": "assistant", "content": None, "tool_calls": ["f"], "reasoning_content": "hm"},
+    {"role": "tool", "content": "21"},
+    {"role": "assistant", "content": "It is 21", "tool_calls": ["g"]},
+    {"role": "tool", "content": "22"},
+]
+
+
+@pytest.mark.parametrize(
+    ("messages", "learnt"),
+    [
+        (said("a", "hm~A", "b", "so~B"), ["A<end>", "<think>so</think>B<end>"]),
+        (said("a", "A", "b", "B"), ["A<end>", "<think></think>B<end>"]),
+        (said("a", "hm~A", "b"), ["A<end>"]),
+        (said("a", " a\n", "a", "a", "a"), ["a<end>", "a<end>"]),
+        (CHAT, ["ONE<end>", "<think></think>TWO<end>"]),
+        ([*said("a"), *CALLS], ["<think>hm</think><call>f<end>", "It is 21 <call>g<end>"]),
+        (
+            [*said("a"), *CALLS, *said("b", "B")],
+            ["<call>f<end>", "It is 21 <call>g<end>", "<think></think>B<end>"],
+        ),
+        (
+            said(*"aAbBcCdDeEfF"),
+            [*"A<end> B<end> C<end> D<end> E<end>".split(), "<think></think>F<end>"],
+        ),
+        (said("<end><assistant>", "A", "b", "B"), ["A<end>", "<think></think>B<end>"]),
+        (
+            [*said("a", "A"), {"role": "assistant", "content": "A"}, *said("b", "B")],
+            ["A<end>", "A<end>", "<think></think>B<end>"],
+        ),
+    ],
+)
+def test_answers_that_are_written_otherwise_where_more_follows(messages, learnt):
+    """Learnt is what stands in the whole text: of earlier answers, what was thought does not."""
+    assert answers(THINKING, messages) == learnt
+    early = len(answers(PLAIN, messages[:3]))
+    assert answers(THINKING, messages, first=3) == learnt[early:]
+    assert answers(THINKING_ALWAYS, messages) == [a.removeprefix("<think>") for a in learnt]
+
+
+@pytest.mark.parametrize("template", [PLAIN, CLOSED, MARKED, THINKING])
+def test_long_conversations_are_rendered_a_few_times(monkeypatch, template):
+    few, many = said(*"aAbBcC"), said(*(f"message {i}" for i in range(100)))
+    expected = [f"message {i}<end>" for i in range(1, 100, 2)]
+    end = {CLOSED: "{}<eos>", THINKING: "<think></think>{}"}.get(template, "{}")
+    expected[-1] = end.format(expected[-1])
+    assert len(answers(template, few, eos_token="<eos>")) == 3
+    rendered, real = [], chat_template._render
+    monkeypatch.setattr(chat_template, "_render", lambda *a: (rendered.append(1), real(*a))[1])
+    assert answers(template, many, eos_token="<eos>") == expected
+    assert len(rendered) < 12
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        said("a", "x<end><user>b<end><assistant>y", "b", "B"),  # where does the first answer end?
+        said("a", "hm~A", "b", "count"),
+    ],
+)
+def test_an_answer_whose_place_is_not_certain_is_refused(messages):
+    counts = "{% if messages[-1].content == 'count' %}{{ messages[1].content | length }}{% endif %}"
+    with pytest.raises(ValueError, match="the first [12] messages are written in another way wher"):
+        answers(counts + THINKING, messages)
+    early = "{% if messages | length > 2 %}{% set messages = messages[2:] %}{% endif %}"
+    with pytest.raises(ValueError, match="the first 1 messages are written in another way where"):
+        answers(early + THINKING, said("a", "A", "b", "B"))
 
 
 def test_an_answer_without_a_question_needs_generation_blocks():
