@@ -3,7 +3,7 @@
 A batch is a dictionary of int32 arrays [B, T], as `jaxllm.train` takes it: `tokens`, `targets`
 (-100 is not counted), `positions`, which begin at 0 in each document, and `segment_ids`: 1, 2, ...
 for the documents of a row, and 0 for what is left of it. `jaxllm.records`, whose names are here
-too, makes the examples.
+too as are those of `jaxllm.record_files`, makes the examples.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from typing import Any, Self
 import numpy as np
 
 from jaxllm.integers import integer
+from jaxllm.record_files import Record, read_records
 from jaxllm.records import (
     IGNORE,
     Encoded,
     Example,
     PreferenceExample,
-    Record,
     check_keys,
     check_vocabulary,
     encode,
     encode_preference,
     encode_preferences,
     encode_records,
-    read_records,
 )
 
 __all__ = [

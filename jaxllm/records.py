@@ -1,4 +1,4 @@
-"""A file of records -> examples: which tokens a model reads, and which of them it learns to write.
+"""Records -> examples: which tokens a model reads, and which of them it learns to write.
 
 A record is a JSON object of one of three forms: a `text`; a `prompt` with its `completion`; or
 `messages` of a chat. Preference pairs have `chosen` and `rejected` in place of the completion.
@@ -11,92 +11,20 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
-import os
 import re
 import string
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from jaxllm.record_files import Record
 from jaxllm.tokenizer import Tokenizer
 
 IGNORE = -100  # a target that is not counted, as in jaxllm.train
 ON_LONG = ("truncate", "split", "drop")
-GZIP = b"\x1f\x8b"  # how such a file begins
-_STRING = re.compile(r'"(?:\\.|[^"\\])*"')  # of JSON, where it holds no line break
 Key = str | Sequence[str]
 PROMPT, COMPLETION = "prompt", "completion"  # the keys of these, where nobody says others
-
-
-class Record(dict[str, Any]):
-    """A JSON object that knows where it stood: `where` is "FILE, line 3", for errors."""
-
-    where = "a record"
-
-
-def read_records(path: str | os.PathLike[str]) -> list[Record]:
-    """The objects of a JSONL file (one a line; blank lines are passed over) or of a JSON array.
-
-    Raises: FileNotFoundError if there is no such file. ValueError if it is empty, compressed or not
-    UTF-8, or if something in it is no JSON object; the sentence has the line, or the place in the
-    array.
-    """
-    path = Path(os.path.expanduser(path))
-    if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "does not exist"
-        raise FileNotFoundError(f"data: {path} {what}; give a JSONL file or a JSON array")
-    content = path.read_bytes()
-    if content.startswith(GZIP):
-        raise ValueError(f"data: {path} is compressed; decompress it first")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"data: {path}, line {line}: the file is not UTF-8") from None
-    if not text.strip():
-        raise ValueError(f"data: {path} is empty; give one JSON object a line, or a JSON array")
-    if text.lstrip()[0] == "[":
-        found = _json(text, lambda line: f"{path}, line {line}")
-        places = [(f"{path}, entry {i}", value) for i, value in enumerate(found, 1)]
-    else:
-        places = [
-            (where, _json(line, lambda _, where=where: where))
-            for i, line in enumerate(text.split("\n"), 1)
-            if line.strip()
-            for where in [f"{path}, line {i}"]
-        ]
-    records = []
-    for where, value in places:
-        if not isinstance(value, dict):
-            raise ValueError(f"data: {where}: a record must be a JSON object, not {value!r:.40}")
-        records.append(Record(value))
-        records[-1].where = where
-    if not records:
-        raise ValueError(f"data: {path} holds an array without records")
-    return records
-
-
-def _json(text: str, where: Callable[[int], str]) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at character {error.colno}"
-        if error.msg == "Extra data" and text.lstrip().startswith("["):
-            reason += "; a file is one array, or has an object on each line"
-        raise ValueError(f"data: {where(error.lineno)}: this is not JSON: {reason}") from None
-    except ValueError:  # Python reads no whole number of more than 4300 digits
-        outside = _STRING.sub('""', text)
-        long = re.search(rf"[0-9]{{{sys.get_int_max_str_digits() + 1},}}(?![0-9.eE])", outside)
-        if long is None:
-            raise
-        place = where(outside.count("\n", 0, long.start()) + 1)
-        raise ValueError(f"data: {place}: a number of {len(long[0])} digits is too long") from None
-    except RecursionError:
-        raise ValueError(f"data: {where(1)}: this JSON is nested too deeply") from None
 
 
 @dataclasses.dataclass(frozen=True)

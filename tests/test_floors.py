@@ -405,8 +405,9 @@ MAY_IMPORT = {
     ),
     "jaxllm.optimizers": "",
     "jaxllm.precision": "",
-    "jaxllm.records": "jaxllm.tokenizer",
-    "jaxllm.data": "jaxllm.integers jaxllm.records",
+    "jaxllm.record_files": "",
+    "jaxllm.records": "jaxllm.record_files jaxllm.tokenizer",
+    "jaxllm.data": "jaxllm.integers jaxllm.record_files jaxllm.records",
     "jaxllm.fusion": (
         "jaxllm.checkpoint.tensor_names jaxllm.layers jaxllm.quantize pallas_kernels.quantize"
     ),

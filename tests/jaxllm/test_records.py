@@ -1,4 +1,4 @@
-"""Records become examples; what is wrong with a file is one sentence that says where."""
+"""Records become examples; what is wrong with one is one sentence that says where."""
 
 import json
 import re
@@ -10,8 +10,9 @@ import tiny_tokenizers
 import tokenizers
 from tokenizers import processors
 
-from jaxllm import records, train
-from jaxllm.records import Example, Record, encode, encode_preference, encode_records
+from jaxllm import record_files, records, train
+from jaxllm.record_files import Record
+from jaxllm.records import Example, encode, encode_preference, encode_records
 from jaxllm.tokenizer import Tokenizer
 
 REPO = Path(__file__).parents[2]
@@ -52,74 +53,6 @@ def whole(example: Example) -> list[int]:
 
 def learnt(example: Example) -> list[int]:
     return example.targets[example.targets != IGNORE].tolist()
-
-
-def write(folder, text, name="data.jsonl"):
-    path = folder / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
-# Files
-
-
-def test_jsonl_and_arrays_hold_the_same_records(tmp_path):
-    rows = [{"text": "a\u2028b"}, {"text": "é"}, {}]
-    lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    jsonl = records.read_records(write(tmp_path, lines))
-    windows = records.read_records(write(tmp_path, "\ufeff" + lines.replace("\n", "\r\n")))
-    array = records.read_records(write(tmp_path, " \n" + json.dumps(rows, indent=1), "data.json"))
-    assert jsonl == windows == array == rows
-    assert [r.where for r in jsonl] == [f"{tmp_path}/data.jsonl, line {i}" for i in (1, 3, 5)]
-    assert array[2].where == f"{tmp_path}/data.json, entry 3"
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    {
-        "": "{} is empty; give one JSON object a line, or a JSON array",
-        " \n\n": "{} is empty; give one JSON object a line, or a JSON array",
-        "[]": "{} holds an array without records",
-        '{"a": 1}\n\n{"a": \n': "{}, line 3: this is not JSON: Expecting value at character 7",
-        '{"a": 1}\nhello': "{}, line 2: this is not JSON: Expecting value at character 1",
-        '[{"a": 1},\n{"a" 1}]': (
-            "{}, line 2: this is not JSON: Expecting ':' delimiter at character 6"
-        ),
-        '{"a": 1}\n[1]': "{}, line 2: a record must be a JSON object, not [1]",
-        '[{}, "b"]': "{}, entry 2: a record must be a JSON object, not 'b'",
-        b'{"a": 1}\n\xff': "{}, line 2: the file is not UTF-8",
-        "[" * 99999: "{}, line 1: this JSON is nested too deeply",
-        "[1]\n[2]": (
-            "{}, line 2: this is not JSON: Extra data at character 1; a file is one array, or has "
-            "an object on each line"
-        ),
-        '{"a": 1}\n{"a": 1' + 5000 * "0" + "}": ("{}, line 2: a number of 5001 digits is too long"),
-        '[{"a": 12},\n\n{"a": 1' + 5000 * "0" + "}]": (
-            "{}, line 3: a number of 5001 digits is too long"
-        ),
-        '[{"a": "' + 9000 * "9" + '\\""},\n{"a": 1' + 5000 * "0" + "}]": (
-            "{}, line 2: a number of 5001 digits is too long"
-        ),
-        b"\x1f\x8b\x08\x00": "{} is compressed; decompress it first",
-    }.items(),
-)
-def test_bad_files(tmp_path, content, sentence):
-    path = write(tmp_path, content)
-    with pytest.raises(ValueError, match=f"^data: {re.escape(sentence.format(path))}$"):
-        records.read_records(path)
-
-
-def test_a_file_in_ones_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path, '{"text": "a"}')
-    assert records.read_records("~/data.jsonl") == [{"text": "a"}]
-
-
-def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="data: .*/none does not exist; give a JSONL file"):
-        records.read_records(tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match="data: .* is a folder, not a file; give a JSONL"):
-        records.read_records(tmp_path)
 
 
 # Examples
@@ -541,8 +474,9 @@ def test_pairs_are_cut_and_left_out_whole():
 
 
 def test_tokens_outside_the_vocabulary(tmp_path):
-    path = write(tmp_path, '{"text": "a"}\n{"text": "hello"}')
-    rows = records.read_records(path)
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "hello"}')
+    rows = record_files.read_records(path)
     top = max(TINY.encode("hello"))
     encode_records(rows, TINY, length=9, vocab_size=top + 1)
     with pytest.raises(ValueError, match=f", line 2: the token {top} is outside the model's vocab"):
@@ -577,7 +511,7 @@ def test_what_is_ignored_is_what_the_loss_ignores():
 )
 def test_shipped_data_suits_the_shipped_model(name, count, read):
     tokenizer = Tokenizer.from_folder(REPO / "checkpoints" / "tiny-shakespeare")
-    rows = records.read_records(REPO / "examples" / "data" / name)
+    rows = record_files.read_records(REPO / "examples" / "data" / name)
     found = read(rows, tokenizer, length=512, vocab_size=1024)
     assert len(rows) == len(found.examples) == count
     assert (found.long, found.untaught) == (0, 0)
