@@ -252,12 +252,14 @@ def encode(
 ) -> Example:
     r"""The example that a record makes: of several forms in it, of the first of these. Where a key
     of prompt or completion is not the default one, these two alone are read, and must be there. A
-    field that is null is none.
+    field that is null is none, and so is an empty list of messages beside another form.
 
     messages: the tokenizer's own chat template, which is also given the record's `tools`; the
-    assistant's messages are targets (`Tokenizer.encode_answers`). Content in parts is their texts,
-    one behind the other. prompt and completion: one behind the other as they are, without a space
-    between; the completion is the target. text: all of it is.
+    assistant's messages are targets (`Tokenizer.encode_answers`), but not those with a `weight` of
+    0 (it may be 0 or 1, and no template sees it). Content in parts is their texts, one behind the
+    other. prompt and completion: one behind the other as they are, without a space between; the
+    completion is the target. Both may be lists of messages: of that chat, the assistant's messages
+    in the completion are targets. text: all of it is.
     A BOS comes first where `Tokenizer.encode` writes one, and `stop_id` (the tokenizer's EOS if
     None) last, as a target, so that the model learns to stop; after a chat, only where it ends with
     an answer that has none.
@@ -277,9 +279,15 @@ def encode(
                 f"there is no {_name(prompt_key)} with {_name(completion_key)}, which prompt_key "
                 f"and completion_key name; the record has {_names(record)}"
             )
-        if _present(record, messages_key) and not asked_for:
+        other = completes or _present(record, text_key)
+        has_messages = _present(record, messages_key)
+        if has_messages and not asked_for and (record[messages_key] != [] or not other):
             messages = _messages(record, messages_key)
             return _chat(tokenizer, messages, _tools(record), stop)
+        chats = [str(key) for key in (prompt_key, completion_key) if _is_chat(record, key)]
+        if len(chats) == 2:
+            before, after = (_messages(record, key) for key in chats)
+            return _chat(tokenizer, [*before, *after], _tools(record), stop, len(before))
         if completes:
             prompt = _text(record, prompt_key)
             return _completion(tokenizer, prompt, _text(record, completion_key), stop)
@@ -367,15 +375,33 @@ def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
 def _chat(
     tokenizer: Tokenizer, messages: list[Any], tools: list[Any] | None, stop: int, first: int = 0
 ) -> Example:
-    ids, answers = tokenizer.encode_answers(messages, first=first, tools=tools)
+    passed_over = [i for i, message in enumerate(messages) if not _weight(i, message)]
+    messages = [{k: v for k, v in m.items() if k != "weight"} for m in messages]
+    ids, answers = tokenizer.encode_answers(
+        messages, first=first, passed_over=passed_over, tools=tools
+    )
     if not any(answers):
+        if any(messages[i]["role"] == "assistant" for i in passed_over if i >= first):
+            return _example(ids, answers)  # a chat of which nothing is to be learnt
         raise ValueError("there is no message of the assistant, and so nothing to learn")
     last = len(answers) - 1 - answers[::-1].index(True)
     begin = next((i + 1 for i in range(last, -1, -1) if not answers[i]), 0)
     # Behind another's message the end would be no answer's
-    if messages[-1]["role"] == "assistant" and stop not in ids[begin:]:
+    learnt = messages[-1]["role"] == "assistant" and len(messages) - 1 not in passed_over
+    if learnt and stop not in ids[begin:]:
         ids, answers = [*ids, stop], [*answers, True]
     return _example(ids, answers)
+
+
+def _weight(i: int, message: Mapping[str, Any]) -> bool:
+    """Whether a message is learnt if it is an answer."""
+    weight, role = message.get("weight"), message.get("role")
+    if weight not in (None, 0, 1) or (weight == 1 and role != "assistant"):
+        raise ValueError(
+            f"message {i} of role {role!r:.40} has the weight {weight!r:.40}; an answer's may be 0 "
+            "or 1, and others are not learnt"
+        )
+    return weight != 0
 
 
 def _example(ids: list[int], learnt: list[bool]) -> Example:
@@ -444,6 +470,10 @@ def _objects(record: Mapping[str, Any], key: str, what: str) -> list[Any]:
     if not (isinstance(objects, list) and all(isinstance(value, dict) for value in objects)):
         raise ValueError(f"{key!r} must be a list of {what}, not {objects!r:.40}")
     return objects
+
+
+def _is_chat(record: Mapping[str, Any], key: Key) -> bool:
+    return isinstance(key, str) and isinstance(record.get(key), list)
 
 
 def _messages(record: Mapping[str, Any], key: str) -> list[Any]:

@@ -174,6 +174,11 @@ def test_a_field_that_is_null_is_none():
         assert whole(encode(empty | record, TINY)) == whole(encode(record, TINY))
 
 
+def test_an_empty_list_of_messages_is_none_beside_another_form():
+    for record in ({"text": "a"}, {"prompt": "a", "completion": "b"}):
+        assert whole(encode({"messages": [], **record}, TINY)) == whole(encode(record, TINY))
+
+
 def test_content_in_parts_is_their_texts():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     question, answer = ({"role": role} for role in ("user", "assistant"))
@@ -281,6 +286,69 @@ def test_only_answers_of_a_chat_are_learnt(tokenizer):
     first = len(tokenizer.apply_chat_template(messages[:1]))
     assert (example.targets[: first - 1] == IGNORE).all()
     assert example.targets[first - 1] != IGNORE
+
+
+def test_prompt_and_completion_may_both_be_chats():
+    """Of which the answers in the prompt are not learnt."""
+    messages = chat("hello", "there", "the", "hello there")
+    record = {"prompt": messages[:3], "completion": messages[3:]}
+    example = encode(record, TINY)
+    assert whole(example) == whole(encode({"messages": messages}, TINY))
+    assert learnt(example) == learnt(encode({"messages": messages[2:]}, TINY))
+    named = {"asked": record["prompt"], "said": record["completion"]}
+    same = encode(named, TINY, prompt_key="asked", completion_key="said")
+    assert learnt(same) == learnt(example)
+    with pytest.raises(ValueError, match="there is no message of the assistant"):
+        encode({"prompt": messages[:2], "completion": messages[:1]}, TINY)
+    with pytest.raises(ValueError, match="'prompt' must be a text, not "):
+        encode({"prompt": messages[:3], "completion": "hello"}, TINY)
+
+
+ANSWERS_MARKED = CHAT.replace(
+    "{{ m.content }}\n",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}\n{% endgeneration %}"
+    "{% else %}{{ m.content }}\n{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", [CHAT, ANSWERS_MARKED])
+@pytest.mark.parametrize("weights", [(0, 1), (1, 0), (None, 0), (1, 1), (0, 0)])
+def test_answers_of_no_weight_are_read_and_not_learnt(template, weights):
+    tokenizer = make(chat_template=template)
+    plain = chat("hello", "there", "the", "hello there")
+    messages = [dict(message) for message in plain]
+    messages[1]["weight"], messages[3]["weight"] = weights
+    example = encode({"messages": messages}, tokenizer)
+    stop = [tokenizer.eos_id] * (weights[1] != 0)
+    text = tokenizer.apply_chat_template(plain, add_generation_prompt=False)
+    assert whole(example)[: len(text) - 1] == text[:-1]
+    said = ["there\n"] * (weights[0] != 0) + ["hello there\n"] * (weights[1] != 0)
+    assert learnt(example) == [i for text in said for i in tokenizer.encode(text)] + stop
+
+
+def test_weights_are_no_part_of_the_text():
+    tokenizer = make(chat_template="{{ messages | tojson }}" + ANSWERS_MARKED)
+    plain, weighted = chat("a", "b"), chat("a", "b")
+    weighted[1]["weight"] = 1
+    assert whole(encode({"messages": weighted}, tokenizer)) == whole(
+        encode({"messages": plain}, tokenizer)
+    )
+
+
+def test_chats_of_no_weight_are_left_out():
+    rows = [{"messages": chat("a", "b")} for _ in range(2)]
+    rows[1]["messages"][1]["weight"] = 0
+    assert encode_records(rows, TINY, length=40).untaught == 1
+
+
+@pytest.mark.parametrize(("at", "weight"), [(1, 2), (1, 0.5), (1, "0"), (1, [0]), (0, 1)], ids=str)
+def test_other_weights_are_refused(at, weight):
+    messages = chat("a", "b")
+    messages[at]["weight"] = weight
+    role = messages[at]["role"]
+    sentence = f"message {at} of role '{role}' has the weight {weight!r}; an answer's may be 0 or 1"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        encode({"messages": messages}, TINY)
 
 
 def test_a_chat_that_another_ends_is_not_ended_as_an_answer(tokenizer):
