@@ -323,9 +323,20 @@ def encode_preference(
         for key in keys:
             if key not in record:
                 raise ValueError(f"there is no {key!r}; the record has {_names(record)}")
+        for key in keys:
+            if not isinstance(record[key], str | list):
+                raise ValueError(
+                    f"{key!r} must be a text or a list of messages, not {record[key]!r:.40}"
+                )
         if record[chosen_key] == record[rejected_key]:
             raise ValueError(f"{chosen_key!r} and {rejected_key!r} are the same")
-        if isinstance(record[chosen_key], str) and isinstance(record[rejected_key], str):
+        texts = [key for key in keys if isinstance(record[key], str)]
+        if len(texts) == 1:
+            (chat,) = set(keys) - set(texts)
+            raise ValueError(
+                f"{texts[0]!r} is a text and {chat!r} a list of messages; both must be of one kind"
+            )
+        if texts:
             prompt = _text(record, prompt_key)
             answers = (_text(record, key) for key in keys)
             return PreferenceExample(*(_completion(tokenizer, prompt, a, stop) for a in answers))

@@ -464,7 +464,19 @@ def test_a_pair_of_chats_in_each_form():
         ({"prompt": "a", "chosen": "b"}, "no 'rejected'; the record has 'prompt', 'chosen'"),
         ({"chosen": "b", "rejected": "c"}, "no 'prompt'; the record has 'chosen', 'rejected'"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are the same"),
-        ({"prompt": "a", "chosen": "b", "rejected": 1}, "'chosen' must be a list of messages"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": None},
+            "'rejected' must be a text or a list of messages, not None",
+        ),
+        ({"chosen": {}, "rejected": {}}, "'chosen' must be a text or a list of messages, not {}"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": chat("a", "b")},
+            "'chosen' is a text and 'rejected' a list of messages; both must be of one kind",
+        ),
+        (
+            {"prompt": "a", "chosen": chat("a", "b"), "rejected": "b"},
+            "'rejected' is a text and 'chosen' a list of messages; both must be of one kind",
+        ),
         ({"chosen": chat("a", "b"), "rejected": chat("c", "b")}, "there is no 'prompt'"),
         (
             {"chosen": chat("a", "b"), "rejected": chat("a", "c"), "tools": {}},
