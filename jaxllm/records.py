@@ -13,6 +13,7 @@ import functools
 import itertools
 import re
 import string
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,7 @@ from jaxllm.tokenizer import Tokenizer
 
 IGNORE = -100  # a target that is not counted, as in jaxllm.train
 ON_LONG = ("truncate", "split", "drop")
+_LOOK_ON = 1000  # records, behind one that cannot be used
 Key = str | Sequence[str]
 PROMPT, COMPLETION = "prompt", "completion"  # the keys of these, where nobody says others
 
@@ -203,8 +205,8 @@ def _encode_all(
 ) -> Encoded[Kind]:
     if length < 1:
         raise ValueError(f"data: length must be 1 or more tokens, got {length}")
-    examples, long, lost, untaught = [], 0, 0, 0
-    for i, record in enumerate(records, 1):
+
+    def encoded(i: int, record: Any) -> Kind:
         if not isinstance(record, Mapping):
             raise ValueError(f"data: record {i} must have fields by name, not {record!r:.40}")
         if not hasattr(record, "where"):
@@ -214,6 +216,14 @@ def _encode_all(
         with _place(record):
             if vocab_size is not None:
                 check_vocabulary(example, vocab_size)
+        return example
+
+    examples, long, lost, untaught = [], 0, 0, 0
+    for i, record in enumerate(records, 1):
+        try:
+            example = encoded(i, record)
+        except ValueError as error:
+            raise ValueError(f"{error}{_others(encoded, records, i)}") from None
         longer = max(map(len, _parts(example))) > length
         dropped = longer and on_long == "drop"
         parts = [] if dropped else cut(example)
@@ -225,6 +235,21 @@ def _encode_all(
     if not examples:
         raise ValueError(f"data: there is nothing to learn; {result}")
     return result
+
+
+def _others(encoded: Callable[[int, Any], object], records: Sequence[Any], before: int) -> str:
+    """How many more records cannot be used, of those that come next, or that five seconds suffice
+    for.
+    """
+    wrong, n, end = 0, 0, time.monotonic() + 5
+    for n, record in enumerate(itertools.islice(records, before, before + _LOOK_ON), 1):
+        try:
+            encoded(before + n, record)
+        except ValueError:
+            wrong += 1
+        if time.monotonic() > end:
+            break
+    return f"; {wrong} more of the next {_count(n, 'record')} cannot be used" * (wrong > 0)
 
 
 def _check_on_long(on_long: str, allowed: Sequence[str]) -> None:

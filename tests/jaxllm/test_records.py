@@ -538,6 +538,18 @@ def test_records_of_ones_own_are_told_by_their_number():
     assert encode_records(rows[:1], TINY, length=10).records == 1
 
 
+def test_of_records_that_cannot_be_used_the_others_are_counted(monkeypatch):
+    rows = [{"text": "a"}, {"prompt": 1}, {"text": "a"}, {"text": 3}, ["text"], {"text": "b"}]
+    said = r"^data: record 2: there is no .*'prompt'; 2 more of the next 4 records cannot be used$"
+    with pytest.raises(ValueError, match=said):
+        encode_records(rows, TINY, length=10)
+    monkeypatch.setattr(records, "_LOOK_ON", 2)
+    with pytest.raises(ValueError, match="; 1 more of the next 2 records cannot be used$"):
+        encode_records(rows, TINY, length=10)
+    with pytest.raises(ValueError, match="'prompt'$"):
+        encode_records([*rows[:3], {"text": "b"}], TINY, length=10)
+
+
 def test_pairs_are_cut_and_left_out_whole():
     rows = [
         {"prompt": "ab", "chosen": "c", "rejected": "d"},
