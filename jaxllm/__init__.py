@@ -1,5 +1,6 @@
 """Llama-family language models in JAX: load a Hugging Face checkpoint, generate text, train."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxllm import layers, ops
@@ -28,6 +29,22 @@ from jaxllm.sampling import Sampling
 from jaxllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jaxllm import (
+        aot,
+        data,
+        dpo,
+        finetune,
+        flops,
+        fp8,
+        lora,
+        metrics,
+        optimizers,
+        plan,
+        precision,
+        records,
+        train,
+        trainer,
+    )
     from jaxllm.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -51,28 +68,47 @@ __all__ = [
     "Trainer",
     "Transformer",
     "Weights",
+    "aot",
     "compile_count",
+    "data",
     "decode",
     "decode_step",
+    "dpo",
     "enable_compile_cache",
+    "finetune",
     "flatten",
+    "flops",
+    "fp8",
     "fuse",
     "generate",
     "layers",
     "load",
+    "lora",
+    "metrics",
     "ops",
+    "optimizers",
+    "plan",
+    "precision",
     "prefill",
     "quantize",
+    "records",
     "save",
     "shipped_checkpoint",
     "stream",
+    "train",
+    "trainer",
     "warmup",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Trainer":  # it brings Orbax, which is slow to import
-        from jaxllm.trainer import Trainer
-
-        return Trainer
+    """What is imported when it is first asked for: Orbax, which trainers bring, is slow."""
+    if name == "Trainer":
+        return importlib.import_module("jaxllm.trainer").Trainer
+    if name in __all__:
+        return importlib.import_module(f"jaxllm.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

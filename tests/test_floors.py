@@ -701,3 +701,26 @@ for name in (functions + " ModelConfig Runtime Transformer Block").split():
 """,
         JAX_PLATFORMS="cpu",
     )
+
+
+def test_submodules_come_when_they_are_asked_for():
+    run_python(
+        """
+import sys
+import jaxllm
+assert {"lora", "load", "__version__"} <= set(dir(jaxllm))
+lazy = "aot data dpo finetune flops fp8 lora metrics optimizers plan precision records".split()
+lazy += ["train", "trainer"]
+assert not {f"jaxllm.{name}" for name in lazy} & sys.modules.keys()
+for name in lazy:
+    assert getattr(jaxllm, name) is sys.modules[f"jaxllm.{name}"]
+assert not {"grain", "matplotlib"} & sys.modules.keys()  # of an extra
+try:
+    jaxllm.sundial
+except AttributeError as error:
+    assert "'sundial'" in str(error)
+else:
+    raise AssertionError
+""",
+        JAX_PLATFORMS="cpu",
+    )
