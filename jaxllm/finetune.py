@@ -36,7 +36,7 @@ from jaxllm.checkpoint.folder import (
     weights_digest,
 )
 from jaxllm.checkpoint.native import Checkpoints
-from jaxllm.config import DTYPES, ModelConfig, Runtime
+from jaxllm.config import DTYPES, REMAT, ModelConfig, Runtime
 from jaxllm.console import Lines
 from jaxllm.generate import generate
 from jaxllm.model import Transformer
@@ -115,6 +115,7 @@ class Recipe:
             ("method", METHODS),
             ("optimizer", optimizers.BY_NAME),
             ("on_long", ON_LONG),
+            ("remat", REMAT),
         ):
             if getattr(self, name) not in names:
                 raise ValueError(

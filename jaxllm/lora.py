@@ -20,7 +20,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from jaxllm.checkpoint.peft import LowRank, read_folder, write_folder
 from jaxllm.checkpoint.tensor_names import FUSED
 from jaxllm.config import Runtime
 from jaxllm.families import FAMILIES
+from jaxllm.integers import integer
 from jaxllm.layers import BitLinear, Linear
 from jaxllm.model import Transformer
 from jaxllm.quantize import PackedLinear
@@ -171,11 +172,11 @@ def add_adapters(
     """
     if kind not in KINDS:
         raise ValueError(f"lora: kind {kind!r} is not one of {', '.join(KINDS)}")
-    if not isinstance(rank, numbers.Integral) or rank < 1:
-        raise ValueError(f"lora: rank must be an integer of at least 1, got {rank!r}")
+    rank = integer("rank", rank, 1, who="lora")
     alpha = 2 * rank if alpha is None else alpha
-    if not 0 < alpha < math.inf:
-        raise ValueError(f"lora: alpha must be a positive number, got {alpha}")
+    is_number = isinstance(alpha, numbers.Real) and not isinstance(alpha, bool)
+    if not is_number or not 0 < alpha < math.inf:
+        raise ValueError(f"lora: alpha must be a positive number, got {alpha!r}")
     linears = _linears(model)
     names = _match(targets, linears, tied=model.lm_head is None)
     widest = max(max(_base_weight(linears[name]).shape) for name in names)
@@ -218,7 +219,12 @@ def _match(targets: str | Sequence[str], linears: Mapping[str, Any], *, tied: bo
         if not found:
             raise ValueError("lora: every Linear has an adapter already")
         return found
-    patterns = [targets] if isinstance(targets, str) else list(targets)
+    patterns = [targets] if isinstance(targets, str) else targets
+    if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+        raise ValueError(
+            f"lora: targets must be 'all-linear', a regular expression or a list of names, got "
+            f"{targets!r:.60}"
+        )
     if not patterns:
         raise ValueError("lora: targets is empty; name modules, or give 'all-linear'")
     found = set()

@@ -255,9 +255,19 @@ def train_step(
     takes = inspect.signature(optimizer.update).parameters.values()
     wanted = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in takes)
     extra = {"value": value} if wanted else {}
-    updates, opt_state = cast(optax.GradientTransformationExtraArgs, optimizer).update(
-        grads, state.opt_state, state.params, **extra
-    )
+    try:
+        updates, opt_state = cast(optax.GradientTransformationExtraArgs, optimizer).update(
+            grads, state.opt_state, state.params, **extra
+        )
+    except TypeError as error:  # no signature tells, for `optax.chain` takes whatever comes
+        _, lacks, names = str(error).partition(" required keyword-only argument")
+        if not lacks:
+            raise
+        raise ValueError(
+            f"train: the optimizer's update asks for {names.partition(': ')[2]}, and a step has "
+            "gradients, parameters and `value`, the loss; one that calls the loss itself (a line "
+            "search, as optax.lbfgs has) cannot be used"
+        ) from error
     if stochastic_rounding:
         key = jax.random.fold_in(jax.random.key(0), state.step)  # the same when a run is resumed
         params = apply_updates_stochastically(state.params, updates, key)
@@ -299,7 +309,7 @@ def make_train_step(
     `micro_batches` equal parts, one after the other: less memory, same result up to rounding, since
     the gradient is that of the loss's sum over all parts divided by its count over all parts (or by
     the sum of its weights, if a loss of your own returns that). An optimiser that takes `value` is
-    given that quotient; one that calls the loss itself (a line search) cannot be used.
+    given that quotient; one that calls the loss itself (a line search) is refused by the step.
     A step whose loss or gradient is not finite changes neither parameters nor the optimiser's
     state, and is counted. What is spread over devices stays spread as it was. With
     `stochastic_rounding`, bfloat16 weights are rounded up or down by chance, so that steps smaller

@@ -288,6 +288,11 @@ def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_recipe_knows_what_may_be_computed_again():
+    with pytest.raises(ValueError, match=r"remat \(--remat\) 'foo' is not one of none, full, "):
+        Recipe("model", "data", remat="foo")
+
+
 def test_fields_are_named_as_their_options(capsys):
     with pytest.raises(SystemExit):
         cli.main(["finetune", "--help"])

@@ -533,6 +533,23 @@ def test_an_optimiser_that_takes_no_loss_is_given_none():
     assert np.isfinite(metrics["loss"])
 
 
+def test_an_optimiser_that_calls_the_loss_is_refused():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.lbfgs())
+    state = train.init_state(make_model(), optimizer)
+    step = train.make_train_step(make_model(), optimizer)
+    with pytest.raises(ValueError, match=r"^train: .* asks for 'grad' and 'value_fn', and a step "):
+        step(state, make_batch())
+
+    def update(updates, state, params):
+        raise TypeError("of its own")
+
+    other = optax.GradientTransformation(lambda params: (), update)
+    with pytest.raises(TypeError, match=r"^of its own\b"):
+        train.make_train_step(make_model(), other)(
+            train.init_state(make_model(), other), make_batch()
+        )
+
+
 def test_a_loss_without_a_count_is_refused():
     optimizer = optax.sgd(0.1)
     state = train.init_state(make_model(), optimizer)
