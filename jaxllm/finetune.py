@@ -63,7 +63,7 @@ OPTIONS = {
     "rows": "--batch",
     "length": "--seq",
 }
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 FREE = ("model", "data", "held_out", "eval_every", "save_every")  # compared by content, or free
 
 

@@ -164,7 +164,7 @@ def stated_dtype(hf: Mapping[str, Any]) -> str | None:
 
 def check_new(folder: Path) -> None:
     """Before the work whose result goes there. Raises: ValueError if something is there but an
-    empty folder; PermissionError as `check_writable`.
+    empty folder; OSError as `check_writable`.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; give a new folder")
@@ -172,10 +172,19 @@ def check_new(folder: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises: PermissionError if nothing can be written to the folder, or it cannot be made."""
+    """Leaves all as it is. Raises: OSError, a PermissionError if nothing can be written to the
+    folder, or another if it cannot be made.
+    """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
         raise PermissionError(f"{there} cannot be written to; give another folder")
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    finally:
+        for path in absent:
+            with contextlib.suppress(OSError):  # it was not made, or is another's by now
+                path.rmdir()
 
 
 def weights_digest(folder: Path) -> str:

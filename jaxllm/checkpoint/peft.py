@@ -286,6 +286,7 @@ def write_folder(
         for name, array in arrays.items():
             make = functools.partial(lambda array: [array], array)
             sources.append(Source(f"{_PREFIX}{module}.{name}", array.dtype, array.shape, make))
+    new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(prefix=".save-", dir=folder))
     try:
@@ -295,6 +296,8 @@ def write_folder(
             os.replace(stage / name, folder / name)
     finally:
         shutil.rmtree(stage)
+        if new and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _fuse(

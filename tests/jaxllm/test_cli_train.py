@@ -551,14 +551,27 @@ def test_what_could_not_be_saved_ends_with_a_sentence_and_2(tune, fitted, tmp_pa
     assert f"{tmp_path}/out/adapter" in printed
 
 
-def test_a_full_disk_is_said_with_the_folder(tune, tmp_path, monkeypatch):
+def test_an_out_that_cannot_be_made_is_said_first(tune, run, tmp_path):
+    (tmp_path / "letter.txt").write_text("mine")
+    out = tmp_path / "letter.txt/deep/out"
+    code, _, err = tune(out, model=tmp_path / "none")
+    assert code == 2
+    assert err == f"jaxllm: {out}: Not a directory\n"
+    code, _, err = tune(tmp_path / "deep/out", model=tmp_path / "none")
+    assert code == 2
+    assert "there is no folder" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_a_full_disk_is_said_with_the_folder(tune, tmp_path, monkeypatch, number):
     def full(self, *, resume):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(Trainer, "fit", full)
     code, _, err = tune(tmp_path / "out")
     assert code == 2
-    assert err.endswith(f"jaxllm: {tmp_path}/out: No space left on device\n")
+    assert err.endswith(f"jaxllm: {tmp_path}/out: {os.strerror(number)}\n")
 
 
 def test_a_bare_resume_of_a_full_run_names_the_model(tune, fitted, folder, tmp_path, monkeypatch):

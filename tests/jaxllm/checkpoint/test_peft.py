@@ -39,3 +39,13 @@ def test_the_older_format_is_named(folder):
     (folder / peft.TENSORS).rename(folder / "adapter_model.bin")
     with pytest.raises(ValueError, match="bin is of an older format, .* safe_serialization=True"):
         read_folder(folder, SHAPES, fused=False)
+
+
+def test_a_failed_save_leaves_no_folder(tmp_path, monkeypatch):
+    def full(file, sources):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(peft, "write", full)
+    with pytest.raises(OSError, match="disk full"):
+        write_folder(tmp_path / "new", {"lm_head": ONE}, SHAPES, fused=False)
+    assert not (tmp_path / "new").exists()
