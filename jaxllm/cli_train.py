@@ -18,15 +18,15 @@ from jaxllm.checkpoint.folder import (
 from jaxllm.config import REMAT, ModelConfig
 from jaxllm.console import Lines
 from jaxllm.families import from_hf
-from jaxllm.lora import RANK
+from jaxllm.lora import KINDS, RANK
 from jaxllm.optimizers import BY_NAME
 from jaxllm.precision import POLICIES
 from jaxllm.records import ON_LONG
 
 # Options of finetune that are fields of its recipe, None where they are not given
 SAME_NAMES = (
-    "targets learning_rate epochs steps micro_batches precision remat optimizer eval_every "
-    "save_every seed on_long"
+    "targets kind alpha learning_rate epochs steps micro_batches precision remat optimizer "
+    "eval_every save_every seed on_long"
 ).split()
 
 
@@ -151,11 +151,14 @@ def _add_finetune(commands: Any) -> None:
     add("--out", required=True, metavar="DIR", help="a new folder for all that the run makes")
     add("--resume", action="store_true", help="go on from the newest checkpoint of --out")
     _add_method(parser)
-    parser.add_argument_group().add_argument(
+    add = parser.add_argument_group().add_argument
+    add(
         "--targets",
         metavar="PATTERN",
         help="which linears get adapters: a regular expression, such as 'q_proj|v_proj'",
     )
+    add("--adapter-kind", dest="kind", choices=KINDS, help="default lora")
+    add("--alpha", type=float, metavar="X", help="of adapters (default: twice their rank)")
     group = parser.add_argument_group("data")
     add = group.add_argument
     add(

@@ -59,6 +59,7 @@ BASE = "base_weights"  # in it beside the recipe: what tells the weights that ad
 # What `jaxllm finetune` calls a field, where it is no field's name with dashes
 OPTIONS = {
     "method": "--lora, --qlora, --full",
+    "kind": "--adapter-kind",
     "rank": "--lora",
     "rows": "--batch",
     "length": "--seq",
@@ -74,7 +75,8 @@ class Recipe:
     model: a folder or hub id. data: a file for `data.read_records`. held_out: another one, or the
     fraction of the records whose loss is only measured (None: a tenth, 256 records at most).
     method: "lora" and "qlora" (the base in int4) train adapters of `rank` beside all linears, or
-    those that `targets` names; "full" trains all.
+    those that `targets` names, of a `kind` and with an `alpha` (None: 2 * rank) as in
+    `lora.add_adapters`; "full" trains all.
     learning_rate: after the warm-up, a twentieth of the steps; a cosine takes it down to nearly a
     tenth (`warmup_cosine`). epochs, or else steps, of batches of `rows` rows of `length` tokens
     (both None: three epochs, and 100 steps at least; the best step counts). length None: the power
@@ -93,6 +95,8 @@ class Recipe:
     method: str = "lora"
     rank: int = lora.RANK
     targets: str = "all-linear"
+    kind: str = "lora"
+    alpha: float | None = None
     learning_rate: float | None = None
     epochs: int | None = None
     steps: int | None = None
@@ -113,6 +117,7 @@ class Recipe:
                 object.__setattr__(self, name, os.fspath(path))
         for name, names in (
             ("method", METHODS),
+            ("kind", lora.KINDS),
             ("optimizer", optimizers.BY_NAME),
             ("on_long", ON_LONG),
             ("remat", REMAT),
@@ -134,16 +139,18 @@ class Recipe:
                 f"finetune: {_named('seed')} must be a whole number from 0 to 2**32 - 1, got "
                 f"{self.seed!r}"
             )
-        rate = self.learning_rate
-        if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
-            raise ValueError(
-                f"finetune: {_named('learning_rate')} must be positive and finite, got {rate!r}"
-            )
-        if self.method == "full" and self.targets != "all-linear":
-            raise ValueError(
-                f"finetune: {_named('targets')} {self.targets!r} are of adapters, and method "
-                "'full' has none"
-            )
+        for name in ("learning_rate", "alpha"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < math.inf):
+                raise ValueError(
+                    f"finetune: {_named(name)} must be positive and finite, got {value!r}"
+                )
+        for name in ("targets", "kind", "alpha") if self.method == "full" else ():
+            if (value := getattr(self, name)) != getattr(Recipe, name):
+                raise ValueError(
+                    f"finetune: {_named(name)} {value!r} is of adapters, and method 'full' has none"
+                )
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"finetune: give {_named('epochs')} or {_named('steps')}, not both")
         policy = None if self.precision is None else precision.policy(self.precision)
@@ -242,8 +249,7 @@ def finetune(
         assert recipe.micro_batches is not None
         schedule, optimizer = _optimizer(recipe, steps)
         prompt = prompt_tokens(measured.examples[0])
-        settings = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in FREE}
-        settings["steps"] = steps
+        settings = {**_settings(recipe), "steps": steps}
         trainer = Trainer(
             model,
             optimizer,
@@ -322,8 +328,7 @@ def export(
         (console or Lines(stderr=True)).print(said, soft_wrap=True)
     model, tokenizer = hf.load(recipe.model, dtype=None)
     if recipe.method != "full":
-        rngs = nnx.Rngs(recipe.seed)
-        lora.add_adapters(model, rank=recipe.rank, targets=recipe.targets, rngs=rngs)
+        _add_adapters(model, recipe)
     own = train.parameters(model)
     for name, x in params.items():
         if name not in own or own[name].shape != x.shape:
@@ -440,10 +445,20 @@ def _with_model(recipe: Recipe, config: ModelConfig) -> Recipe:
     rate = float(f"{RATES[recipe.method] * 4096 / config.hidden_size:.2g}")
     return dataclasses.replace(
         recipe,
+        alpha=None if recipe.method == "full" else recipe.alpha or 2 * recipe.rank,
         learning_rate=recipe.learning_rate or rate,
         precision=recipe.precision or ("bf16" if gpu else "fp32"),
         micro_batches=recipe.micro_batches or (1 if gpu else recipe.rows),
     )
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """What a run that goes on must have alike; of adapters the kind and the alpha where they are
+    not the usual ones, of which checkpoints of an older version do not tell.
+    """
+    settings = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in FREE}
+    usual = {"kind": "lora", "alpha": None if recipe.method == "full" else 2 * recipe.rank}
+    return {k: v for k, v in settings.items() if k not in usual or v != usual[k]}
 
 
 def _steps(recipe: Recipe, batches_per_epoch: int) -> int:
@@ -489,9 +504,19 @@ def _build(recipe: Recipe) -> Transformer:
     elif policy.fp8:
         fp8.use_fp8(model)
     if recipe.method != "full":
-        rngs = nnx.Rngs(recipe.seed)
-        lora.add_adapters(model, rank=recipe.rank, targets=recipe.targets, rngs=rngs)
+        _add_adapters(model, recipe)
     return model
+
+
+def _add_adapters(model: Transformer, recipe: Recipe) -> None:
+    lora.add_adapters(
+        model,
+        rank=recipe.rank,
+        alpha=recipe.alpha,
+        targets=recipe.targets,
+        kind=recipe.kind,
+        rngs=nnx.Rngs(recipe.seed),
+    )
 
 
 def warmup_cosine(rate: float, steps: int, *, warm: int | None = None) -> optax.Schedule:

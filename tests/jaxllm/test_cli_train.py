@@ -277,7 +277,10 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
             ("--seed", f"{2**32}"),
             "(--seed) must be a whole number from 0 to 2**32 - 1, got 4294967296",
         ),
-        (("--full", "--targets", "q_proj"), "targets (--targets) 'q_proj' are of adapters"),
+        (("--full", "--targets", "q_proj"), "targets (--targets) 'q_proj' is of adapters"),
+        (("--full", "--adapter-kind", "dora"), "kind (--adapter-kind) 'dora' is of adapters"),
+        (("--full", "--alpha", "8"), "alpha (--alpha) 8.0 is of adapters, and method 'full' has"),
+        (("--alpha", "0"), "alpha (--alpha) must be positive and finite, got 0.0"),
     ],
 )
 def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):
@@ -585,6 +588,49 @@ def test_a_bare_resume_of_a_full_run_names_the_model(tune, fitted, folder, tmp_p
     _, printed, _ = tune(out, "--resume", model=folder.name)
     assert f"{out}/model, loss.png" in printed
     assert "adapter" not in printed
+
+
+def test_adapters_are_of_the_kind_and_alpha_that_are_told(
+    run, tune, fitted, folder, tmp_path, monkeypatch
+):
+    seen, out = fitted({}, base_loss=2.0, loss=1.0), tmp_path / "run"
+    told = "--lora 2 --adapter-kind dora --alpha 3".split()
+    assert tune(out, *told)[0] == 0
+    said = json.loads((out / "adapter/adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["use_dora"]) == (2, 3, True)
+    recipe = finetune.read_recipe(out)
+    assert (recipe.kind, recipe.alpha) == (seen[0]["kind"], seen[0]["alpha"]) == ("dora", 3)
+
+    (out / "checkpoints/4").mkdir(parents=True)
+    assert tune(out, *told, "--resume")[0] == 0
+    assert seen[1] == seen[0]
+    code, _, err = tune(out, "--resume", "--adapter-kind", "rslora")
+    assert code == 2
+    assert "the run began with kind (--adapter-kind) dora, and not rslora" in err
+    code, _, err = tune(out, "--resume", "--alpha", "4")
+    assert code == 2
+    assert "the run began with alpha (--alpha) 3.0, and not 4.0" in err
+
+    model = load(folder, out / "adapter")
+    params = {name: np.asarray(x) + 1 for name, x in lora.adapters(model).items()}
+    monkeypatch.setattr(native.Checkpoints, "best_step", 4)
+    monkeypatch.setattr(native.Checkpoints, "parameters", lambda self, step: params)
+    assert run("export", out, "--out", tmp_path / "peft", "--adapter")[0] == 0
+    assert (tmp_path / "peft/adapter_config.json").read_text() == (
+        out / "adapter/adapter_config.json"
+    ).read_text()
+
+
+def test_a_run_of_before_kinds_goes_on(tune, fitted, tmp_path):
+    seen, out = fitted({}, base_loss=2.0, loss=1.0), tmp_path / "run"
+    assert tune(out, "--lora", "2")[0] == 0
+    assert not {"kind", "alpha"} & seen[0].keys()
+    recipe = json.loads((out / "run.json").read_text())
+    assert (recipe.pop("kind"), recipe.pop("alpha")) == ("lora", 4)
+    (out / "run.json").write_text(json.dumps(recipe))
+    (out / "checkpoints/4").mkdir(parents=True)
+    assert tune(out, "--resume")[0] == 0
+    assert seen[1] == seen[0]
 
 
 def test_a_base_that_has_moved_is_recorded_where_it_is(tune, fitted, folder, records, tmp_path):
