@@ -54,7 +54,8 @@ def inspect(
     model = _in_memory(args, folder, config, dtype)
     name, unit, parameters = "parameters", "numbers", sum(count for count, _ in by_dtype.values())
     if quantization is not None:  # an element of a packed weight holds several
-        name, unit, parameters = f"parameters, {quantization.method}", "elements", _count(model)
+        name, unit = f"parameters, {quantization.method}", "elements"
+        parameters = train.count_parameters(model)
     facts.add_row(name, f"{parameters:,} in {len(tensors)} tensors")
     for stored, (count, size) in sorted(by_dtype.items()):
         facts.add_row(f"stored as {stored}", f"{count:,} {unit}, {decimal(size)}")
@@ -254,15 +255,6 @@ def _in_memory(
         return model
 
     return nnx.eval_shape(build)
-
-
-def _count(model: Transformer) -> int:
-    """The numbers that its parameters stand for: of packed weights no codes, scales or order."""
-    packed = packed_weights(model)
-    params = train.parameters(model)
-    plain = [x.size for name, x in params.items() if name.rpartition(".")[0] not in packed]
-    biases = [x.size for name in packed if (x := params.get(f"{name}.bias")) is not None]
-    return sum([*plain, *biases, *(math.prod(weight.shape) for weight in packed.values())])
 
 
 def _sizes(model: Transformer) -> dict[str, str]:

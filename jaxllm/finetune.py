@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,7 @@ def finetune(
 
     with console.status(f"loading {recipe.model}"):
         model = _build(recipe)
+    console.print(f"trained: {_trained(model)}", soft_wrap=True)
     with data.Loader(encoded.examples, rows=recipe.rows, length=length, seed=recipe.seed) as loader:
         steps = _steps(recipe, loader.batches_per_epoch)
         if recipe.epochs is None:
@@ -517,6 +519,18 @@ def _add_adapters(model: Transformer, recipe: Recipe) -> None:
         kind=recipe.kind,
         rngs=nnx.Rngs(recipe.seed),
     )
+
+
+def _trained(model: Transformer) -> str:
+    """What a run changes, so that a slip in `targets` is seen."""
+    total, adapters = train.count_parameters(model), lora.adapters(model)
+    if not adapters:
+        return f"all {total:,} parameters"
+    linears = [name.split(".")[-2] for name in adapters if name.endswith(".lora_a")]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(linears).items())
+    count = sum(x.size for x in adapters.values())
+    beside = f"{len(linears)} linear{'s' * (len(linears) > 1)} ({kinds})"
+    return f"{count:,} of {total:,} parameters, beside {beside}"
 
 
 def warmup_cosine(rate: float, steps: int, *, warm: int | None = None) -> optax.Schedule:

@@ -74,6 +74,15 @@ def parameters(model: Transformer) -> Params:
     return {".".join(map(str, path)): param.get_value() for path, param in flat}
 
 
+def count_parameters(model: Transformer) -> int:
+    """The numbers that its parameters stand for: of packed weights no codes, scales or order."""
+    packed = packed_weights(model)
+    params = parameters(model)
+    plain = [x.size for name, x in params.items() if name.rpartition(".")[0] not in packed]
+    biases = [x.size for name in packed if (x := params.get(f"{name}.bias")) is not None]
+    return sum([*plain, *biases, *(math.prod(weight.shape) for weight in packed.values())])
+
+
 def update(model: Transformer, params: Params) -> None:
     """Puts parameters back into the model they came from, in the dtype they have.
 

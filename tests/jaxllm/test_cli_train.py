@@ -621,6 +621,30 @@ def test_adapters_are_of_the_kind_and_alpha_that_are_told(
     ).read_text()
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        # Width 64; 4 heads of 16 and 2 of them for keys and values
+        (
+            ("--lora", "2", "--targets", "q_proj|v_porj"),
+            "256 of {256} parameters, beside 1 linear (1 q_proj)",
+        ),
+        (
+            ("--qlora", "int4", "--targets", "q_proj|v_proj"),
+            "3,584 of {3584} parameters, beside 2 linears (1 q_proj, 1 v_proj)",
+        ),
+        (("--full",), "all {0} parameters"),
+    ],
+)
+def test_what_is_trained_is_said(tune, fitted, folder, tmp_path, more, said):
+    fitted({}, base_loss=2.0, loss=1.0)
+    code, _, err = tune(tmp_path / "run", *more)
+    assert code == 0, err
+    base = sum(x.size for x in train.parameters(load(folder)).values())
+    said = re.sub(r"{(\d+)}", lambda found: f"{base + int(found[1]):,}", said)
+    assert f"trained: {said}\n" in err
+
+
 def test_a_run_of_before_kinds_goes_on(tune, fitted, tmp_path):
     seen, out = fitted({}, base_loss=2.0, loss=1.0), tmp_path / "run"
     assert tune(out, "--lora", "2")[0] == 0
