@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 import jax
+from flax import nnx
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
 
 import jaxllm
 from jaxllm import cli_inspect, cli_quantize, cli_train, ops
 from jaxllm.cache import KV_DTYPES
+from jaxllm.checkpoint.folder import find_folder, read_config
 from jaxllm.checkpoint.shipped import shipped_checkpoint
 from jaxllm.compile_cache import enable_compile_cache
 from jaxllm.config import DTYPES, Runtime
@@ -175,6 +177,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face folder or hub id (default: the checkpoint that ships with jaxllm)",
     )
     parser.add_argument(
+        "--adapter",
+        metavar="FOLDER",
+        help="a PEFT adapter to put beside the model, such as DIR/adapter of jaxllm finetune",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("auto", *DTYPES),
         default="auto",
@@ -290,14 +297,29 @@ def _load(args: argparse.Namespace) -> tuple[jaxllm.Transformer, Any]:
     dtype = _dtype(args.dtype)
     runtime = Runtime(param_dtype=dtype, implementation=_implementation(args.implementation))
     how = cli_quantize.arguments(args)
+    if args.adapter is not None:  # before the weights are read
+        _check_adapter(path, args.adapter)
     # The device need not have room for what is packed as it was
     place = contextlib.nullcontext() if how is None else on_host()
     with place, _bar(f"loading {path}", DownloadColumn()) as progress:
         model, tokenizer = jaxllm.load(path, dtype=dtype, runtime=runtime, progress=progress)
     if how is not None:
         jaxllm.quantize(model, **how, from_host=True)
-    jaxllm.fuse(model)
+    if args.adapter is None:
+        jaxllm.fuse(model)
+    else:
+        jaxllm.lora.load_peft(model, args.adapter)
     return model, tokenizer
+
+
+def _check_adapter(path: Any, adapter: str) -> None:
+    """Whether it fits the model, by shapes alone."""
+    config, _ = read_config(find_folder(path))
+
+    def check() -> None:
+        jaxllm.lora.check_peft(jaxllm.Transformer(config, Runtime(), rngs=nnx.Rngs(0)), adapter)
+
+    nnx.eval_shape(check)
 
 
 @contextlib.contextmanager

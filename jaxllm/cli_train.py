@@ -244,8 +244,8 @@ def _finetune(args: argparse.Namespace) -> int:
         goes_on = "; the same command with --resume goes on" if stopped.step is not None else ""
         _say(f"jaxllm: {stopped}{goes_on}")
         return 130
-    # Of the run, for a resumed one need not be told again
-    kind = "model" if read_recipe(args.out).method == "full" else "adapter"
+    ran = read_recipe(args.out)  # for a resumed run need not be told again
+    kind = "model" if ran.method == "full" else "adapter"
     assert fitted.loss is not None  # else finetune would have raised
     print(_of_losses(fitted.base_loss, fitted.loss, fitted.step))
     print(f"\nbefore: {fitted.before}\n\nafter: {fitted.after}\n")
@@ -254,6 +254,7 @@ def _finetune(args: argparse.Namespace) -> int:
         _say(f"jaxllm: {fitted.unsaved}")
         return 2
     if kind == "adapter":
+        print(f"jaxllm generate {ran.model} --adapter {args.out}/adapter takes it along")
         print(f"jaxllm export {args.out} --out FOLDER merges it into the model")
     return 0
 

@@ -422,6 +422,11 @@ def load_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     set_adapters(model, _fit(model, loaded))
 
 
+def check_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
+    """Whether a PEFT folder fits the model, which may be traced. Raises: as `read_folder`."""
+    _read(model, folder)
+
+
 def read_peft(model: Transformer, folder: str | os.PathLike[str]) -> dict[str, Array]:
     """The adapters of a PEFT folder as a set for `set_adapters`: for models that switch between.
 

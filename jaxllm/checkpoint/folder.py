@@ -28,7 +28,10 @@ HUB_FILES: list[str] = [
 ]
 _OTHER_FOLDERS = {  # by a file that tells them
     "run.json": "; this is a run of jaxllm finetune, of which jaxllm export makes one",
-    "adapter_config.json": "; this is a PEFT adapter, which lora.load_peft takes",
+    "adapter_config.json": (
+        "; this is a PEFT adapter, which stands beside a model: jaxllm generate MODEL --adapter "
+        "FOLDER, or lora.load_peft"
+    ),
 }
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 

@@ -88,9 +88,11 @@ def read_folder(folder: Path, shapes: Mapping[str, Shape], *, fused: bool) -> di
                     f"{folder}: {OLDER} is of an older format, which torch wrote; save the adapter "
                     "anew with safe_serialization=True"
                 )
+            inner = folder / "adapter"  # of a run of jaxllm finetune
+            there = f"; there is one in {inner}" if (inner / CONFIG).is_file() else ""
             raise FileNotFoundError(
                 f"{folder}: there is no {needed.name}; give a folder that PEFT's save_pretrained, "
-                "or save_peft, wrote"
+                f"or save_peft, wrote{there}"
             )
     config = read_json(file)
     _check_config(file, config)
@@ -113,10 +115,12 @@ def read_folder(folder: Path, shapes: Mapping[str, Shape], *, fused: bool) -> di
             f"Linear: {enumerate_some(strange)}"
         )
     places = _places(shapes, fused, modules)
+    base = config.get("base_model_name_or_path")
+    made_for = f"; the adapter is for {base}" if base else ""
     if unknown := modules.keys() - places.keys():
         raise ValueError(
             f"{file}: the model has no Linear for {enumerate_some(list(unknown))}; it has "
-            f"{enumerate_some(list(places))}"
+            f"{enumerate_some(list(places))}{made_for}"
         )
     loaded: dict[str, LowRank] = {}
     for module, tensors in modules.items():
@@ -126,7 +130,7 @@ def read_folder(folder: Path, shapes: Mapping[str, Shape], *, fused: bool) -> di
         if shape != [len(whole.b), whole.a.shape[1]]:
             raise ValueError(
                 f"{file}: {module} has lora_A {list(whole.a.shape)} and lora_B "
-                f"{list(whole.b.shape)}, but the model's weight is {shape}"
+                f"{list(whole.b.shape)}, but the model's weight is {shape}{made_for}"
             )
         begin = 0
         for part in parts:

@@ -95,6 +95,72 @@ def test_both_commands_hand_on_how_the_cache_is_stored(talker, monkeypatch):
     assert seen == [None, "int8", "fp8", "fp8"]
 
 
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """Of the model that ships: large enough to change what is said."""
+    model, _ = jaxllm.load(jaxllm.shipped_checkpoint(), dtype="float32")
+    jaxllm.lora.add_adapters(model, rank=2, targets="q_proj|o_proj", rngs=nnx.Rngs(0))
+    keys = iter(jax.random.split(jax.random.key(0), 1000))
+    draw = {
+        n: jax.random.normal(next(keys), x.shape) for n, x in jaxllm.lora.adapters(model).items()
+    }
+    jaxllm.lora.set_adapters(model, draw)
+    folder = tmp_path_factory.mktemp("run") / "adapter"
+    jaxllm.lora.save_peft(model, folder, base_model_name="the/base")
+    return folder
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("more", [(), ("--quantize", "int4")])
+def test_an_adapter_stands_beside_the_model(adapter, command, more):
+    args = cli._parser().parse_args([command, "--adapter", str(adapter), *more])
+    found, _ = cli._load(args)
+    wanted, _ = jaxllm.load(jaxllm.shipped_checkpoint(), dtype="float32")
+    if more:
+        jaxllm.quantize(wanted, "int4")
+    base = wanted(jnp.arange(8)[None])
+    jaxllm.lora.load_peft(wanted, adapter)
+    logits = wanted(jnp.arange(8)[None])
+    assert (found(jnp.arange(8)[None]) == logits).all()
+    assert (logits != base).any()
+
+
+def test_generate_takes_an_adapter_along(adapter, capsys):
+    command = ["generate", "--max-new-tokens", "8", NO_CACHE]
+    assert main(command) == 0
+    before, _ = capsys.readouterr()
+    assert main([*command, "--adapter", str(adapter)]) == 0
+    after, _ = capsys.readouterr()
+    model, tokenizer = jaxllm.load(jaxllm.shipped_checkpoint(), dtype="float32")
+    jaxllm.lora.load_peft(model, adapter)
+    result = jaxllm.generate(model, tokenizer, [cli.DEFAULT_PROMPT], max_new_tokens=8)
+    assert after == f"{cli.DEFAULT_PROMPT}{result.texts[0]}\n" != before
+
+
+def test_an_adapter_that_does_not_fit_is_one_sentence(adapter, tmp_path, capsys, monkeypatch):
+    def load(*args, **kwargs):
+        raise AssertionError("weights are read")
+
+    few, narrow, shipped = tmp_path / "few", tmp_path / "narrow", jaxllm.shipped_checkpoint()
+    for folder, layers in ((few, 1), (narrow, 8)):
+        config = dataclasses.replace(TINY, num_hidden_layers=layers, layer_types=())
+        jaxllm.save(tiny_models.build(config), None, folder)
+    monkeypatch.setattr(jaxllm, "load", load)
+    for model, folder, sentence in (
+        (shipped, tmp_path, f"{tmp_path}: there is no adapter_config.json; give a folder that"),
+        (shipped, adapter.parent, f"save_peft, wrote; there is one in {adapter}"),
+        (few, adapter, "the model has no Linear for model.layers.1.self_attn.o_proj, "),
+        (narrow, adapter, " has lora_A [2, 192] and lora_B [192, 2], but the model's weight is "),
+        (narrow, adapter, "; the adapter is for the/base\n"),
+        (adapter, adapter, f"{adapter}: there is no config.json; give a checkpoint's folder; this"),
+        (adapter, adapter, "beside a model: jaxllm generate MODEL --adapter FOLDER, or lora.load_"),
+    ):
+        assert main(["generate", str(model), "--adapter", str(folder), NO_CACHE]) == 2
+        out, err = capsys.readouterr()
+        assert (out, len(err.splitlines())) == ("", 1)
+        assert sentence in err
+
+
 def test_prompts_from_standard_input_and_chats(talker, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time"))
     arguments = ["generate", str(talker), "--prompt", "-", "--max-new-tokens", "8", NO_CACHE]

@@ -595,7 +595,12 @@ def test_adapters_are_of_the_kind_and_alpha_that_are_told(
 ):
     seen, out = fitted({}, base_loss=2.0, loss=1.0), tmp_path / "run"
     told = "--lora 2 --adapter-kind dora --alpha 3".split()
-    assert tune(out, *told)[0] == 0
+    code, printed, err = tune(out, *told)
+    assert code == 0, err
+    command = f"jaxllm generate {folder} --adapter {out}/adapter"
+    assert f"{command} takes it along\n" in printed
+    code, _, err = run(*command.split()[1:], "--max-new-tokens", 2, "--no-compile-cache")
+    assert code == 0, err
     said = json.loads((out / "adapter/adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["use_dora"]) == (2, 3, True)
     recipe = finetune.read_recipe(out)
