@@ -95,7 +95,8 @@ def geglu_reference(gate, up=None, *, approximate=True):
 def relu2_glu_reference(gate, up=None):
     """The mathematics in plain JAX."""
     gate, up = _halves(gate, up)
-    return jnp.square(jax.nn.relu(gate.astype(jnp.float32))).astype(gate.dtype) * up
+    above = jnp.maximum(gate.astype(jnp.float32), 0)  # whose gradient at NaN, unlike relu's, is NaN
+    return jnp.square(above).astype(gate.dtype) * up
 
 
 def _halves(gate, up):

@@ -48,7 +48,7 @@ def glu(
     NotImplementedError if the named implementation cannot run the call.
     Source: Shazeer 2020, arXiv:2002.05202.
     """
-    if activation not in GATES:
+    if activation not in tuple(GATES):  # a list has no hash
         raise ValueError(f"glu: activation {activation!r} is not one of {', '.join(GATES)}")
     check("glu", gate, up)
     return select("glu", GLU, implementation, gate, up, activation=activation)(

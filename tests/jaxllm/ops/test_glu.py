@@ -1,6 +1,7 @@
 """The gated activation against float64."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,22 @@ def test_an_unknown_activation():
         ValueError, match="glu: activation 'relu' is not one of silu, gelu, gelu_pytorch_tanh"
     ):
         glu(gate, up, activation="relu")
+    unhashable: Any = ["silu"]
+    with pytest.raises(ValueError, match=r"glu: activation \['silu'\] is not one of"):
+        glu(gate, up, activation=unhashable)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_has_a_gradient_of_nan(activation):
+    gate = jnp.asarray([jnp.nan, -jnp.inf, -1.0, 0.0, 2.0])
+
+    def f(gate):
+        return glu(gate, jnp.ones(5), activation=activation, implementation="xla")
+
+    found = jax.vjp(f, gate)[1](jnp.ones(5))[0]
+    assert np.isnan(found[0])
+    if activation == "relu2":
+        assert found[1:].tolist() == [0, 0, 0, 4]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
