@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from pallas_kernels.matmul_finish import precision
+from pallas_kernels.options import check_arrays, check_flags, check_number, check_scale
 from pallas_kernels.whole_number import is_whole
 
 LOG2E = math.log2(math.e)  # kernels have powers of two where the mathematics has those of e
@@ -182,6 +183,8 @@ def check(
     k: Any,
     v: Any,
     *,
+    causal: bool,
+    scale: Any,
     window: int | None,
     softcap: float | None,
     q_segment_ids: Any,
@@ -194,6 +197,9 @@ def check(
     Lengths outside [0, S] are refused where they are known; where they are traced, `visible` says
     what they mean. Shapes suffice (`jax.ShapeDtypeStruct`).
     """
+    of_tokens = {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
+    check_arrays(name, q=q, k=k, v=v, **of_tokens, kv_lengths=kv_lengths, sinks=sinks)
+    check_flags(name, causal=causal)
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(
             f"{name}: q {q.shape}, k {k.shape}, v {v.shape} are not [B, T, N, H] and twice "
@@ -209,9 +215,12 @@ def check(
     for what, array in (("q", q), ("k", k), ("v", v)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name}: {what} is {array.dtype}; it must be floating point")
+    if not h:
+        raise ValueError(f"{name}: q {q.shape} has heads of no numbers; H must be 1 at least")
+    if scale is not None:
+        check_scale(name, scale)
     check_window(name, window)
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"{name}: softcap must be positive and finite or None, got {softcap}")
+    check_number(name, "softcap", softcap, positive=True, optional=True)
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError(
             f"{name}: segment ids are given for one side; both sides or neither have them"

@@ -41,6 +41,7 @@ from pallas_kernels.between_attentions_config import (
     Product,
 )
 from pallas_kernels.device import ACCESS_BYTES, LANES, REGISTERS, SHARED_BYTES, Device
+from pallas_kernels.options import check_options
 from pallas_kernels.packed import CODES_PER_BYTE, PLAIN, Packed
 from pallas_kernels.quantized_matmul import (
     for_lanes,
@@ -133,6 +134,7 @@ def between_attentions(
     """
     check(heads, x, link, who="between_attentions")
     check_meeting(meeting, MEETING_WORDS, who="between_attentions")
+    check_options("between_attentions", config, Config, interpret=interpret)
     device = device_lib.INTERPRETED_OP_BY_OP if interpret else device_lib.current()
     if (reason := why_not(heads, x, link, device=device)) is not None:
         raise NotImplementedError(f"between_attentions: cannot run this call: {reason}")

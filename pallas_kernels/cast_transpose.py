@@ -24,6 +24,7 @@ from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.device import Device
 from pallas_kernels.lane_code import array_of, asm, register_of, words_of
+from pallas_kernels.options import check_arrays, check_dtype, check_flags
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 OUT_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -52,6 +53,7 @@ def cast_transpose(
     Source: Micikevicius et al. 2022, arXiv:2209.05433.
     """
     check(x, scale, dtype)
+    check_flags("cast_transpose", interpret=interpret)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if reason := why_not(x, scale, dtype, device=device):
         raise NotImplementedError(f"cast_transpose: cannot run this call: {reason}")
@@ -82,6 +84,8 @@ def why_not(x, scale=None, dtype=jnp.float8_e4m3fn, *, device: Device | None = N
 
 def check(x, scale, dtype) -> None:
     """Refuses what no implementation can take."""
+    check_arrays("cast_transpose", x=x)
+    check_dtype("cast_transpose", "dtype", dtype)
     if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"cast_transpose: x is {x.dtype}{list(x.shape)}; it must be [M, N] of floating point"

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -43,6 +42,7 @@ from pallas_kernels import cross_entropy_kernel as kernels
 from pallas_kernels import device as device_lib
 from pallas_kernels.cross_entropy_kernel import LOG2E, TILE_K, TILE_M, TILE_N
 from pallas_kernels.device import Device
+from pallas_kernels.options import check_arrays, check_number, check_options
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
 from pallas_kernels.whole_number import is_whole
@@ -91,6 +91,7 @@ def linear_cross_entropy(
     NotImplementedError without a Hopper GPU (unless `interpret`), or for what `why_not` says.
     """
     check("linear_cross_entropy", hidden, head, targets, softcap, z_loss, ignore_index=ignore_index)
+    check_options("linear_cross_entropy", config, Config, interpret=interpret)
     if hidden.ndim != 2:
         raise ValueError(f"linear_cross_entropy: hidden must be [T, D], got {list(hidden.shape)}")
     if reduction not in REDUCTIONS:
@@ -170,6 +171,7 @@ def check(
     op: str, hidden, head, targets, softcap, z_loss: float = 0.0, *, ignore_index: int
 ) -> None:
     """Refuses what no implementation can take, in the name of `op`; tokens of any axes."""
+    check_arrays(op, hidden=hidden, **({} if isinstance(head, Packed) else {"head": head}))
     if len(head.shape) != 2 or hidden.ndim < 1 or hidden.shape[-1] != head.shape[1]:
         raise ValueError(
             f"{op}: hidden {list(hidden.shape)} and head {list(head.shape)} must be [.., D] and "
@@ -181,16 +183,15 @@ def check(
     for name, x in (("hidden", hidden), ("head", head)):
         if not isinstance(x, Packed) and x.dtype not in DTYPES:
             raise ValueError(f"{op}: {name} is {x.dtype}; bfloat16, float16 or float32 are allowed")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"{op}: softcap must be positive and finite, or None, got {softcap}")
-    if not math.isfinite(z_loss):
-        raise ValueError(f"{op}: z_loss must be a finite number, got {z_loss}")
+    check_number(op, "softcap", softcap, positive=True, optional=True)
+    check_number(op, "z_loss", z_loss)
 
 
 def check_targets(op: str, targets, shape: tuple[int, ...], ignore_index: int) -> None:
     """Refuses targets that are not one integer for each token, and an `ignore_index` that none can
     be, in the name of `op`.
     """
+    check_arrays(op, targets=targets)
     kept = jnp.iinfo(jnp.int32)
     if not is_whole(ignore_index) or not kept.min <= ignore_index <= kept.max:
         raise ValueError(f"{op}: ignore_index must be an integer of 32 bits, got {ignore_index!r}")

@@ -21,6 +21,7 @@ from pallas_kernels import _compat, soft_cap, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.attention_reference import attention_reference, check, in_32_bits
 from pallas_kernels.decode_attention_config import (
+    MOST_SPLITS,
     bucket,
     config_problem,
     default_config,
@@ -31,6 +32,7 @@ from pallas_kernels.decode_attention_config import (
 from pallas_kernels.decode_attention_kernel import LINE, Config, Static, attend
 from pallas_kernels.decode_attention_parts import combine, padded_heads
 from pallas_kernels.device import Device
+from pallas_kernels.options import check_arrays, check_options
 from pallas_kernels.whole_number import is_whole
 
 NAME = "decode_attention"
@@ -74,8 +76,8 @@ def decode_attention(
     new_k and new_v are written at kv_lengths[b] - 1 before the query looks, and the call returns
     (out, k_cache, v_cache). The same launch writes them, in place where the caller donates the
     cache (heads of another width than a multiple of 64, and jax 0.10: XLA writes them before).
-    splits: how many blocks share a row and key head, or a few less where they are more than a
-    cluster; None chooses from the shapes and the device.
+    splits: how many blocks share a row and key head, MOST_SPLITS at most, or a few less where they
+    are more than a cluster; None chooses from the shapes and the device.
     Dtypes: bfloat16 or float16, the cache alike; scores, softmax and sums in float32.
     Gradients: through `decode_attention_reference`.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
@@ -85,13 +87,15 @@ def decode_attention(
     shape: dict[str, Any] = {**rest, "window": window}
     news = {"new_k": new_k, "new_v": new_v}
     arrays = (q, k_cache, v_cache, kv_lengths)
-    _check(*arrays, **shape, softcap=softcap, sinks=sinks, **news, splits=splits)
+    numbers = {"scale": scale, "softcap": softcap}
+    _check(*arrays, **shape, **numbers, sinks=sinks, **news, splits=splits)
+    check_options(NAME, config, Config, interpret=interpret)
     if splits is not None and config is not None:
         raise ValueError(
             f"{NAME}: splits and config both say how many blocks share a row; give one"
         )
     device = device_lib.INTERPRETED if interpret else device_lib.current()
-    reason = why_not(*arrays, **rest, scale=scale, softcap=softcap, device=device)
+    reason = why_not(*arrays, **rest, **numbers, device=device)
     if reason is not None:
         raise NotImplementedError(f"{NAME}: cannot run this call: {reason}")
     if config is None and splits is None:
@@ -185,8 +189,10 @@ def why_not(
         return f"head width {width} is not a multiple of {least} up to {WIDEST}"
     if group > MOST_HEADS:
         return f"{group} query heads share a key head; it takes {MOST_HEADS} at most"
-    if 0 in (*q.shape, *k_cache.shape):
-        return f"nothing to attend to: q is {list(q.shape)}, the cache {list(k_cache.shape)}"
+    pages = () if page_table is None else page_table.shape
+    if 0 in (*q.shape, *k_cache.shape, *pages):
+        table = f", the page table {list(pages)}" if pages else ""
+        return f"nothing to attend to: q is {list(q.shape)}, the cache {list(k_cache.shape)}{table}"
     if page_table is not None and k_cache.shape[1] not in PAGES:
         return f"pages of {k_cache.shape[1]} keys are not of 16, 32, 64, 128 or 256"
     if k_scale is not None and k_cache.shape[1] % LINE:
@@ -224,6 +230,7 @@ def _check(
     v_cache,
     kv_lengths,
     *,
+    scale,
     window,
     softcap,
     sinks,
@@ -234,6 +241,9 @@ def _check(
     new_v,
     splits,
 ) -> None:
+    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table}
+    arrays |= {"k_scale": k_scale, "v_scale": v_scale, "new_k": new_k, "new_v": new_v}
+    check_arrays(NAME, **arrays)
     if q.ndim != 4 or q.shape[1] != 1:
         raise ValueError(f"{NAME}: q {q.shape} is not [B, 1, N, H]: it takes one new token a row")
     if k_cache.ndim != 4 or k_cache.shape != v_cache.shape:
@@ -280,8 +290,10 @@ def _check(
                 f"{NAME}: {what} is {x.dtype}{list(x.shape)}; it must be {k_cache.dtype}, "
                 f"[B, 1, K, H] = {[q.shape[0], 1, *shape[2:]]}"
             )
-    if splits is not None and (not is_whole(splits) or splits < 1):
-        raise ValueError(f"{NAME}: splits must be an integer of at least 1 or None, got {splits!r}")
+    if splits is not None and (not is_whole(splits) or not 1 <= splits <= MOST_SPLITS):
+        raise ValueError(
+            f"{NAME}: splits must be an integer from 1 to {MOST_SPLITS} or None, got {splits!r}"
+        )
     if kv_lengths is None:
         raise ValueError(f"{NAME}: kv_lengths is None; it says how many keys each row has")
     keys = jax.ShapeDtypeStruct(shape, q.dtype if packed else k_cache.dtype)
@@ -290,6 +302,8 @@ def _check(
         q,
         keys,
         keys,
+        causal=True,
+        scale=scale,
         window=window,
         softcap=softcap,
         q_segment_ids=None,

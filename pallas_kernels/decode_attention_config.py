@@ -16,6 +16,7 @@ from pallas_kernels.device import Device
 TILES = (64, 128, 256)
 MOST_IN_CLUSTER = 16  # blocks, on Hopper
 MOST_PARTS = 32  # that the second kernel adds: it holds them all
+MOST_SPLITS = MOST_IN_CLUSTER * MOST_PARTS
 MOST_BYTES = 6 * 2**20  # that a block reads, unless there is one row
 MOST_SCALES = device_lib.MAX_BOX * LINE  # that one copy brings
 LONG_BYTES = 2**28  # that a call reads; adding parts in a second launch costs 2 us

@@ -61,6 +61,7 @@ from pallas_kernels.decode_layers_config import (
     Plan,
 )
 from pallas_kernels.device import Device
+from pallas_kernels.options import check_options, check_scale
 from pallas_kernels.packed import PLAIN
 from pallas_kernels.quantized_matmul import (
     quantized_matmul,
@@ -141,6 +142,7 @@ def decode_layers(
     (unless `interpret`, which runs op by op), or for what `why_not` says.
     """
     check(x, layers, token, meeting)
+    check_options(NAME, config, Config, interpret=interpret)
     device = device_lib.INTERPRETED_OP_BY_OP if interpret else device_lib.current()
     if (reason := why_not(x, layers, token, device=device)) is not None:
         raise NotImplementedError(f"{NAME}: cannot run this call: {reason}")
@@ -311,6 +313,8 @@ def check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
         raise ValueError(
             f"{NAME}: kv_lengths is {lengths.dtype}{list(lengths.shape)}, not int32[1]"
         )
+    if token.scale is not None:
+        check_scale(NAME, token.scale)
     if not isinstance(token.window, Tracer):  # which `why_not` has a phrase for
         check_window(NAME, token.window)
     check_meeting(meeting, meeting_words(kv_heads), who=NAME)

@@ -19,6 +19,7 @@ from pallas_kernels import device as device_lib
 from pallas_kernels import embedding_backward, tuned
 from pallas_kernels.device import ACCESS_BYTES, Device
 from pallas_kernels.embedding_lanes import MOST, MOST_PIECES, rows_by_id
+from pallas_kernels.options import check_arrays, check_dtype, check_number, check_options
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -48,6 +49,7 @@ def embedding(
     Hopper GPU (unless `interpret`), or for what `why_not` says.
     """
     check(table, ids, scale, dtype)
+    check_options("embedding", config, Config, interpret=interpret)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if reason := why_not(table, ids, scale=scale, dtype=dtype, device=device):
         raise NotImplementedError(f"embedding: cannot run this call: {reason}")
@@ -173,6 +175,8 @@ class _Static:
 
 def check(table, ids, scale, dtype) -> None:
     """Refuses what no implementation of the embedding can take."""
+    check_arrays("embedding", table=table, ids=ids)
+    check_dtype("embedding", "dtype", dtype)
     if table.ndim != 2:
         raise ValueError(f"embedding: the table {list(table.shape)} is not [V, D]")
     for name, kind in (("the table", table.dtype), ("dtype", jnp.dtype(dtype or table.dtype))):
@@ -180,8 +184,7 @@ def check(table, ids, scale, dtype) -> None:
             raise ValueError(f"embedding: {name} is {kind}; it must be floating point")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"embedding: ids are {ids.dtype}; they must be integers")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"embedding: scale must be a finite number, got {scale}")
+    check_number("embedding", "scale", scale, optional=True)
     _check_ids(table, ids)
 
 

@@ -28,6 +28,7 @@ from pallas_kernels.flash_attention_backward import backward
 from pallas_kernels.flash_attention_forward import forward, padded_width, shared_bytes
 from pallas_kernels.flash_attention_plan import Config, Static
 from pallas_kernels.flash_attention_tiles import REGISTERS
+from pallas_kernels.options import check_options
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 DTYPES = (jnp.bfloat16, jnp.float16, FP8)
@@ -73,19 +74,20 @@ def flash_attention(
     NotImplementedError without a Hopper GPU (unless `interpret`), for what `why_not` says, or if a
     gradient of float8 is asked for.
     """
-    masks = {
+    masks: dict[str, Any] = {
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
         "kv_lengths": kv_lengths,
     }
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    check("flash_attention", q, k, v, window=window, softcap=softcap, sinks=sinks, **masks)
+    numbers: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    check("flash_attention", q, k, v, causal=causal, **numbers, sinks=sinks, **masks)
+    check_options("flash_attention", config, Config, return_lse=return_lse, interpret=interpret)
     attention_fp8.check_scales("flash_attention", q, k, v, **scales)
     if config is not None and (problem := _config_problem(config, q)):
         raise ValueError(f"flash_attention: {config}: {problem}")
-    keywords: dict[str, Any] = {"causal": causal, "scale": scale, "window": window}
-    keywords |= {"softcap": softcap, **masks, "sinks": sinks, "return_lse": return_lse}
-    keywords |= scales
+    keywords: dict[str, Any] = {"causal": causal, **numbers, **masks, "sinks": sinks}
+    keywords |= {"return_lse": return_lse, **scales}
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(q, k, v, **keywords, device=device)
     if reason is not None:

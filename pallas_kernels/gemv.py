@@ -26,6 +26,13 @@ from pallas_kernels.around_product import Cache, Norm, Rotary, around_heads, tur
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, THREADS, Device
 from pallas_kernels.gemv_kernel import ITEMSIZE, Config, Static, grain, lanes_across, products
 from pallas_kernels.matmul_finish import finish
+from pallas_kernels.options import (
+    check_arrays,
+    check_dtype,
+    check_flags,
+    check_number,
+    check_options,
+)
 from pallas_kernels.rms_norm import rms_norm_reference
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -80,6 +87,7 @@ def gemv(
         "out_dtype": out_dtype,
     }
     check(x, weight, **rest)
+    check_options("gemv", config, Config, interpret=interpret)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if (reason := why_not(x, weight, **rest, device=device)) is not None:
         raise NotImplementedError(f"gemv: cannot run this call: {reason}")
@@ -260,6 +268,8 @@ def check(
     """
     arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     arrays |= {"norm's weight": norm and norm.weight}
+    check_arrays(who, **arrays)
+    check_dtype(who, "out_dtype", out_dtype)
     for name, a in arrays.items():
         if a is not None and not jnp.issubdtype(a.dtype, jnp.floating):
             raise ValueError(f"{who}: {name} is {a.dtype}; it must be floating point")
@@ -269,8 +279,9 @@ def check(
             "[O, I]"
         )
     o, i = weight.shape
-    if norm is not None and not norm.eps > 0:
-        raise ValueError(f"{who}: the norm's eps must be positive, got {norm.eps}")
+    if norm is not None:
+        check_number(who, "the norm's eps", norm.eps, positive=True)
+        check_flags(who, zero_centered=norm.zero_centered)
     if epilogue not in (None, *gates, "rope"):
         names = ", ".join(map(repr, gates))
         raise ValueError(f"{who}: epilogue {epilogue!r} is not None, {names} or 'rope'")

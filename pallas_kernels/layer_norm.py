@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import device as device_lib
 from pallas_kernels import norm_lanes, norm_lanes_backward, rows, tuned
 from pallas_kernels.device import Device
+from pallas_kernels.options import check_arrays, check_number, check_options
 from pallas_kernels.over_rows import over_rows
 from pallas_kernels.rows import Config
 
@@ -54,6 +55,7 @@ def layer_norm(
     threads, or a config that such rows cannot have.
     """
     check(x, weight, bias, eps)
+    check_options("layer_norm", config, Config, interpret=interpret)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(x, weight, bias, eps=eps, device=device)
     if reason is not None:
@@ -187,6 +189,7 @@ class _Static:
 
 def check(x, weight, bias, eps) -> None:
     """Refuses what no implementation of LayerNorm can take."""
+    check_arrays("layer_norm", x=x, weight=weight, bias=bias)
     if x.ndim < 1 or not x.shape[-1]:
         raise ValueError(f"layer_norm: x has shape {x.shape}; its rows must hold numbers")
     for name, row in (("weight", weight), ("bias", bias)):
@@ -198,8 +201,7 @@ def check(x, weight, bias, eps) -> None:
     for name, array in (("x", x), ("weight", weight), ("bias", bias)):
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"layer_norm: {name} is {array.dtype}; it must be floating point")
-    if not eps > 0:
-        raise ValueError(f"layer_norm: eps must be greater than 0, got {eps}")
+    check_number("layer_norm", "eps", eps, positive=True)
 
 
 def _centre(static: _Static, group, x, width: int, g: Callable[..., Any] | None = None):

@@ -31,6 +31,7 @@ from pallas_kernels.matmul_config import (
 )
 from pallas_kernels.matmul_finish import BLOCK, EPILOGUES, FP8, MOST, finish, sums
 from pallas_kernels.matmul_kernel import Config, Static
+from pallas_kernels.options import check_arrays, check_dtype, check_flags, check_options
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS
 
 DTYPES = (jnp.bfloat16, jnp.float16, FP8, jnp.int8)
@@ -83,6 +84,7 @@ def matmul(
     rest = {"bias": bias, "residual": residual, **scales}
     keywords = {"transpose_b": transpose_b, "out_dtype": out_dtype, "epilogue": epilogue, **rest}
     _check(a, b, **keywords)
+    check_options("matmul", config, Config, interpret=interpret)
     if config is not None and (problem := config_problem(config, a, b, **keywords)):
         raise ValueError(f"matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
@@ -308,6 +310,10 @@ def tuning_calls() -> list[tuned.Call]:
 def _check(
     a, b, *, transpose_b, out_dtype, bias, epilogue, residual, a_scale, b_scale, out_scale
 ) -> None:
+    scales = {"a_scale": a_scale, "b_scale": b_scale, "out_scale": out_scale}
+    check_arrays("matmul", a=a, b=b, bias=bias, residual=residual, **scales)
+    check_flags("matmul", transpose_b=transpose_b)
+    check_dtype("matmul", "out_dtype", out_dtype)
     want = "[.., N, K]" if transpose_b else "[.., K, N]"
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(f"matmul: a {list(a.shape)} and b {list(b.shape)} need two dimensions")
@@ -317,7 +323,6 @@ def _check(
             f"matmul: a {list(a.shape)} is [.., M, K], which b {list(b.shape)} as {want} "
             "does not fit"
         )
-    scales = {"a_scale": a_scale, "b_scale": b_scale, "out_scale": out_scale}
     for name, x in {"a": a, "b": b, "bias": bias, **scales}.items():
         either = " or int8" if name in "ab" else ""
         if x is None or jnp.issubdtype(x.dtype, jnp.floating) or (either and x.dtype == jnp.int8):

@@ -27,6 +27,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt8
 
+from pallas_kernels.options import check_arrays, check_dtype, check_flags
 from pallas_kernels.packed import CODES_PER_BYTE, FIXED_GROUPS, SCHEMES, Packed
 from pallas_kernels.whole_number import is_whole
 
@@ -44,27 +45,29 @@ def quantize(
     group_size: int | None = None,
     *,
     zero_points: bool = False,
-    mx_rule: MxRule = "floor",
+    mx_rule: MxRule | None = None,
 ) -> Packed:
     """Codes and scales of a weight, as a `Packed`.
 
     group_size: numbers along I that share a scale. None: `default_group_size(scheme, I)`.
     zero_points: int4 over the range from the group's smallest to its largest number (0 included)
         instead of one around 0.
-    mx_rule: how mxfp4 and mxfp8 choose a group's exponent. "floor" (OCP's): that of its largest
-        number, less that of the element type's; the largest numbers may saturate. "even": the
-        same, after rounding the largest number to the element type's mantissa. "ceil": the
-        smallest that lets nothing saturate.
+    mx_rule: how mxfp4 and mxfp8, and no others, choose a group's exponent. None or "floor" (OCP's):
+        that of its largest number, less that of the element type's; the largest numbers may
+        saturate. "even": the same, after rounding the largest number to the element type's
+        mantissa. "ceil": the smallest that lets nothing saturate.
     Scales of int8, int4 and fp8 groups take w's dtype, of a weight of 8 or 64 bits float32, as row
     scales do. Those below its smallest normal number are rounded up, in float16 to the next
     subnormal, in bfloat16 and float32 to the smallest normal, so that codes do not saturate and
     nothing but zeros makes a group of zeros. Groups and rows of zeros have scale 1 (0 in MX:
     2^-127), and so does a tensor of zeros in nvfp4.
     Raises: ValueError for another scheme, an empty weight, a group size that does not divide I or
-    that the scheme has not, zero points without int4, an unknown rule, and concrete weights that
-    are NaN or infinite (traced ones make scales of NaN).
+    that the scheme has not, zero points without int4, a rule without MX or an unknown one, and
+    concrete weights that are NaN or infinite (traced ones make scales of NaN).
     """
     check_scheme(scheme)
+    check_arrays("quantize", w=w)
+    check_flags("quantize", zero_points=zero_points)
     if w.ndim != 2 or not jnp.issubdtype(w.dtype, jnp.floating):
         raise ValueError(
             f"quantize: a weight is [out, in] of floating point; got {list(w.shape)} of {w.dtype}"
@@ -73,11 +76,15 @@ def quantize(
         raise ValueError(f"quantize: a weight {list(w.shape)} holds no numbers")
     if zero_points and scheme != "int4":
         raise ValueError(f"quantize: {scheme} has no zero points; int4 has")
-    if mx_rule not in ("floor", "even", "ceil"):
+    if mx_rule not in (None, "floor", "even", "ceil"):
         raise ValueError(f"quantize: mx_rule is 'floor', 'even' or 'ceil'; got {mx_rule!r}")
+    if mx_rule is not None and scheme not in _MX_ELEMENTS:
+        raise ValueError(
+            f"quantize: {scheme} has no rule for exponents; {' and '.join(_MX_ELEMENTS)} have"
+        )
     group_size = check_group_size(scheme, w.shape[1], group_size)
     check_finite(w, "the weight")
-    return _quantize(jnp.asarray(w), scheme, group_size, zero_points, mx_rule)
+    return _quantize(jnp.asarray(w), scheme, group_size, bool(zero_points), mx_rule or "floor")
 
 
 def dequantize(packed: Packed, dtype: Any = jnp.float32) -> Float[Array, "O I"]:
@@ -89,6 +96,7 @@ def dequantize(packed: Packed, dtype: Any = jnp.float32) -> Float[Array, "O I"]:
     """
     if (reason := packed.problem()) is not None:
         raise ValueError(f"dequantize: {reason}")
+    check_dtype("dequantize", "dtype", dtype)
     return _dequantize(packed, jnp.dtype(dtype))
 
 

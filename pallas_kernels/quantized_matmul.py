@@ -30,6 +30,7 @@ from pallas_kernels import ternary_matmul as ternary
 from pallas_kernels.around_product import Cache, Norm, Rotary, around_heads, turn_and_write
 from pallas_kernels.device import SHARED_BYTES, Device
 from pallas_kernels.matmul_finish import finish
+from pallas_kernels.options import check_options
 from pallas_kernels.packed import PLAIN, Packed
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.quantized_matmul_check import OUT_DTYPES, check, result_dtype
@@ -82,6 +83,7 @@ def quantized_matmul(
     """
     rest = {"bias": bias, "epilogue": epilogue, "residual": residual, "out_dtype": out_dtype}
     check(x, packed, norm=norm, **rest, rotary=rotary, cache=cache)
+    check_options("quantized_matmul", config, Config, Tiles, interpret=interpret)
     if bias is not None:
         bias = rest["bias"] = for_lanes(bias)
     m, gated, out = math.prod(x.shape[:-1]), epilogue == "swiglu", result_dtype(x, out_dtype)

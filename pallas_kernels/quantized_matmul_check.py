@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.around_product import check_heads
+from pallas_kernels.options import check_dtype, check_flags, check_number
 from pallas_kernels.packed import Packed
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -42,6 +43,7 @@ def check(
         raise ValueError(
             f"{who}: x {list(x.shape)} is [.., I], which a weight [O, I] of {[o, i]} does not fit"
         )
+    check_dtype(who, "out_dtype", out_dtype)
     arrays = {"x": x, "the norm's weight": scale, "bias": bias, "residual": residual}
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
@@ -53,11 +55,13 @@ def check(
         raise ValueError(f"{who}: no epilogue is named {epilogue!r}; there are 'swiglu' and 'rope'")
     if epilogue == "swiglu" and o % 2:
         raise ValueError(f"{who}: 'swiglu' takes gate and up rows, but O = {o} is odd")
-    if norm is not None and (norm.weight.shape != (i,) or not norm.eps > 0):
-        raise ValueError(
-            f"{who}: the norm's weight is {list(norm.weight.shape)} with eps {norm.eps},"
-            f" not [I] = [{i}] with a positive one"
-        )
+    if norm is not None:
+        check_number(who, "the norm's eps", norm.eps, positive=True)
+        check_flags(who, zero_centered=norm.zero_centered)
+        if norm.weight.shape != (i,):
+            raise ValueError(
+                f"{who}: the norm's weight {list(norm.weight.shape)} is not [I] = [{i}]"
+            )
     if bias is not None and bias.shape != (o,):
         raise ValueError(f"{who}: bias {list(bias.shape)} is not [O] = [{o}]")
     shape = (*x.shape[:-1], o // 2 if epilogue == "swiglu" else o)

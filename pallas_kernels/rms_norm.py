@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import device as device_lib
 from pallas_kernels import norm_lanes, norm_lanes_backward, rows, tuned
 from pallas_kernels.device import Device
+from pallas_kernels.options import check_arrays, check_flags, check_number, check_options
 from pallas_kernels.over_rows import over_rows
 from pallas_kernels.rows import Config
 
@@ -44,12 +45,13 @@ def rms_norm(
     Dtypes: x and residual bfloat16, float16 or float32; the weight in any of them. Statistics in
     float32; x + residual and the normalised row are rounded to x's dtype, with zero_centered the
     product is taken in float32 and rounded once. Gradients have the dtypes of their arguments.
-    Raises: ValueError if shapes or dtypes disagree or eps is not positive. NotImplementedError
-    without a Hopper GPU (unless `interpret`), or for rows that are no multiple of 16 bytes,
-    longer than what stays on chip, or so short that a weight has fewer bytes than a warpgroup has
-    threads, or a config that such rows cannot have.
+    Raises: ValueError if shapes or dtypes disagree or eps is not positive and finite.
+    NotImplementedError without a Hopper GPU (unless `interpret`), or for rows that are no multiple
+    of 16 bytes, longer than what stays on chip, or so short that a weight has fewer bytes than a
+    warpgroup has threads, or a config that such rows cannot have.
     """
-    check(x, weight, eps, residual)
+    check(x, weight, eps, residual, zero_centered)
+    check_options("rms_norm", config, Config, interpret=interpret)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     kwargs = {"eps": eps, "residual": residual, "zero_centered": zero_centered}
     reason = why_not(x, weight, **kwargs, device=device)
@@ -171,8 +173,10 @@ class _Static:
     interpret: bool
 
 
-def check(x, weight, eps, residual) -> None:
+def check(x, weight, eps, residual, zero_centered) -> None:
     """Refuses what no implementation of RMSNorm can take."""
+    check_arrays("rms_norm", x=x, weight=weight, residual=residual)
+    check_flags("rms_norm", zero_centered=zero_centered)
     if x.ndim < 1 or weight.shape != x.shape[-1:]:
         raise ValueError(
             f"rms_norm: the weight has shape {weight.shape}, but the rows of x {x.shape} want "
@@ -186,8 +190,7 @@ def check(x, weight, eps, residual) -> None:
             f"rms_norm: the residual is {residual.dtype}{list(residual.shape)}, not as x is: "
             f"{x.dtype}{list(x.shape)}"
         )
-    if not eps > 0:
-        raise ValueError(f"rms_norm: eps must be greater than 0, got {eps}")
+    check_number("rms_norm", "eps", eps, positive=True)
 
 
 def _forward(static: _Static, x, weight, residual=None):

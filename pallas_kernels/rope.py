@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import device as device_lib
 from pallas_kernels import tuned
 from pallas_kernels.device import MAX_BOX, SHARED_BYTES, Device
+from pallas_kernels.options import check_arrays, check_options
 from pallas_kernels.rope_kernel import (
     Config,
     Static,
@@ -54,6 +55,7 @@ def rope(
     (unless `interpret`), or for what `why_not` says.
     """
     check(q, k, cos, sin, rotary_dim)
+    check_options("rope", config, Config, interpret=interpret)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(q, k, cos, sin, rotary_dim=rotary_dim, device=device)
     if reason is not None:
@@ -163,6 +165,7 @@ def tuning_calls() -> list[tuned.Call]:
 
 def check(q, k, cos, sin, rotary_dim) -> None:
     """Refuses what no implementation of RoPE can take."""
+    check_arrays("rope", q=q, k=k, cos=cos, sin=sin)
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"rope: {name} is {x.dtype}; it must be floating point")

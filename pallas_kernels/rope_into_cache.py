@@ -22,6 +22,7 @@ from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Rotary, check_heads, turn_and_write
 from pallas_kernels.device import ACCESS_BYTES, Device
 from pallas_kernels.head_places import HeadPlaces
+from pallas_kernels.options import check_flags
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 ITEMSIZE = 2
@@ -42,6 +43,7 @@ def rope_into_cache(
     (unless `interpret`), or for what `why_not` says.
     """
     check_heads(heads, rotary, cache, who="rope_into_cache")
+    check_flags("rope_into_cache", interpret=interpret)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if (reason := why_not(heads, rotary, cache, device=device)) is not None:
         raise NotImplementedError(f"rope_into_cache: cannot run this call: {reason}")

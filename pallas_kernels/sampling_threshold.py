@@ -32,6 +32,7 @@ from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.cluster import meet_blocks
 from pallas_kernels.device import ACCESS_BYTES, MAX_BOX, SHARED_BYTES, THREADS, Device
+from pallas_kernels.options import check_flags
 from pallas_kernels.varying import alike
 
 LOWEST = -(2**31)
@@ -59,6 +60,7 @@ def sampling_threshold(
     (unless `interpret`), or for what `why_not` says.
     """
     check(keys, ratio, top_k, top_p)
+    check_flags("sampling_threshold", interpret=interpret)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if (reason := why_not(keys, ratio, top_k, top_p, device=device)) is not None:
         raise NotImplementedError(f"sampling_threshold: cannot run this call: {reason}")

@@ -24,12 +24,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import device as device_lib
 from pallas_kernels import softmax_kernel, softmax_lanes, tuned
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, THREADS, WARPS, Device
+from pallas_kernels.options import check_arrays, check_flags, check_options, check_scale
 from pallas_kernels.rows import MARGIN_BYTES
 from pallas_kernels.softmax_tiles import (
     KEPT,
@@ -44,6 +44,7 @@ from pallas_kernels.softmax_tiles import (
     share,
     share_bytes,
 )
+from pallas_kernels.whole_number import is_whole
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 LONGEST_BYTES = MAX_CLUSTER * (ROOM // 2 // 2048 * 2048)  # a row, for y and d_y are there at once
@@ -76,6 +77,7 @@ def scale_softmax(
     multiple of 16 bytes or longer than LONGEST_BYTES, or a mask over rows of fewer than 16 numbers.
     """
     check(x, scale, mask, causal, axis)
+    check_options("scale_softmax", config, Config, interpret=interpret)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     kwargs = {"scale": scale, "mask": mask, "causal": causal, "axis": axis}
     reason = why_not(x, **kwargs, device=device)
@@ -321,8 +323,12 @@ def _static(groups, apart, queries, scale, config, device, interpret) -> tuple[S
 
 def check(x, scale, mask, causal, axis) -> None:
     """Refuses what no implementation of scale-softmax can take."""
+    check_arrays("scale_softmax", x=x, mask=mask)
+    check_flags("scale_softmax", causal=causal)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"scale_softmax: x is {x.dtype}; it must be floating point")
+    if not is_whole(axis):
+        raise ValueError(f"scale_softmax: axis must be an integer, got {axis!r:.60}")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"scale_softmax: axis {axis} is out of range for x {x.shape}")
     if causal and (x.ndim < 2 or axis not in (-1, x.ndim - 1)):
@@ -340,16 +346,6 @@ def check(x, scale, mask, causal, axis) -> None:
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
     if mask.ndim > x.ndim or any(m not in (1, n) for m, n in sizes):
         raise ValueError(f"scale_softmax: mask {mask.shape} does not broadcast to x {x.shape}")
-
-
-def check_scale(name: str, scale: Any) -> None:
-    """Refuses what is no number; `name` is who speaks."""
-    if not hasattr(scale, "dtype") and not issubclass(type(scale), Real):
-        raise ValueError(f"{name}: scale must be a number, got {scale!r:.60}")
-    if jnp.shape(scale) != ():
-        raise ValueError(f"{name}: scale has shape {jnp.shape(scale)}; it must be a number")
-    if not isinstance(scale, Tracer) and math.isnan(scale):
-        raise ValueError(f"{name}: scale is NaN")
 
 
 def _is_short(x) -> bool:

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import _compat, rows, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.device import MAX_BOX, Device
+from pallas_kernels.options import check_arrays, check_flags, check_options
 from pallas_kernels.rows import Config
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -66,6 +67,7 @@ def geglu(
     `approximate` (Gemma, and what jax.nn.gelu does) takes the formula with tanh, else that with
     erf.
     """
+    check_flags("geglu", approximate=approximate)
     return _glu("geglu", "gelu_tanh" if approximate else "gelu", gate, up, config, interpret)
 
 
@@ -200,6 +202,7 @@ class _Static:
 
 def check(name, gate, up) -> None:
     """Refuses what no implementation of a gate can take; `name` is who speaks."""
+    check_arrays(name, gate=gate, up=up)
     for what, array in (("gate", gate), ("up", up)):
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name}: {what} is {array.dtype}; it must be floating point")
@@ -217,6 +220,7 @@ def check(name, gate, up) -> None:
 
 def _glu(name, activation, gate, up, config, interpret):
     check(name, gate, up)
+    check_options(name, config, Config, interpret=interpret)
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(gate, up, device=device)
     if reason is not None:

@@ -22,6 +22,7 @@ from pallas_kernels import device as device_lib
 from pallas_kernels import ternary_matmul_kernel as kernel
 from pallas_kernels import tuned
 from pallas_kernels.device import SHARED_BYTES, Device
+from pallas_kernels.options import check_dtype, check_number, check_options
 from pallas_kernels.packed import Packed
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.ternary_matmul_kernel import Config
@@ -71,6 +72,7 @@ def ternary_matmul(
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
+    check_dtype("ternary_matmul", "out_dtype", out_dtype)
     out = jnp.dtype(out_dtype)
     _check(xq, packed, bias, epilogue, residual, out)
     if xq.dtype != jnp.int8:
@@ -107,6 +109,7 @@ def ternary_linear(
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"ternary_linear: x is {x.dtype}; it must be floating point")
+    check_dtype("ternary_linear", "out_dtype", out_dtype)
     out = jnp.dtype(out_dtype or x.dtype)
     _check(x, packed, bias, epilogue, residual, out)
     if norm is not None:
@@ -114,6 +117,7 @@ def ternary_linear(
             raise ValueError(
                 f"ternary_linear: norm {list(norm.shape)} is not [I] = [{x.shape[-1]}]"
             )
+        check_number("ternary_linear", "eps", eps, positive=True)
         norm = norm.astype(x.dtype)
     static = _static(x, packed, epilogue, out, config, interpret)
     static = dataclasses.replace(static, eps=eps if norm is not None else 0.0)
@@ -132,6 +136,7 @@ def in_kernel(x) -> bool:
 def _static(x, packed: Packed, epilogue, out: jnp.dtype, config, interpret: bool) -> kernel.Static:
     m, (n, k) = math.prod(x.shape[:-1]), packed.shape
     form: Any = {"halves": 1 if epilogue is None else 2, "floats": in_kernel(x)}
+    check_options("ternary_matmul", config, Config, interpret=interpret)
     if config is not None and (problem := kernel.problem(config, m, n, k, **form)):
         raise ValueError(f"ternary_matmul: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()

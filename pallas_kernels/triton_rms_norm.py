@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import _triton_call, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.device import Device
+from pallas_kernels.options import check_options
 from pallas_kernels.rms_norm import check
 
 MAX_BYTES = 32768  # a row of the backward pass fits the registers of 16 warps
@@ -53,7 +54,8 @@ def rms_norm(
     Raises: ValueError as there. NotImplementedError without jax-triton or an NVIDIA GPU of compute
     capability 8.0, for another dtype than bfloat16, float16 and float32, or too wide a row.
     """
-    check(x, weight, eps, residual)
+    check(x, weight, eps, residual, zero_centered)
+    check_options("rms_norm", config, Config)
     device = device_lib.current()
     kwargs = {"eps": eps, "residual": residual, "zero_centered": zero_centered}
     reason = why_not(x, weight, **kwargs, device=device)

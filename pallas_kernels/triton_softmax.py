@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels import _triton_call, tuned
 from pallas_kernels import device as device_lib
 from pallas_kernels.device import Device
+from pallas_kernels.options import check_options
 from pallas_kernels.softmax import check, scale_gradient
 
 MAX_WIDTH = 2**30  # columns are counted in 32 bits, those of a block past the end too
@@ -58,6 +59,7 @@ def scale_softmax(
     capability 8.0, or for another dtype than bfloat16, float16 and float32.
     """
     check(x, scale, mask, causal, axis)
+    check_options("scale_softmax", config, Config)
     device = device_lib.current()
     kwargs = {"scale": scale, "mask": mask, "causal": causal, "axis": axis}
     reason = why_not(x, **kwargs, device=device)

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "pallas_kernels.over_rows": "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows",
     "pallas_kernels.rms_norm": (
         "pallas_kernels.device pallas_kernels.norm_lanes pallas_kernels.norm_lanes_backward "
-        "pallas_kernels.over_rows pallas_kernels.rows pallas_kernels.tuned"
+        "pallas_kernels.options pallas_kernels.over_rows pallas_kernels.rows pallas_kernels.tuned"
     ),
     "pallas_kernels.norm_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
@@ -43,22 +43,23 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.layer_norm": (
         "pallas_kernels.device pallas_kernels.norm_lanes pallas_kernels.norm_lanes_backward "
-        "pallas_kernels.over_rows pallas_kernels.rows pallas_kernels.tuned"
+        "pallas_kernels.options pallas_kernels.over_rows pallas_kernels.rows pallas_kernels.tuned"
     ),
     "pallas_kernels.swiglu": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows pallas_kernels.tuned"
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.options pallas_kernels.rows "
+        "pallas_kernels.tuned"
     ),
     "pallas_kernels._triton_kernels": "",
     "pallas_kernels._triton_call": (
         "pallas_kernels._triton_kernels pallas_kernels.device pallas_kernels.tuned"
     ),
     "pallas_kernels.triton_rms_norm": (
-        "pallas_kernels._triton_call pallas_kernels.device pallas_kernels.rms_norm "
-        "pallas_kernels.tuned"
+        "pallas_kernels._triton_call pallas_kernels.device pallas_kernels.options "
+        "pallas_kernels.rms_norm pallas_kernels.tuned"
     ),
     "pallas_kernels.triton_softmax": (
-        "pallas_kernels._triton_call pallas_kernels.device pallas_kernels.softmax "
-        "pallas_kernels.tuned"
+        "pallas_kernels._triton_call pallas_kernels.device pallas_kernels.options "
+        "pallas_kernels.softmax pallas_kernels.tuned"
     ),
     "pallas_kernels.wgmma_tiles": "",
     "pallas_kernels.matmul_finish": "",
@@ -80,8 +81,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.matmul": (
         "pallas_kernels.device pallas_kernels.matmul_backward pallas_kernels.matmul_config "
-        "pallas_kernels.matmul_few_rows pallas_kernels.matmul_finish "
-        "pallas_kernels.matmul_kernel pallas_kernels.tuned pallas_kernels.wgmma_tiles"
+        "pallas_kernels.matmul_few_rows pallas_kernels.matmul_finish pallas_kernels.matmul_kernel "
+        "pallas_kernels.options pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_unpack": "pallas_kernels.lane_code pallas_kernels.packed",
     "pallas_kernels.quantized_matmul_config": (
@@ -138,9 +139,9 @@ MAY_IMPORT = {
     "pallas_kernels.between_attentions": (
         "pallas_kernels._compat pallas_kernels.around_product "
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_kernel "
-        "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_matmul "
-        "pallas_kernels.quantized_matmul_check pallas_kernels.quantized_matmul_config "
-        "pallas_kernels.ternary_matmul"
+        "pallas_kernels.device pallas_kernels.options pallas_kernels.packed "
+        "pallas_kernels.quantized_matmul pallas_kernels.quantized_matmul_check "
+        "pallas_kernels.quantized_matmul_config pallas_kernels.ternary_matmul"
     ),
     "pallas_kernels.decode_layers_config": (
         "pallas_kernels.between_attentions_config pallas_kernels.device "
@@ -165,8 +166,8 @@ MAY_IMPORT = {
         "pallas_kernels.around_product pallas_kernels.attention_reference "
         "pallas_kernels.between_attentions pallas_kernels.between_attentions_config "
         "pallas_kernels.decode_attention pallas_kernels.decode_layers_config "
-        "pallas_kernels.decode_layers_kernel pallas_kernels.device pallas_kernels.packed "
-        "pallas_kernels.quantized_matmul pallas_kernels.ternary_matmul"
+        "pallas_kernels.decode_layers_kernel pallas_kernels.device pallas_kernels.options "
+        "pallas_kernels.packed pallas_kernels.quantized_matmul pallas_kernels.ternary_matmul"
     ),
     "pallas_kernels.quantized_matmul_kernel": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
@@ -187,15 +188,17 @@ MAY_IMPORT = {
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_tiles_config "
         "pallas_kernels.quantized_unpack pallas_kernels.ring pallas_kernels.wgmma_tiles"
     ),
-    "pallas_kernels.quantized_matmul_check": "pallas_kernels.around_product pallas_kernels.packed",
+    "pallas_kernels.quantized_matmul_check": (
+        "pallas_kernels.around_product pallas_kernels.options pallas_kernels.packed"
+    ),
     "pallas_kernels.quantized_matmul": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
-        "pallas_kernels.matmul_finish "
-        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.quantized_matmul_check "
-        "pallas_kernels.quantized_matmul_config "
-        "pallas_kernels.quantized_matmul_kernel pallas_kernels.quantized_matmul_tiles "
-        "pallas_kernels.quantized_tiles_config pallas_kernels.quantized_unpack "
-        "pallas_kernels.rms_norm pallas_kernels.ternary_matmul pallas_kernels.tuned"
+        "pallas_kernels.matmul_finish pallas_kernels.options pallas_kernels.packed "
+        "pallas_kernels.quantize pallas_kernels.quantized_matmul_check "
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_matmul_kernel "
+        "pallas_kernels.quantized_matmul_tiles pallas_kernels.quantized_tiles_config "
+        "pallas_kernels.quantized_unpack pallas_kernels.rms_norm pallas_kernels.ternary_matmul "
+        "pallas_kernels.tuned"
     ),
     "pallas_kernels.lane_code": "pallas_kernels.device",
     "pallas_kernels.lane_arithmetic": "pallas_kernels.device pallas_kernels.lane_code",
@@ -208,8 +211,9 @@ MAY_IMPORT = {
         "pallas_kernels.packed pallas_kernels.ternary_finish pallas_kernels.ternary_rows"
     ),
     "pallas_kernels.ternary_matmul": (
-        "pallas_kernels.device pallas_kernels.packed pallas_kernels.rms_norm "
-        "pallas_kernels.ternary_matmul_kernel pallas_kernels.ternary_rows pallas_kernels.tuned"
+        "pallas_kernels.device pallas_kernels.options pallas_kernels.packed "
+        "pallas_kernels.rms_norm pallas_kernels.ternary_matmul_kernel pallas_kernels.ternary_rows "
+        "pallas_kernels.tuned"
     ),
     "pallas_kernels.embedding_sums_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.embedding_lanes "
@@ -225,17 +229,20 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.embedding": (
         "pallas_kernels.device pallas_kernels.embedding_backward pallas_kernels.embedding_lanes "
-        "pallas_kernels.tuned"
+        "pallas_kernels.options pallas_kernels.tuned"
     ),
     "pallas_kernels.embedding_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_arithmetic "
         "pallas_kernels.lane_code"
     ),
     "pallas_kernels.packed": "",
+    "pallas_kernels.options": "",
     "pallas_kernels.whole_number": "",
-    "pallas_kernels.quantize": "pallas_kernels.packed pallas_kernels.whole_number",
+    "pallas_kernels.quantize": (
+        "pallas_kernels.options pallas_kernels.packed pallas_kernels.whole_number"
+    ),
     "pallas_kernels.attention_reference": (
-        "pallas_kernels.matmul_finish pallas_kernels.whole_number"
+        "pallas_kernels.matmul_finish pallas_kernels.options pallas_kernels.whole_number"
     ),
     "pallas_kernels.soft_cap": "pallas_kernels.attention_reference pallas_kernels.lane_code",
     "pallas_kernels.attention_fp8": "pallas_kernels.attention_reference",
@@ -270,9 +277,9 @@ MAY_IMPORT = {
     "pallas_kernels.flash_attention": (
         "pallas_kernels.attention_fp8 pallas_kernels.attention_reference pallas_kernels.device "
         "pallas_kernels.flash_attention_backward pallas_kernels.flash_attention_forward "
-        "pallas_kernels.flash_attention_fp8 "
-        "pallas_kernels.flash_attention_plan pallas_kernels.flash_attention_tiles "
-        "pallas_kernels.soft_cap pallas_kernels.tuned pallas_kernels.wgmma_tiles"
+        "pallas_kernels.flash_attention_fp8 pallas_kernels.flash_attention_plan "
+        "pallas_kernels.flash_attention_tiles pallas_kernels.options pallas_kernels.soft_cap "
+        "pallas_kernels.tuned pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.decode_attention_bytes": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
     "pallas_kernels.decode_attention_parts": (
@@ -291,20 +298,21 @@ MAY_IMPORT = {
     "pallas_kernels.decode_attention": (
         "pallas_kernels._compat pallas_kernels.attention_reference "
         "pallas_kernels.decode_attention_config pallas_kernels.decode_attention_kernel "
-        "pallas_kernels.decode_attention_parts pallas_kernels.device pallas_kernels.soft_cap "
-        "pallas_kernels.tuned pallas_kernels.whole_number"
+        "pallas_kernels.decode_attention_parts pallas_kernels.device pallas_kernels.options "
+        "pallas_kernels.soft_cap pallas_kernels.tuned pallas_kernels.whole_number"
     ),
     "pallas_kernels.cross_entropy_kernel": (
         "pallas_kernels._compat pallas_kernels.ring pallas_kernels.soft_cap "
         "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.cast_transpose": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code"
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
+        "pallas_kernels.options"
     ),
     "pallas_kernels.cross_entropy": (
         "pallas_kernels._compat pallas_kernels.cross_entropy_kernel pallas_kernels.device "
-        "pallas_kernels.packed pallas_kernels.quantize pallas_kernels.soft_cap "
-        "pallas_kernels.whole_number"
+        "pallas_kernels.options pallas_kernels.packed pallas_kernels.quantize "
+        "pallas_kernels.soft_cap pallas_kernels.whole_number"
     ),
     "pallas_kernels.rope_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
@@ -313,7 +321,10 @@ MAY_IMPORT = {
     "pallas_kernels.rope_kernel": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rope_lanes"
     ),
-    "pallas_kernels.rope": "pallas_kernels.device pallas_kernels.rope_kernel pallas_kernels.tuned",
+    "pallas_kernels.rope": (
+        "pallas_kernels.device pallas_kernels.options pallas_kernels.rope_kernel "
+        "pallas_kernels.tuned"
+    ),
     "pallas_kernels.around_product": "pallas_kernels.rope",
     "pallas_kernels.head_places": "",
     "pallas_kernels.gemv_kernel": (
@@ -321,16 +332,17 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.gemv": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
-        "pallas_kernels.gemv_kernel pallas_kernels.matmul_finish pallas_kernels.rms_norm "
-        "pallas_kernels.tuned"
+        "pallas_kernels.gemv_kernel pallas_kernels.matmul_finish pallas_kernels.options "
+        "pallas_kernels.rms_norm pallas_kernels.tuned"
     ),
     "pallas_kernels.rope_into_cache": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
-        "pallas_kernels.head_places"
+        "pallas_kernels.head_places pallas_kernels.options"
     ),
     "pallas_kernels.cluster": "",
     "pallas_kernels.sampling_threshold": (
-        "pallas_kernels._compat pallas_kernels.cluster pallas_kernels.device pallas_kernels.varying"
+        "pallas_kernels._compat pallas_kernels.cluster pallas_kernels.device "
+        "pallas_kernels.options pallas_kernels.varying"
     ),
     "pallas_kernels.softmax_tiles": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.rows"
@@ -344,8 +356,9 @@ MAY_IMPORT = {
         "pallas_kernels.lane_code"
     ),
     "pallas_kernels.softmax": (
-        "pallas_kernels.device pallas_kernels.rows pallas_kernels.softmax_kernel "
-        "pallas_kernels.softmax_lanes pallas_kernels.softmax_tiles pallas_kernels.tuned"
+        "pallas_kernels.device pallas_kernels.options pallas_kernels.rows "
+        "pallas_kernels.softmax_kernel pallas_kernels.softmax_lanes pallas_kernels.softmax_tiles "
+        "pallas_kernels.tuned pallas_kernels.whole_number"
     ),
     "pallas_kernels.measure": "",
     "pallas_kernels.tuned": "pallas_kernels.device",

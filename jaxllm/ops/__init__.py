@@ -109,7 +109,7 @@ def why_not(op: str, *args: Any, **kwargs: Any) -> str | None:
 
 def _call(name: str, op: str, args: Any, kwargs: Any) -> tuple[Table, Any, dict[str, Any]]:
     """The table of the op, and what it is called with, defaults included."""
-    if op not in OPS:
+    if op not in tuple(OPS):  # a list has no hash
         raise ValueError(f"{name}: no op is named {op!r}; there are {', '.join(OPS)}")
     function, table = OPS[op]
     try:

@@ -21,6 +21,7 @@ from pallas_kernels.decode_attention import why_not as why_not_decode
 from pallas_kernels.device import why_not_interpreted
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention import why_not as why_not_flash
+from pallas_kernels.options import check_arrays, check_flags
 
 CODES = (jnp.int8, FP8)
 
@@ -79,13 +80,14 @@ def attention(
     }
     keys: Any = (k, v)
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    check_arrays("attention", q=q, k=k, v=v)
+    check_flags("attention", return_weights=return_weights)
     coded = q.dtype != FP8 and not (k_scale is None and v_scale is None)
     if coded:
         _check_codes(k, v, k_scale, v_scale)
         keys = _like_numbers(q, k, v, k_scale)
-    reference.check("attention", q, *keys, **masks, softcap=softcap, sinks=sinks)
-    if scale is not None:
-        softmax_kernels.check_scale("attention", scale)
+    numbers = {"scale": scale, "softcap": softcap}
+    reference.check("attention", q, *keys, causal=causal, **masks, **numbers, sinks=sinks)
     own = {"q_scale": q_scale, "k_scale": None, "v_scale": None} if coded else scales
     attention_fp8.check_scales("attention", q, *keys, **own)
     if kv_lengths is not None and q.shape[1] == 1:

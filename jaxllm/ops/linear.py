@@ -25,6 +25,7 @@ from pallas_kernels.embedding import why_not as why_not_embedding
 from pallas_kernels.matmul import matmul as matmul_kernel
 from pallas_kernels.matmul import why_not as why_not_matmul
 from pallas_kernels.matmul_finish import precision
+from pallas_kernels.options import check_arrays, check_dtype
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize, take_rows
 from pallas_kernels.quantized_matmul import FEW_ROWS, quantized_matmul
@@ -54,9 +55,11 @@ def linear(
     by. Where it is ternary, x becomes int8 a token (BitNet b1.58), and the gradient is that of x at
     the ternary weight.
     Raises: ValueError for an x that is no float or has no axis, a weight whose inputs are not x's
-    width, a packed one whose parts do not fit each other, or a bias that is not one number an
-    output.
+    width, a packed one whose parts do not fit each other, a bias that is not one number an output,
+    or an `out_dtype` that is no dtype.
     """
+    check_arrays("linear", x=x, bias=bias)
+    check_dtype("linear", "out_dtype", out_dtype)
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"linear: x must be floats [.., I], got {x.dtype}{list(x.shape)}")
     if isinstance(weight, Packed) and (reason := weight.problem()) is not None:

@@ -21,6 +21,7 @@ from pallas_kernels.cross_entropy import linear_cross_entropy as linear_cross_en
 from pallas_kernels.cross_entropy import why_not as why_not_kernel
 from pallas_kernels.cross_entropy_kernel import TILE_M
 from pallas_kernels.matmul_finish import precision
+from pallas_kernels.options import check_arrays
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
 from pallas_kernels.varying import alike
@@ -92,6 +93,7 @@ def target_log_probs(
     op: str, logits: Float[Array, "*B V"], targets: Integer[Array, "*B"], ignore_index: int
 ) -> tuple[Float[Array, "*B"], Bool[Array, "*B"]]:
     """`ops.log_probs`, and which targets count; what it refuses, in the name of `op`."""
+    check_arrays(op, logits=logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating) or logits.ndim < 1:
         raise ValueError(
             f"{op}: logits must be floats [.., V], got {logits.dtype}{list(logits.shape)}"

@@ -47,7 +47,7 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, arXiv:1910.07467; rounding points of Hugging Face's Llama and
     Gemma.
     """
-    check_rms_norm(x, weight, eps, residual)
+    check_rms_norm(x, weight, eps, residual, zero_centered)
     kwargs = {"eps": eps, "residual": residual, "zero_centered": zero_centered}
     return select("rms_norm", RMS_NORM, implementation, x, weight, **kwargs)(x, weight, **kwargs)
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.ops.linear import add_bias
 from pallas_kernels.matmul_finish import precision
+from pallas_kernels.options import check_arrays, check_dtype
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
 from pallas_kernels.varying import alike
@@ -32,9 +33,11 @@ def bit_linear(
     Dtypes: x, weight and bias of any float; x is int8 and the weight ternary by float32 arithmetic,
     sums are int32, and the result has `out_dtype`, x's if None. A gradient has the dtype of what it
     is of; its products are made in x's.
-    Raises: ValueError if shapes or dtypes disagree, or a weight that is not traced has a NaN or an
-    infinity; a traced one makes the result NaN.
+    Raises: ValueError if shapes or dtypes disagree, I does not divide by four, or a weight that is
+    not traced has a NaN or an infinity; a traced one makes the result NaN.
     """
+    check_arrays("bit_linear", x=x, weight=weight, bias=bias)
+    check_dtype("bit_linear", "out_dtype", out_dtype)
     for name, array in (("x", x), ("weight", weight), ("bias", bias)):
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"bit_linear: {name} is {array.dtype}; it must be floating point")
@@ -42,6 +45,11 @@ def bit_linear(
         raise ValueError(
             f"bit_linear: x {list(x.shape)} and the weight {list(weight.shape)} must be [.., I] "
             "and [O, I], neither I nor O 0"
+        )
+    if weight.shape[1] % 4:
+        raise ValueError(
+            f"bit_linear: four ternary inputs share a byte, and I = {weight.shape[1]} does not "
+            "divide by four"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bit_linear: bias {list(bias.shape)} is not [O] = [{weight.shape[0]}]")

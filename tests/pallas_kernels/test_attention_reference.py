@@ -114,7 +114,10 @@ def test_a_mask_is_made_where_one_is_needed():
 def test_shapes_suffice_for_the_check():
     q, k = (jax.ShapeDtypeStruct((B, n, N, H), jnp.bfloat16) for n in (T, S))
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
-    nothing = dict.fromkeys(("window", "softcap", "q_segment_ids", "kv_segment_ids", "sinks"))
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("window", "softcap", "q_segment_ids", "kv_segment_ids", "sinks")
+    )
+    nothing |= {"causal": True, "scale": None}
     check("attention", q, k, k, **nothing, kv_lengths=lengths)
     lengths = jax.ShapeDtypeStruct((3,), jnp.int32)
     with pytest.raises(ValueError, match=r"^mine: kv_lengths has shape \(3,\), not \(2,\)$"):

@@ -283,7 +283,7 @@ HIDDEN, HEAD, IDS = shape(3, 64), shape(32, 64), shape(3, dtype=jnp.int32)
         (
             (HIDDEN, HEAD, IDS),
             {"softcap": 0.0},
-            "softcap must be positive and finite, or None, got",
+            "softcap must be positive and finite or None, got",
         ),
         ((HIDDEN, HEAD, IDS), {"z_loss": np.nan}, "z_loss must be a finite number, got nan"),
         (

@@ -91,6 +91,11 @@ def test_a_measured_config_that_does_not_fit_is_left(monkeypatch):
         (shapes(n=130, k=2), H200, "65 query heads share a key head; it takes 64 at most"),
         (shapes(s=0), H200, "nothing to attend to: q is [2, 1, 4, 64], the cache [2, 0, 2, 64]"),
         (
+            shapes(page_table=jax.ShapeDtypeStruct((2, 0), jnp.int32)),
+            H200,
+            "the cache [2, 128, 2, 64], the page table [2, 0]",
+        ),
+        (
             shapes(page_table=jax.ShapeDtypeStruct((2, 4), jnp.int32), s=24),
             H200,
             "pages of 24 keys are not of 16, 32, 64, 128 or 256",
@@ -155,9 +160,10 @@ def test_without_a_gpu_it_says_so():
         ({"window": 0}, "window must be a whole number, 1 at least, or None, got 0"),
         ({"softcap": -1.0}, "softcap must be positive and finite or None, got -1.0"),
         ({"sinks": np.zeros(3, np.float32)}, "sinks is float32[3]; it must be float32"),
-        ({"splits": 0}, "splits must be an integer of at least 1 or None, got 0"),
-        ({"splits": 1.5}, "splits must be an integer of at least 1 or None, got 1.5"),
-        ({"splits": True}, "splits must be an integer of at least 1 or None, got True"),
+        ({"splits": 0}, "splits must be an integer from 1 to 512 or None, got 0"),
+        ({"splits": 10**9}, "splits must be an integer from 1 to 512 or None, got 1000000000"),
+        ({"splits": 1.5}, "splits must be an integer from 1 to 512 or None, got 1.5"),
+        ({"splits": True}, "splits must be an integer from 1 to 512 or None, got True"),
         ({"page_table": np.zeros((3, 2), np.int32)}, "page_table has shape (3, 2), not [B, pages]"),
         ({"page_table": np.zeros((2, 2), np.float32)}, "page_table is float32; it must hold"),
         (

@@ -240,7 +240,7 @@ def test_it_says_why_it_cannot_run():
         ((3,), [0], {}, r"the table \[3\] is not \[V, D\]"),
         ((3, 32), [0.5], {}, "ids are float32; they must be integers"),
         ((3, 32), [0], {"dtype": jnp.int32}, "dtype is int32; it must be floating point"),
-        ((3, 32), [0], {"scale": float("nan")}, "scale must be a finite number, got nan"),
+        ((3, 32), [0], {"scale": float("nan")}, "scale must be a finite number or None, got nan"),
         ((3, 32), [0, 3], {}, "ids go from 0 to 3, but the table has rows 0 to 2"),
         ((3, 32), [-1, 2], {}, "ids go from -1 to 2, but the table has rows 0 to 2"),
         ((3, 32), [0], {"config": Config(0)}, "a thread takes 1 to 16 pieces"),

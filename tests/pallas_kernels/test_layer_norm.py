@@ -229,8 +229,8 @@ def test_it_says_why_it_cannot_run():
         ({0: jnp.ones((2, 0))}, EPS, r"x has shape \(2, 0\); its rows must hold numbers"),
         ({0: jnp.ones((2, 96), jnp.int32)}, EPS, "x is int32; it must be floating point"),
         ({2: jnp.ones(96, jnp.int32)}, EPS, "bias is int32; it must be floating point"),
-        ({}, 0.0, "eps must be greater than 0, got 0.0"),
-        ({}, float("nan"), "eps must be greater than 0, got nan"),
+        ({}, 0.0, "eps must be positive and finite, got 0.0"),
+        ({}, float("nan"), "eps must be positive and finite, got nan"),
     ],
 )
 @pytest.mark.own_errors

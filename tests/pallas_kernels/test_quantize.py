@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +176,8 @@ def through(values: np.ndarray, scheme: str, largest: float) -> np.ndarray:
     rows[:, 1] = values
     if scheme == "nvfp4":
         rows[:, 16:] = 6 * 448  # and with that 1 is the tensor's
-    packed = quantize(jnp.asarray(rows), scheme, mx_rule="ceil")
+    rule: dict[str, Any] = {} if scheme == "nvfp4" else {"mx_rule": "ceil"}
+    packed = quantize(jnp.asarray(rows), scheme, **rule)
     one = 1 if scheme == "nvfp4" else 127
     assert packed.scale is not None
     assert (np.asarray(packed.scale[0]).astype(np.float32) == one).all()
@@ -500,6 +501,8 @@ def test_default_group_sizes():
         ((2, 64), ("ternary", 32), {}, "ternary has one scale a weight, and no groups of 32"),
         ((2, 66), ("ternary",), {}, "ternary packs four inputs in a byte, and the 66 inputs do "),
         ((2, 64), ("int8",), {"zero_points": True}, "int8 has no zero points; int4 has"),
+        ((2, 64), ("int4",), {"zero_points": "no"}, "zero_points must be True or False, got 'no'"),
+        ((2, 64), ("int4",), {"mx_rule": "floor"}, "int4 has no rule for exponents; mxfp4 and mxf"),
         ((2, 64), ("mxfp4",), {"mx_rule": "up"}, "mx_rule is 'floor', 'even' or 'ceil'; got 'up'"),
     ],
 )

@@ -217,9 +217,9 @@ TERNARY = jax.eval_shape(lambda w: quantize(w, "ternary"), shape(64, 256))
         (
             X,
             {"norm": norm(255)},
-            r"norm's weight is \[255\] with eps 1e-05, not \[I\] =",
+            r"the norm's weight \[255\] is not \[I\] =",
         ),
-        (X, {"norm": norm(256, eps=0.0)}, r"norm's weight is \[256\] with eps 0.0, not"),
+        (X, {"norm": norm(256, eps=0.0)}, "the norm's eps must be positive and finite, got 0.0"),
         (X, {"norm": norm(256, dtype=jnp.int32)}, "the norm's weight is int32"),
         (X, {"epilogue": "relu"}, "no epilogue is named 'relu'; there are 'swiglu' and"),
     ],

@@ -206,8 +206,8 @@ def test_a_config_that_does_not_fit_says_so():
         ({"x": jnp.ones((5, 96), jnp.int32)}, "x is int32; it must be floating point"),
         ({"residual": jnp.ones((4, 96))}, r"the residual is float32\[4, 96\], not as x is"),
         ({"residual": jnp.ones((5, 96), jnp.bfloat16)}, "the residual is bfloat16"),
-        ({"eps": 0.0}, "eps must be greater than 0, got 0.0"),
-        ({"eps": float("nan")}, "eps must be greater than 0, got nan"),
+        ({"eps": 0.0}, "eps must be positive and finite, got 0.0"),
+        ({"eps": float("nan")}, "eps must be positive and finite, got nan"),
     ],
 )
 def test_what_the_caller_got_wrong(change, words):

@@ -89,7 +89,7 @@ def test_refuses_in_a_sentence():
     if jax.default_backend() != "gpu":
         with pytest.raises(NotImplementedError, match=sentence):
             rms_norm(x, weight, eps=1e-6)
-    with pytest.raises(ValueError, match="eps must be greater than 0, got 0"):
+    with pytest.raises(ValueError, match="eps must be positive and finite, got 0"):
         rms_norm(x, weight, eps=0)
 
 

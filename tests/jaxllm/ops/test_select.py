@@ -295,12 +295,48 @@ def test_a_kernel_says_what_it_does_not_take(op, shapes, kwargs, words):
 @pytest.mark.parametrize(
     ("op", "arguments", "kwargs", "words"),
     [
-        ("rms_norm", [(2, 64), (64,)], {"eps": 0.0}, "eps must be greater than 0, got 0.0"),
+        ("rms_norm", [(2, 64), (64,)], {"eps": 0.0}, "eps must be positive and finite, got 0.0"),
         ("rms_norm", [(2, 64), (63,)], {"eps": 1e-5}, r"the weight has shape \(63,\)"),
-        ("layer_norm", [(2, 64), (64,), (64,)], {"eps": -1.0}, "eps must be greater than 0"),
+        ("layer_norm", [(2, 64), (64,), (64,)], {"eps": -1.0}, "eps must be positive and finite"),
         ("glu", [(2, 64), (2, 63)], {"activation": "silu"}, "they must be alike and have rows"),
         ("rope", [(2, 8, 64)] * 4, {}, r"q \[2, 8, 64\] is \[B, T, N, H\]"),
         ("embedding", [(64,), (2,)], {}, r"the table \[64\] is not \[V, D\]"),
+        ("rms_norm", [(2, 64), (64,)], {"eps": None}, "rms_norm: eps must be positive and finite"),
+        ("layer_norm", [(2, 64), (64,), (64,)], {"eps": "a"}, "eps must be positive and .*got 'a'"),
+        ("rms_norm", [(2, 64), (64,)], {"eps": 1.0, "zero_centered": "no"}, "must be True or Fals"),
+        (
+            "attention",
+            [(1, 4, 2, 64)] * 3,
+            {"softcap": "a"},
+            "softcap must be positive and finite ",
+        ),
+        ("attention", [(1, 4, 2, 64)] * 3, {"causal": "no"}, "causal must be True or False, got"),
+        ("attention", [(1, 4, 2, 64)] * 3, {"return_weights": "no"}, "return_weights must be True"),
+        ("attention", [(1, 4, 2, 64)] * 3, {"kv_lengths": [3]}, "kv_lengths must be an array, got"),
+        ("attention", [(1, 4, 2, 0)] * 3, {}, r"q \(1, 4, 2, 0\) has heads of no numbers; H must"),
+        (
+            "linear",
+            [(2, 64), (8, 64)],
+            {"out_dtype": "foo"},
+            "out_dtype must be a dtype, got 'foo'",
+        ),
+        ("embedding", [(4, 64)], {"ids": [1, 2]}, r"ids must be an array, got \[1, 2\]"),
+        (
+            *("embedding", [(4, 64)], {"ids": np.asarray([1]), "scale": "a"}),
+            "embedding: scale must be a finite number or None, got 'a'",
+        ),
+        (
+            *("linear_cross_entropy", [(2, 64), (8, 64)], {"targets": [1, 2]}),
+            r"targets must be an array, got \[1, 2\]",
+        ),
+        *(
+            ("linear_cross_entropy", [(2, 64), (8, 64)], {"targets": np.ones(2, int), **z}, words)
+            for z, words in (
+                ({"z_loss": None}, "z_loss must be a finite number, got None"),
+                ({"z_loss": "a"}, "z_loss must be a finite number, got 'a'"),
+                ({"softcap": "a"}, "softcap must be positive and finite or None, got 'a'"),
+            )
+        ),
     ],
 )
 def test_who_runs_a_call_does_not_change_what_is_wrong_with_it(
@@ -309,6 +345,38 @@ def test_who_runs_a_call_does_not_change_what_is_wrong_with_it(
     arrays = [jnp.ones(shape, jnp.float32) for shape in arguments]
     with pytest.raises(ValueError, match=words):
         getattr(ops, op)(*arrays, **kwargs, implementation=implementation)
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize("implementation", ["xla", "auto", "pallas-interpret"])
+@pytest.mark.parametrize(
+    ("op", "shapes", "name"),
+    [
+        ("rms_norm", [(2, 64), (64,)], "eps"),
+        ("layer_norm", [(2, 64), (64,), (64,)], "eps"),
+        ("attention", [(1, 4, 2, 64)] * 3, "softcap"),
+        ("embedding", [(4, 64), (2,)], "scale"),
+        ("linear_cross_entropy", [(2, 64), (8, 64), (2,)], "softcap"),
+        ("linear_cross_entropy", [(2, 64), (8, 64), (2,)], "z_loss"),
+        ("linear_log_probs", [(2, 64), (8, 64), (2,)], "softcap"),
+    ],
+)
+def test_a_number_that_must_be_known_and_is_traced(op, shapes, name, implementation):
+    arrays = [jnp.ones(s, jnp.int32 if s == (2,) else jnp.bfloat16) for s in shapes]
+
+    def f(number):
+        return getattr(ops, op)(*arrays, **{name: number}, implementation=implementation)
+
+    with pytest.raises(ValueError, match=f"^{op}: {name} is traced; it must be a Python number"):
+        jax.eval_shape(f, 1.0)
+
+
+def test_an_op_that_has_no_hash():
+    op: Any = ["glu"]
+    with pytest.raises(
+        ValueError, match=r"^explain: no op is named \['glu'\]; there are attention"
+    ):
+        ops.explain(op)
 
 
 @pytest.mark.own_errors

@@ -91,6 +91,8 @@ def test_the_check_can_fail():
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"scale": float("nan")}, "scale is NaN"),
+    ({"axis": (0, 1)}, r"axis must be an integer, got \(0, 1\)"),
+    ({"axis": 1.0}, "axis must be an integer, got 1.0"),
     ({"axis": 2}, r"axis 2 is out of range for x \(4, 16\)"),
     ({"causal": True, "axis": 0}, "causal is over the last two axes"),
     ({"mask": jnp.ones((3, 16), bool)}, r"mask \(3, 16\) does not broadcast to x \(4, 16\)"),

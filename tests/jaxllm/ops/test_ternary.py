@@ -73,6 +73,12 @@ def test_what_does_not_fit_is_one_sentence():
         bit_linear(x[:, :32], w)
     with pytest.raises(ValueError, match=r"^bit_linear: x \[3, 0\] and .* neither I nor O 0"):
         bit_linear(x[:, :0], w[:, :0])
+    with pytest.raises(
+        ValueError, match="^bit_linear: four ternary inputs share a byte, and I = 6"
+    ):
+        bit_linear(x[:, :6], w[:, :6])
+    with pytest.raises(ValueError, match="^bit_linear: out_dtype must be a dtype, got 'foo'"):
+        bit_linear(x, w, out_dtype="foo")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="^bit_linear: x is int32; it must be floating point"):
         bit_linear(x.astype(jnp.int32), w)
     with pytest.raises(ValueError, match=r"^bit_linear: bias \[19\] is not \[O\] = \[20\]"):
