@@ -180,9 +180,9 @@ def compile_for(
     A function that is jitted already keeps its donations and static arguments. Arrays and
     ShapeDtypeStructs stand for their shape and dtype; whatever else is handed on as it is.
     xla_kernels: assemble XLA's own kernels too (about 0.1 s each; they are in `launches` anyway).
-    Raises: ValueError for an unknown target, or without an array among the arguments: they say
-    where it runs, what the function closes over does not. RuntimeError if `why_not` has a reason,
-    or if a kernel has left no code to look at.
+    Raises: ValueError for an unknown target, or without an array among the arguments that the
+    program takes: they say where it runs, what the function closes over does not. RuntimeError if
+    `why_not` has a reason, or if a kernel has left no code to look at.
     """
     if (reason := why_not()) is not None:
         raise RuntimeError(f"aot: cannot compile for a GPU: {reason}")
@@ -195,8 +195,8 @@ def compile_for(
         if xla_kernels:
             # In XLA_FLAGS it makes compilations for the CPU crash; here it is for this one alone.
             options["xla_dump_emitter_re"] = ".*"
-        lowered = _lowered(function, target, arguments, keywords)
-        compiled = lowered.compile(compiler_options={**options, **(compiler_options or {})})
+        options |= compiler_options or {}
+        compiled = _compiled(function, target, arguments, keywords, compiler_options=options)
         return _read(compiled, xla, mosaic)
 
 
@@ -205,32 +205,38 @@ def peak_bytes(
 ) -> int:
     """What `compile_for` has under this name; no kernel's code is written down or read for it.
 
-    Raises: as that, with `why_not(code=False)`.
+    Raises: ValueError as that; RuntimeError if `why_not(code=False)` has a reason.
     """
     if (reason := why_not(code=False)) is not None:
         raise RuntimeError(f"aot: cannot compile for a GPU: {reason}")
     with _one_at_a_time:
-        compiled = _lowered(function, target, arguments, keywords).compile()
+        compiled = _compiled(function, target, arguments, keywords)
     return compiled.memory_analysis().peak_memory_in_bytes
 
 
-def _lowered(
-    function: Callable[..., Any], target: str | Target, arguments: Any, keywords: Any
+def _compiled(
+    function: Callable[..., Any], target: str | Target, arguments: Any, keywords: Any, **how: Any
 ) -> Any:
     if not isinstance(target, Target):
         target = Target.named(target)
     arguments, keywords = jax.tree.map(
         functools.partial(_placed, sharding=_sharding(target)), (arguments, keywords)
     )
-    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((arguments, keywords))):
-        raise ValueError("aot: no argument is an array, which says for what to compile; give one")
-    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
+    jitted: Any = function if hasattr(function, "lower") else jax.jit(function, keep_unused=True)
     device = AbstractDevice(
         device_kind=target.device_kind, num_cores=target.num_sms, platform="gpu"
     )
     # Ops and kernels ask the abstract mesh which device they will run on.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        return jitted.lower(*arguments, **keywords)
+        lowered = jitted.lower(*arguments, **keywords)
+    compiled = lowered.compile(**how)
+    results = jax.tree.leaves(compiled.output_shardings)
+    if any(device.platform == "cpu" for sharding in results for device in sharding.device_set):
+        raise ValueError(
+            "aot: the program takes no argument that is an array, which says for what to compile; "
+            "give it one"
+        )
+    return compiled
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:

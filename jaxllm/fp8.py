@@ -30,7 +30,7 @@ from jaxllm import ops
 from jaxllm.layers import Linear
 from jaxllm.ops.linear import add_bias
 from jaxllm.quantize import KEEP, linears
-from pallas_kernels.varying import alike
+from pallas_kernels.varying import vary_alike
 
 FORWARD = jnp.float8_e4m3fn
 GRADIENT = jnp.float8_e5m2
@@ -52,7 +52,9 @@ class Fp8Linear(Linear):
     def __call__(self, x: Float[Array, "*B I"], *, out_dtype=None) -> Float[Array, "*B O"]:
         implementation = ops.name_for("cast_transpose", self.implementation)
         dtype = jnp.dtype(out_dtype or self.dtype)
-        y: Array = _product(dtype, implementation, *alike(x.astype(self.dtype), self.weight[...]))
+        y: Array = _product(
+            dtype, implementation, *vary_alike(x.astype(self.dtype), self.weight[...])
+        )
         return add_bias(y, None if self.bias is None else self.bias[...])
 
 

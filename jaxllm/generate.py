@@ -188,6 +188,8 @@ def warmup(
     steps of 8), and on the kind of sampling, not on its values; give the tokenizer and the options
     of the call to come. Each program runs once, on nothing; over several devices again, for caches
     that XLA has spread.
+    Raises: ValueError for what is no model, a length that leaves no position for a new token, and
+    as `generate`.
     """
     if not isinstance(model, Transformer):
         raise ValueError(f"warmup: model must be a Transformer, not {type(model).__name__}")
@@ -199,9 +201,9 @@ def warmup(
         raise ValueError(
             f"warmup: prompt_lengths must be a list of lengths or None, got {prompt_lengths!r}"
         )
+    room = max(1, model.config.max_position_embeddings - 1)  # a new token needs a position
     for length in prompt_lengths:
-        most = model.config.max_position_embeddings - 1  # a new token needs one
-        length = integer("a prompt's length", length, 1, most, who="warmup")
+        length = integer("a prompt's length", length, 1, room, who="warmup")
         Run(
             model,
             tokenizer,

@@ -429,8 +429,8 @@ def _float32(tree: Any) -> Any:
 def _computed(params: Params, dtype: str) -> Params:
     """Matrices of blocks in the dtype of the products they go into.
 
-    Those of embedding and head stay: the gradient of a row that many tokens share must be summed
-    in float32, and both are cast where they are used.
+    Those of embedding and head stay: both are cast where they are used, and the gradient of the
+    head is summed over chunks of tokens in float32.
     """
     return {
         name: x.astype(dtype) if name.startswith("layers.") and x.ndim > 1 else x

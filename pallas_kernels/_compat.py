@@ -83,6 +83,7 @@ def kernel(
 
     With `interpret` it runs in the interpreter, which looks for races. Whole numbers in a kernel
     have 32 bits, also where jax_enable_x64 is set.
+    Raises: NotImplementedError for arrays that vary over an axis of a `jax.shard_map`.
     """
     if not interpret:
         _ask_for_the_assembler_once()
@@ -107,7 +108,7 @@ def kernel(
     )
 
     def without_x64(*arguments):
-        if (reason := varying.why_not(arguments)) is not None:
+        if (reason := varying.why_no_kernel(arguments)) is not None:
             raise NotImplementedError(f"{name}: cannot run this call: {reason}")
         with jax.enable_x64(False):
             return run(*arguments)

@@ -7,6 +7,7 @@ gradient is the sum of rows by id (`embedding_backward`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -72,22 +73,24 @@ def embedding(
 
 def embedding_reference(table, ids, *, scale=None, dtype=None):
     """The mathematics in plain JAX."""
-    rows = _take(table, ids).astype(dtype or table.dtype)
+    rows = _take(jnp.dtype(dtype or table.dtype), table, ids)
     return rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
 
 
-@jax.custom_jvp
-def _take(table, ids):
-    return jnp.take(table, ids, axis=0, mode="clip")
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _take(dtype, table, ids):
+    return jnp.take(table, ids, axis=0, mode="clip").astype(dtype)
 
 
 @_take.defjvp
-def _take_jvp(arrays, tangents):
-    """The gradient adds up rows in float32: in bfloat16 a token's 257th would be lost."""
+def _take_jvp(dtype, arrays, tangents):
+    """The gradient adds up rows in float32, of a table in 16 bits in an array beside it: in
+    bfloat16 a token's 257th would be lost.
+    """
     table, ids = arrays
     wide = jnp.float32 if table.dtype.itemsize < 4 else table.dtype
     d_rows = jnp.take(tangents[0].astype(wide), ids, axis=0, mode="clip")
-    return _take(table, ids), d_rows.astype(table.dtype)
+    return _take(dtype, table, ids), d_rows.astype(dtype)
 
 
 def _check_ids(table, ids) -> None:

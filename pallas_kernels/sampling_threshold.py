@@ -33,7 +33,7 @@ from pallas_kernels import device as device_lib
 from pallas_kernels.cluster import meet_blocks
 from pallas_kernels.device import ACCESS_BYTES, MAX_BOX, SHARED_BYTES, THREADS, Device
 from pallas_kernels.options import check_flags
-from pallas_kernels.varying import alike
+from pallas_kernels.varying import vary_alike
 
 LOWEST = -(2**31)
 CLUSTER = 8  # what every Hopper GPU grants
@@ -70,7 +70,7 @@ def sampling_threshold(
 
 def sampling_threshold_reference(keys, ratio, top_k, top_p):
     """The mathematics in plain JAX; a search that no row needs is skipped at run time."""
-    keys, ratio, top_k, top_p = alike(keys, ratio, top_k, top_p)
+    keys, ratio, top_k, top_p = vary_alike(keys, ratio, top_k, top_p)
     counted = (top_k > 0) & (top_k < keys.shape[1])
     weighed = top_p < 1
 
@@ -100,7 +100,7 @@ def _threshold(keys, weights, wanted):
 
 
 def _lowest(keys):
-    return alike(jnp.full(keys.shape[:1], LOWEST, jnp.int32), keys)[0]
+    return vary_alike(jnp.full(keys.shape[:1], LOWEST, jnp.int32), keys)[0]
 
 
 def _mass_threshold(keys, ratio, top_p):

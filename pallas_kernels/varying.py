@@ -14,7 +14,7 @@ def varying_axes(*trees: Any) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
-def alike(*trees: Any) -> tuple[Any, ...]:
+def vary_alike(*trees: Any) -> tuple[Any, ...]:
     """The arrays, each marked as varying over the axes over which one of them varies.
 
     So have a custom gradient and what a loop carries one type. The gradient of an array that was
@@ -29,7 +29,7 @@ def alike(*trees: Any) -> tuple[Any, ...]:
     return jax.tree.map(mark, trees) if axes else trees
 
 
-def why_not(*trees: Any) -> str | None:
+def why_no_kernel(*trees: Any) -> str | None:
     """What keeps a kernel from these arrays: it cannot say over which axes its results vary."""
     if not (axes := varying_axes(trees)):
         return None

@@ -53,7 +53,7 @@ Table = Mapping[str, Implementation]
 
 def unless_varying(why_not: Callable[..., str | None]) -> Callable[..., str | None]:
     """That of a kernel, also asked whether a `jax.shard_map` around it would check its results."""
-    return lambda *args, **kwargs: varying.why_not(args, kwargs) or why_not(*args, **kwargs)
+    return lambda *args, **kwargs: varying.why_no_kernel(args, kwargs) or why_not(*args, **kwargs)
 
 
 def pallas(

@@ -32,7 +32,7 @@ from pallas_kernels.quantized_matmul import FEW_ROWS, quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.quantized_matmul_check import OUT_DTYPES
 from pallas_kernels.ternary_matmul import quantize_rows, scaled_sums, ternary_sums
-from pallas_kernels.varying import alike
+from pallas_kernels.varying import vary_alike
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 SEVERAL_ROWS = WGMMA_ROWS  # of x, at most, that "auto" has the kernel multiply by a plain weight
@@ -81,7 +81,7 @@ def linear(
 def _linear_xla(x, weight, bias, *, out_dtype):
     if isinstance(weight, Packed):
         dtype = jnp.dtype(out_dtype or x.dtype)
-        return _packed_linear(_packed_xla, dtype, *alike(x, weight, bias))
+        return _packed_linear(_packed_xla, dtype, *vary_alike(x, weight, bias))
     y = jax.lax.dot_general(
         x,
         weight.astype(x.dtype),

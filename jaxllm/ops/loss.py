@@ -24,7 +24,7 @@ from pallas_kernels.matmul_finish import precision
 from pallas_kernels.options import check_arrays
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
-from pallas_kernels.varying import alike
+from pallas_kernels.varying import vary_alike
 
 # Logits that are in memory at one time: 512 MiB in float32. Fewer would make the head's gradient,
 # float32 [V, D], be read and written too often: at 1024 tokens a chunk that takes as long as the
@@ -160,7 +160,7 @@ class _Static:
 def _xla(hidden, head, targets, *, ignore_index, softcap, z_loss, chunk):
     cap = None if softcap is None else float(softcap)
     static = _Static(ignore_index, cap, float(z_loss), chunk)
-    return _loss(static, *alike(hidden, head, as_int32(targets)))
+    return _loss(static, *vary_alike(hidden, head, as_int32(targets)))
 
 
 def _chunks(static: _Static, hidden, head, targets):
@@ -220,11 +220,6 @@ def _gradients(static: _Static, hidden, head, targets, saved, want_hidden, want_
     return d_hidden, d_head
 
 
-def _zero(like):
-    """A float32 zero that varies over devices as `like` does."""
-    return jnp.sum(like[:0], dtype=jnp.float32)
-
-
 def _count(static: _Static, targets):
     return jnp.sum(targets != static.ignore_index, dtype=jnp.int32)
 
@@ -235,7 +230,7 @@ def _primal(static: _Static, hidden, head, targets):
     def add(total, chunk):
         return total + _losses(static, chunk[0], cast, chunk[1])[0], None
 
-    total, _ = jax.lax.scan(add, _zero(head), chunked)
+    total, _ = jax.lax.scan(add, vary_alike(jnp.zeros(()), head)[0], chunked)
     return total, _count(static, targets)
 
 
@@ -253,8 +248,9 @@ def _forward(static: _Static, hidden, head, targets):
         d_head = None if d_head is None else d_head + more
         return (total + loss, d_head), None if d_hidden is None else d_hidden.astype(kept)
 
-    start = jnp.broadcast_to(_zero(head), head.shape) if wants[1] else None
-    (total, d_head), d_hidden = jax.lax.scan(add, (_zero(head), start), chunked)
+    zero = vary_alike(jnp.zeros(()), head)[0]
+    start = jnp.broadcast_to(zero, head.shape) if wants[1] else None
+    (total, d_head), d_hidden = jax.lax.scan(add, (zero, start), chunked)
     if d_hidden is not None:
         tokens = math.prod(hidden.shape[:-1])
         d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[:tokens].reshape(hidden.shape)

@@ -18,7 +18,7 @@ from pallas_kernels.matmul_finish import precision
 from pallas_kernels.options import check_arrays, check_dtype
 from pallas_kernels.quantize import dequantize, quantize
 from pallas_kernels.ternary_matmul import quantize_rows, ternary_matmul_reference
-from pallas_kernels.varying import alike
+from pallas_kernels.varying import vary_alike
 
 
 def bit_linear(
@@ -53,7 +53,7 @@ def bit_linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bit_linear: bias {list(bias.shape)} is not [O] = [{weight.shape[0]}]")
-    y: Array = _bit_product(jnp.dtype(out_dtype or x.dtype), *alike(x, weight))
+    y: Array = _bit_product(jnp.dtype(out_dtype or x.dtype), *vary_alike(x, weight))
     return add_bias(y, bias)
 
 

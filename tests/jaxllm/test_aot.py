@@ -198,8 +198,13 @@ def test_who_says_what_to_compile_for():
     """Arguments and the target; what a function closes over would be compiled for the CPU."""
     big = jnp.ones((64, 64), jnp.bfloat16)
     for compile_ in (aot.compile_for, aot.peak_bytes):
-        with pytest.raises(ValueError, match="^aot: no argument is an array, which says for what"):
-            compile_(lambda factor: factor * big @ big, 2.0)
+        for call in (
+            (lambda factor: factor * big @ big, 2.0),
+            (jax.jit(lambda x: big @ big), big),  # which drops what it does not use
+        ):
+            with pytest.raises(ValueError, match="^aot: the program takes no argument that is an"):
+                compile_(*call)
+        compile_(lambda x: big @ big, big)
         with pytest.raises(ValueError, match="^aot: no target is named None; there are h200$"):
             compile_(jnp.sum, big, target=None)
 

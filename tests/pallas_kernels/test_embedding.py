@@ -187,6 +187,29 @@ def test_the_plain_gradient_is_summed_in_float32_too(dtype):
     assert float(tangent) == 2 * 8 * 4096
 
 
+def test_the_plain_gradient_of_a_wider_result_is_summed_as_it_is():
+    """In bfloat16 1.0039 would be 1."""
+    table, ids = jnp.zeros((2, 8), jnp.bfloat16), jnp.zeros(2, jnp.int32)
+    rows, pull = jax.vjp(lambda t: embedding_reference(t, ids, dtype=jnp.float32), table)
+    assert rows.dtype == jnp.float32
+    (slope,) = pull(jnp.asarray([[1 + 2**-8] * 8, [-1.0] * 8], jnp.float32))
+    np.testing.assert_array_equal(slope, [[2**-8] * 8, [0] * 8])
+
+
+def test_the_plain_gradient_of_traced_ids_outside_is_that_of_the_ends():
+    slope = jax.grad(lambda t, ids: jnp.sum(embedding_reference(t, ids)))
+    found = jax.jit(slope)(jnp.zeros((3, 2), jnp.bfloat16), jnp.asarray([-1, 5, 7]))
+    np.testing.assert_array_equal(found, [[1, 1], [0, 0], [2, 2]])
+
+
+def test_the_plain_gradient_of_float64_is_float64():
+    with jax.enable_x64(True):
+        table, ids = jnp.zeros((2, 2), jnp.float64), jnp.zeros(2, jnp.int32)
+        pull = jax.vjp(lambda t: embedding_reference(t, ids), table)[1]
+        (slope,) = pull(jnp.asarray([[1.0, 1.0], [2.0**-40, 0.0]], jnp.float64))
+        np.testing.assert_array_equal(slope, [[1 + 2.0**-40, 1], [0, 0]])
+
+
 def test_second_derivatives():
     table, ids = case(5, 32, 4)
 
