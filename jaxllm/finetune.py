@@ -267,7 +267,7 @@ def finetune(
             save_every=recipe.save_every,
             schedule=schedule,
             settings=settings,
-            writers=_writers(log, out, settings),
+            writers=_writers(log, out, dataclasses.asdict(recipe) | settings),
             profile=profile,
             console=console,
         )
@@ -395,7 +395,9 @@ def _read_run(out: Path) -> tuple[Recipe, str | None]:
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
         base = content.pop(BASE, None)
-        return Recipe(**content), base
+        recipe = Recipe(**content)
+        alpha = None if recipe.method == "full" else recipe.alpha or 2 * recipe.rank
+        return dataclasses.replace(recipe, alpha=alpha), base  # an older version wrote none
     except FileNotFoundError:
         raise FileNotFoundError(f"{out}: there is no run here ({RUN} is missing)") from None
     except (TypeError, ValueError) as error:

@@ -17,10 +17,9 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import math
-import numbers
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from jaxllm.integers import integer
 from jaxllm.layers import BitLinear, Linear
 from jaxllm.model import Transformer
 from jaxllm.quantize import PackedLinear
+from pallas_kernels.options import is_number
 
 KINDS = ("lora", "rslora", "dora")
 PARAMETERS = ("lora_a", "lora_b", "magnitude")
@@ -174,8 +174,7 @@ def add_adapters(
         raise ValueError(f"lora: kind {kind!r} is not one of {', '.join(KINDS)}")
     rank = integer("rank", rank, 1, who="lora")
     alpha = 2 * rank if alpha is None else alpha
-    is_number = isinstance(alpha, numbers.Real) and not isinstance(alpha, bool)
-    if not is_number or not 0 < alpha < math.inf:
+    if not is_number(alpha) or not 0 < alpha < math.inf:
         raise ValueError(f"lora: alpha must be a positive number, got {alpha!r}")
     linears = _linears(model)
     names = _match(targets, linears, tied=model.lm_head is None)
@@ -219,8 +218,9 @@ def _match(targets: str | Sequence[str], linears: Mapping[str, Any], *, tied: bo
         if not found:
             raise ValueError("lora: every Linear has an adapter already")
         return found
-    patterns = [targets] if isinstance(targets, str) else targets
-    if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+    names = [targets] if isinstance(targets, str) else targets
+    patterns = list(names) if isinstance(names, Iterable) else [names]
+    if not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(
             f"lora: targets must be 'all-linear', a regular expression or a list of names, got "
             f"{targets!r:.60}"

@@ -74,10 +74,10 @@ def _check_lines(path: Path, lines: Sequence[str], i: int) -> None:
         found, size = json.JSONDecoder().raw_decode(rest)
     except (ValueError, RecursionError):  # something else is wrong
         return
-    if isinstance(found, dict):
+    count = rest.count("\n", 0, size) + 1
+    if isinstance(found, dict) and count > 1:
         whole = size == len(rest) and not "".join(lines[: i - 1]).strip()
         what = "the file is one JSON object" if whole else "here a JSON object goes"
-        count = rest.count("\n", 0, size) + 1
         raise ValueError(
             f"data: {path}, line {i}: {what} over {count} lines; give one object a line, or an "
             "array of them"

@@ -241,15 +241,17 @@ def _others(encoded: Callable[[int, Any], object], records: Sequence[Any], befor
     """How many more records cannot be used, of those that come next, or that five seconds suffice
     for.
     """
-    wrong, n, end = 0, 0, time.monotonic() + 5
-    for n, record in enumerate(itertools.islice(records, before, before + _LOOK_ON), 1):
+    wrong, n, end = 0, before, time.monotonic() + 5
+    while n < min(before + _LOOK_ON, len(records)):
+        n += 1
         try:
-            encoded(before + n, record)
+            encoded(n, records[n - 1])
         except ValueError:
             wrong += 1
         if time.monotonic() > end:
             break
-    return f"; {wrong} more of the next {_count(n, 'record')} cannot be used" * (wrong > 0)
+    read = _count(n - before, "record")
+    return f"; {wrong} more of the next {read} cannot be used" * (wrong > 0)
 
 
 def _check_on_long(on_long: str, allowed: Sequence[str]) -> None:
@@ -431,12 +433,9 @@ def _chat(
 
 def _weight(i: int, message: Mapping[str, Any]) -> bool:
     """Whether a message is learnt if it is an answer."""
-    weight, role = message.get("weight"), message.get("role")
-    if weight not in (None, 0, 1) or (weight == 1 and role != "assistant"):
-        raise ValueError(
-            f"message {i} of role {role!r:.40} has the weight {weight!r:.40}; an answer's may be 0 "
-            "or 1, and others are not learnt"
-        )
+    weight = message.get("weight")
+    if message.get("role") == "assistant" and weight not in (None, 0, 1):
+        raise ValueError(f"message {i} has the weight {weight!r:.40}; an answer's may be 0 or 1")
     return weight != 0
 
 

@@ -270,7 +270,7 @@ def train_step(
         )
     except TypeError as error:  # no signature tells, for `optax.chain` takes whatever comes
         _, lacks, names = str(error).partition(" required keyword-only argument")
-        if not lacks:
+        if not lacks or not any(word in names for word in ("'grad'", "'value_fn'")):
             raise
         raise ValueError(
             f"train: the optimizer's update asks for {names.partition(': ')[2]}, and a step has "

@@ -1,8 +1,9 @@
-"""What is no array among the arguments of a call: each check refuses it in the name of an op."""
+"""Whether arguments are of the kind that a call wants; each check speaks in the name of an op."""
 
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jax.core import Tracer
 
 
 def check_flags(name: str, **flags: Any) -> None:
-    """Refuses what is neither True nor False, such as "none", which counts as true."""
+    """Refuses what is neither True nor False of Python or NumPy, such as "none", which counts as
+    true.
+    """
     for what, value in flags.items():
         if not isinstance(value, bool | np.bool_):
             raise ValueError(f"{name}: {what} must be True or False, got {value!r:.60}")
@@ -35,7 +38,7 @@ def _path(kind: type) -> str:
 def is_number(value: Any) -> bool:
     """Whether it is one real number of Python, NumPy or JAX, traced or not; a bool is none."""
     if not hasattr(value, "dtype"):
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, numbers.Real) and not isinstance(value, bool)
     real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
     return real and jnp.shape(value) == ()
 
@@ -79,8 +82,10 @@ def check_arrays(name: str, **arrays: Any) -> None:
 
 
 def check_dtype(name: str, what: str, dtype: Any) -> None:
-    """Refuses what names no dtype; None stands for that of another argument."""
+    """Refuses what names no dtype of an array; None stands for that of another argument."""
     try:
-        jnp.dtype(dtype or "float32")
+        is_one = dtype is None or jnp.dtype(dtype).fields is None
     except TypeError:
-        raise ValueError(f"{name}: {what} must be a dtype, got {dtype!r:.60}") from None
+        is_one = False
+    if not is_one:
+        raise ValueError(f"{name}: {what} must be a dtype, got {dtype!r:.60}")

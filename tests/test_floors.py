@@ -481,7 +481,8 @@ MAY_IMPORT = {
     ),
     "jaxllm.lora": (
         "jaxllm.checkpoint.peft jaxllm.checkpoint.tensor_names jaxllm.config jaxllm.families "
-        "jaxllm.integers jaxllm.layers jaxllm.model jaxllm.ops jaxllm.quantize"
+        "jaxllm.integers jaxllm.layers jaxllm.model jaxllm.ops jaxllm.quantize "
+        "pallas_kernels.options"
     ),
     "jaxllm.plan": (
         "jaxllm.aot jaxllm.byte_size jaxllm.checkpoint.hf jaxllm.config jaxllm.fp8 jaxllm.integers "

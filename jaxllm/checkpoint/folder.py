@@ -175,7 +175,7 @@ def check_new(folder: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Leaves all as it is. Raises: OSError, a PermissionError if nothing can be written to the
+    """Leaves nothing behind. Raises: OSError, a PermissionError if nothing can be written to the
     folder, or another if it cannot be made.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -220,6 +220,10 @@ def _gradients(static: _Static, hidden, head, targets, saved, want_hidden, want_
     return d_hidden, d_head
 
 
+def _zero(head):
+    return vary_alike(jnp.zeros((), jnp.float32), head)[0]
+
+
 def _count(static: _Static, targets):
     return jnp.sum(targets != static.ignore_index, dtype=jnp.int32)
 
@@ -230,7 +234,7 @@ def _primal(static: _Static, hidden, head, targets):
     def add(total, chunk):
         return total + _losses(static, chunk[0], cast, chunk[1])[0], None
 
-    total, _ = jax.lax.scan(add, vary_alike(jnp.zeros(()), head)[0], chunked)
+    total, _ = jax.lax.scan(add, _zero(head), chunked)
     return total, _count(static, targets)
 
 
@@ -248,9 +252,8 @@ def _forward(static: _Static, hidden, head, targets):
         d_head = None if d_head is None else d_head + more
         return (total + loss, d_head), None if d_hidden is None else d_hidden.astype(kept)
 
-    zero = vary_alike(jnp.zeros(()), head)[0]
-    start = jnp.broadcast_to(zero, head.shape) if wants[1] else None
-    (total, d_head), d_hidden = jax.lax.scan(add, (zero, start), chunked)
+    start = jnp.broadcast_to(_zero(head), head.shape) if wants[1] else None
+    (total, d_head), d_hidden = jax.lax.scan(add, (_zero(head), start), chunked)
     if d_hidden is not None:
         tokens = math.prod(hidden.shape[:-1])
         d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[:tokens].reshape(hidden.shape)

@@ -209,6 +209,7 @@ def test_who_says_what_to_compile_for():
             compile_(jnp.sum, big, target=None)
 
 
+@pytest.mark.aot
 def test_nothing_is_left_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

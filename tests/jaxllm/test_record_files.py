@@ -33,6 +33,8 @@ def test_jsonl_and_arrays_hold_the_same_records(tmp_path):
         "[]": "{} holds an array without records",
         '{"a": 1}\n\n{"a": \n': "{}, line 3: this is not JSON: Expecting value at character 7",
         '{"a": 1}\nhello': "{}, line 2: this is not JSON: Expecting value at character 1",
+        '{"a": 1},\n{"a": 2}': "{}, line 1: this is not JSON: Extra data at character 9",
+        '{"a": 1} {"b": 2}': "{}, line 1: this is not JSON: Extra data at character 10",
         '[{"a": 1},\n{"a" 1}]': (
             "{}, line 2: this is not JSON: Expecting ':' delimiter at character 6"
         ),

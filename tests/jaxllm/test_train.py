@@ -541,10 +541,12 @@ def test_an_optimiser_that_calls_the_loss_is_refused():
         step(state, make_batch())
 
     def update(updates, state, params):
-        raise TypeError("of its own")
+        def helper(x, *, decay): ...
+
+        helper(updates)  # pyright: ignore[reportCallIssue]
 
     other = optax.GradientTransformation(lambda params: (), update)
-    with pytest.raises(TypeError, match=r"^of its own\b"):
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'decay'"):
         train.make_train_step(make_model(), other)(
             train.init_state(make_model(), other), make_batch()
         )

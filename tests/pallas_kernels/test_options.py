@@ -1,6 +1,8 @@
 """Configs and flags of every kernel, and the checks of what is no array."""
 
 import math
+import re
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -98,15 +100,30 @@ def test_a_flag_that_is_none(name, flags):
         getattr(pallas_kernels, name)(*CALLS[name], **keywords)
 
 
+@pytest.mark.parametrize(
+    "value", [2, 0.5, Fraction(1, 2), np.float32(2), np.asarray(2), jnp.bfloat16(2)], ids=repr
+)
+def test_what_counts_as_a_number(value):
+    options.check_number("mine", "eps", value, positive=True)
+    options.check_scale("mine", value)
+
+
+@pytest.mark.parametrize("dtype", ["", "foo", "f4,q", np.ones(3), 3.0], ids=repr)
+def test_what_names_no_dtype(dtype):
+    options.check_dtype("mine", "out_dtype", None)
+    options.check_dtype("mine", "out_dtype", "bfloat16")
+    sentence = re.escape(f"mine: out_dtype must be a dtype, got {dtype!r}")
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        options.check_dtype("mine", "out_dtype", dtype)
+
+
 def test_flags_of_numpy():
     options.check_flags("mine", one=np.True_, other=False)
 
 
-@pytest.mark.parametrize("scale", ["a", math.nan, None, True])
+@pytest.mark.parametrize("scale", ["a", math.nan, True])
 @pytest.mark.parametrize("name", ["flash_attention", "decode_attention"])
 def test_the_scale_of_scores(name, scale):
-    if scale is None:  # 1 / sqrt(H)
-        return
     sentence = "scale is NaN" if scale is math.nan else f"scale must be a number, got {scale!r}"
     with pytest.raises(ValueError, match=f"^{name}: {sentence}$"):
         getattr(pallas_kernels, name)(*CALLS[name], scale=scale, interpret=True)

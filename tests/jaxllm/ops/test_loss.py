@@ -417,6 +417,18 @@ def test_within_shard_map_targets_may_be_mapped_one_by_one():
     np.testing.assert_allclose(found, each(hidden, head, targets), rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_nothing_is_float64_where_that_is_on(dtype):
+    with jax.enable_x64(True):
+        hidden, head, targets = hidden_case(dtype)
+
+        def total(hidden, head):
+            return linear_cross_entropy(hidden, head, targets, implementation="xla")[0]
+
+        for run in (total, jax.value_and_grad(total, (0, 1))):
+            assert "f64[" not in str(jax.make_jaxpr(run)(hidden, head))
+
+
 FOUR = """
 import jax, jax.numpy as jnp, numpy as np
 from jaxllm.ops import linear_cross_entropy
