@@ -396,8 +396,8 @@ def _read_run(out: Path) -> tuple[Recipe, str | None]:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
         base = content.pop(BASE, None)
         recipe = Recipe(**content)
-        alpha = None if recipe.method == "full" else recipe.alpha or 2 * recipe.rank
-        return dataclasses.replace(recipe, alpha=alpha), base  # an older version wrote none
+        alpha = recipe.alpha or _usual_alpha(recipe)  # an older version wrote none
+        return dataclasses.replace(recipe, alpha=alpha), base
     except FileNotFoundError:
         raise FileNotFoundError(f"{out}: there is no run here ({RUN} is missing)") from None
     except (TypeError, ValueError) as error:
@@ -449,11 +449,15 @@ def _with_model(recipe: Recipe, config: ModelConfig) -> Recipe:
     rate = float(f"{RATES[recipe.method] * 4096 / config.hidden_size:.2g}")
     return dataclasses.replace(
         recipe,
-        alpha=None if recipe.method == "full" else recipe.alpha or 2 * recipe.rank,
+        alpha=recipe.alpha or _usual_alpha(recipe),
         learning_rate=recipe.learning_rate or rate,
         precision=recipe.precision or ("bf16" if gpu else "fp32"),
         micro_batches=recipe.micro_batches or (1 if gpu else recipe.rows),
     )
+
+
+def _usual_alpha(recipe: Recipe) -> float | None:
+    return None if recipe.method == "full" else 2 * recipe.rank
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
@@ -461,7 +465,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     not the usual ones, of which checkpoints of an older version do not tell.
     """
     settings = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in FREE}
-    usual = {"kind": "lora", "alpha": None if recipe.method == "full" else 2 * recipe.rank}
+    usual = {"kind": "lora", "alpha": _usual_alpha(recipe)}
     return {k: v for k, v in settings.items() if k not in usual or v != usual[k]}
 
 
