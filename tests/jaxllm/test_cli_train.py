@@ -658,8 +658,11 @@ def test_a_run_of_before_kinds_goes_on(tune, fitted, tmp_path):
     assert (recipe.pop("kind"), recipe.pop("alpha")) == ("lora", 4)
     (out / "run.json").write_text(json.dumps(recipe))
     (out / "checkpoints/4").mkdir(parents=True)
-    assert tune(out, "--resume")[0] == 0
-    assert seen[1] == seen[0]
+    for said in ((), ("--alpha", "4")):  # what it had
+        code, _, err = tune(out, "--resume", *said)
+        assert code == 0, err
+        assert seen[-1] == seen[0]
+    assert finetune.read_recipe(out).alpha == 4
 
 
 def test_a_base_that_has_moved_is_recorded_where_it_is(tune, fitted, folder, records, tmp_path):
