@@ -24,6 +24,8 @@ def _why_not(marker: str) -> str | None:
     """Why tests with this marker cannot run here; None if they can."""
     if marker == "gpu" and jax.default_backend() != "gpu":
         return "no NVIDIA GPU that JAX can use"
+    if marker == "alone" and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        return "other test processes keep the GPU from them; without -n they run"
     if marker == "reference":
         missing = [m for m in ("torch", "transformers") if importlib.util.find_spec(m) is None]
         if missing:
@@ -62,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         places[item.path] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
-    for marker in ("gpu", "reference", "aot", "triton"):
+    for marker in ("gpu", "alone", "reference", "aot", "triton"):
         reason = _why_not(marker)
         for item in items:
             if reason is not None and item.get_closest_marker(marker):

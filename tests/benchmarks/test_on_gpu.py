@@ -40,6 +40,7 @@ def test_cupti_sees_the_kernel_of_a_case():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_causal_attention_is_about_half_the_work(backward):
     """By time: of 32 tiles of keys a query sees half, and half a tile on the diagonal."""

@@ -1,7 +1,6 @@
 """The stopwatch: rotation, both clocks, and what it does where CUPTI does not work."""
 
 import dataclasses
-import os
 
 import jax
 import jax.numpy as jnp
@@ -151,10 +150,7 @@ def test_faster_means_outside_the_noise(us, spread_us, wins):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
-    reason="other test processes keep the GPU from this one; without -n it runs",
-)
+@pytest.mark.alone
 def test_the_clocks_agree_on_a_gpu():
     watch = measure.Stopwatch()
     assert watch.reason is None
