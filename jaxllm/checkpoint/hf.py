@@ -75,9 +75,9 @@ def load(
     progress: called with (bytes read, bytes to read), from the first tensor on; from other threads
         than the caller's, never from two at once.
 
-    The checkpoint is never held twice: beside the parameters, one block of each of four tensors
-    (the whole of the four on their way to a device that is not the CPU). A tied checkpoint may hold
-    `lm_head.weight` too if it equals the embedding, or in its place.
+    The checkpoint is never held twice: eight tensors are read at a time, at most 128 MiB of each on
+    the way to a device that is not the CPU. A tied checkpoint may hold `lm_head.weight` too if it
+    equals the embedding, or in its place.
     Of a quantised checkpoint (compressed-tensors, modelopt, GPTQ, AWQ, BitNet) the linear layers
     that it has packed are `PackedLinear`s with its codes and scales, whatever `dtype` says;
     activations and the cache stay in the runtime's dtype. `sharding` is asked for ".codes",

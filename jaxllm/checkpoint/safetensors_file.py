@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-BLOCK_BYTES = 32 << 20  # small against the 300 MB that loading may take beside the parameters
+BLOCK_BYTES = 16 << 20  # small against the 300 MB that loading may take beside the parameters
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 MAX_AXES = 8
 ALIGNMENT_BYTES = 64  # JAX on the CPU takes an array over without a copy if it starts at a multiple
@@ -155,16 +155,33 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(x) is int and 0 <= x < 2**63 for x in values)
 
 
+class Memory:
+    """Where arrays are read, one in the place of the other: new pages take as long as reading."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array aligned for JAX, in the place of the one before."""
+        size = math.prod(shape) * dtype.itemsize
+        if len(self._bytes) < size + ALIGNMENT_BYTES:
+            self._bytes = np.empty(size + ALIGNMENT_BYTES, np.uint8)
+        begin = -self._bytes.ctypes.data % ALIGNMENT_BYTES
+        return self._bytes[begin : begin + size].view(dtype).reshape(shape)
+
+
 def read(
     tensor: Tensor,
     dtype: np.dtype,
     rows: slice = slice(None),
     on_bytes: Callable[[int], None] = lambda count: None,
+    memory: Memory | None = None,
 ) -> np.ndarray:
     """Rows of a tensor of one axis or more, cast to a float dtype, aligned for JAX.
 
     Integers are read as they are stored: `dtype` must be theirs. Nothing else of the file is read.
-    `on_bytes` is called with the bytes read since its last call.
+    `on_bytes` is called with the bytes read since its last call. With a `memory` the result is
+    there, until that is used again; else it has its own.
     Raises: ValueError if the file ends early or a value is too large for `dtype`;
     NotImplementedError if the tensor is not stored in one of `FLOATS`, nor as the integers asked.
     """
@@ -179,7 +196,7 @@ def read(
     first, last, _ = rows.indices(tensor.shape[0])
     row_shape = tensor.shape[1:]
     row_bytes = math.prod(row_shape) * source.itemsize
-    out = _empty((last - first, *row_shape), dtype)
+    out = (memory or Memory()).array((last - first, *row_shape), dtype)
     with tensor.file.open("rb", buffering=0) as stream:
         stream.seek(tensor.offset + first * row_bytes)
         if source == dtype:
@@ -194,13 +211,6 @@ def read(
             _fill(stream, _bytes(block), tensor, on_bytes)
             _cast(block, out[begin : begin + block_rows], tensor)
     return out
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT_BYTES, np.uint8)
-    begin = -memory.ctypes.data % ALIGNMENT_BYTES
-    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -15,7 +15,7 @@ from flax import nnx
 from tiny_checkpoints import read_golden, write_checkpoint
 
 from jaxllm import memory
-from jaxllm.checkpoint import load
+from jaxllm.checkpoint import load, placement
 from jaxllm.checkpoint.folder import WEIGHTS, list_tensors
 
 REPO = Path(__file__).resolve().parents[3]
@@ -45,6 +45,43 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_made(folder, mo
         load(folder, dtype="float32")
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
     load(folder)
+
+
+def _values(model: nnx.Module) -> dict[str, np.ndarray]:
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): np.asarray(p[...]) for path, p in flat}
+
+
+@pytest.mark.parametrize("piece", [1, 1000, 2**27])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_goes_to_another_device_is_read_into_the_same_memory(
+    folder, monkeypatch, piece, dtype
+):
+    """As to a GPU: in pieces of a row at least, each copied before the next takes its place."""
+    plain, put = _values(load(folder, dtype)[0]), jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, *where: put(np.array(x), *where))
+    monkeypatch.setattr(placement, "_staged", lambda devices: True)
+    monkeypatch.setattr(placement, "STAGED_BYTES", piece)
+    monkeypatch.setattr(placement, "READERS", 2)
+
+    one, numbers = jax.sharding.SingleDeviceSharding(jax.devices()[0]), []
+    tensors = list_tensors(folder).values()
+    total = sum(tensor.size_bytes for tensor in tensors)
+    for sharding in (None, one):
+        calls: list[tuple[int, int]] = []
+        model, _ = load(
+            folder, dtype, sharding=sharding, progress=lambda *x, to=calls: to.append(x)
+        )
+        assert calls[-1] == (total, total)
+        numbers.append(len(calls))
+        for path, value in _values(model).items():
+            np.testing.assert_array_equal(value, plain[path], err_msg=path)
+        for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
+            assert leaf.committed == (sharding is not None)
+    if piece > total:
+        assert numbers == [len(tensors)] * 2
+    else:
+        assert min(numbers) > len(tensors)
 
 
 def test_loaded_parameters_can_be_donated(folder):
@@ -128,7 +165,7 @@ assert run_of(by_shape).size_bytes() < run_of(None).size_bytes()
 APART = """
 import sys, jax
 from jax.sharding import SingleDeviceSharding
-from jaxllm.checkpoint import load
+from jaxllm.checkpoint import load, placement
 
 try:
     load(
@@ -145,7 +182,7 @@ else:
 AT_ANOTHER = """
 import sys, jax
 from flax import nnx
-from jaxllm.checkpoint import load
+from jaxllm.checkpoint import load, placement
 
 with jax.default_device(jax.devices()[1]):
     model, _ = load(sys.argv[1])
