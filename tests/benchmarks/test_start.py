@@ -1,0 +1,32 @@
+import json
+
+import pytest
+
+import jaxllm
+from benchmarks import start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_two_processes_say_what_each_step_took(tmp_path, capsys, scheme):
+    out = tmp_path / "start.json"
+    arguments = [str(jaxllm.shipped_checkpoint()), f"--out={out}", f"--folder={tmp_path}"]
+    start.main(start.parse([*arguments, *([] if scheme is None else [f"--quantize={scheme}"])]))
+    printed = capsys.readouterr().out
+    runs = json.loads(out.read_text())["runs"]
+    steps = ["import", "find the device", "load", "fuse", "the first token", "64 more"]
+    if scheme is not None:
+        steps.insert(3, "quantize")
+    assert [[*run["seconds"]] for run in runs] == [steps, steps]
+    for step in steps:
+        first, again = (run["seconds"][step] for run in runs)
+        assert f"| {step} | {first:.2f} | {again:.2f} |" in printed
+    assert runs[0]["weight_bytes"] == runs[1]["weight_bytes"] > 10**6
+    # The second has its programs from the disk
+    assert runs[1]["seconds"]["the first token"] < runs[0]["seconds"]["the first token"]
+
+
+def test_a_process_that_fails_ends_it(tmp_path, capfd):
+    with pytest.raises(SystemExit, match="the process with --start ended with 1"):
+        start.main(start.parse([str(tmp_path / "none"), f"--folder={tmp_path}"]))
+    assert "none" in capfd.readouterr().err
