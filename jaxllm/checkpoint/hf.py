@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,11 @@ from jaxllm.checkpoint.folder import (
 from jaxllm.checkpoint.packed_modules import PackedModule, Rows, find, put
 from jaxllm.checkpoint.packed_modules import sources as packed_sources
 from jaxllm.checkpoint.placement import (
+    PACKED_READERS,
     Placement,
     check_devices,
     check_memory,
+    in_threads,
     load_all,
     to_host,
 )
@@ -134,17 +137,20 @@ def load(
         generation = dataclasses.replace(generation, stop_ids=(tokenizer.eos_id,))
 
     done, total = 0, size + sum(placement.read_bytes() for placement in placements)
+    lock = threading.Lock()
 
     def on_bytes(count: int) -> None:
         nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
+        with lock:
+            done += count
+            if progress is not None:
+                progress(done, total)
 
     for placement, array in load_all(placements, on_bytes):
         parameters[placement.path].set_value(array)
     model = nnx.merge(graph, state)
-    loaded = (item for x in modules for item in x.load(sharding_of, on_bytes).items())
+    weights = in_threads(PACKED_READERS, lambda x: x.load(sharding_of, on_bytes), modules)
+    loaded = (item for found in weights for item in found.items())
     scaled = {layer for x in modules if x.scales_bias for layer in x.layers}
     put(model, loaded, scaled=scaled)
     model.generation = generation

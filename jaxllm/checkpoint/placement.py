@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,13 @@ from jaxllm.meshes import mesh_problem
 # Tensors on their way from the file at a time. To an H200 (16 GB in the host's page cache, memory
 # used again): 4 bring 8.8 GB/s, 8 bring 15.1, 16 bring 18.7.
 READERS = 8
+PACKED_READERS = 4  # modules; the host has each of them twice while its codes are put in order
 # At a time of a tensor, on the way to a device that is not the CPU. JAX copies it through pinned
 # memory, as much as is under way at once, which the system gives at about 1 GB/s.
 STAGED_BYTES = 2**27
 Shape = tuple[int, ...]
+X = TypeVar("X")
+Y = TypeVar("Y")
 Bounds = tuple[tuple[int, int], ...]  # begin and end, an axis each
 
 
@@ -157,19 +160,22 @@ def load_all(
 ) -> Iterator[tuple[Placement, jax.Array]]:
     """Each with its parameter, in the order of the files, a few read at a time."""
     ordered = sorted(placements, key=lambda p: (p.tensor.file, p.tensor.offset, p.first))
-    lock, device, reader = threading.Lock(), default_device(), _Reader()
+    reader = _Reader()
+    arrays = in_threads(READERS, lambda x: x.load(on_bytes, reader.memory), ordered)
+    yield from zip(ordered, arrays, strict=True)
 
-    def count(read: int) -> None:
-        with lock:
-            on_bytes(read)
 
-    def load(placement: Placement) -> jax.Array:
+def in_threads(count: int, load: Callable[[X], Y], items: Iterable[X]) -> Iterator[Y]:
+    """What `load` returns for each, in order, of so many at a time."""
+    device = default_device()
+
+    def load_here(item: X) -> Y:
         with jax.default_device(device):  # which another thread would not know of
-            return placement.load(count, reader.memory)
+            return load(item)
 
-    pool = concurrent.futures.ThreadPoolExecutor(READERS)
+    pool = concurrent.futures.ThreadPoolExecutor(count)
     try:
-        yield from zip(ordered, pool.map(load, ordered), strict=True)
+        yield from pool.map(load_here, items)
     finally:
         pool.shutdown(cancel_futures=True)
 
