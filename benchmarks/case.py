@@ -35,7 +35,8 @@ class Case:
     truth: NumPy arrays -> float64 NumPy of the structure of run's result. None: plain in float64.
     sample: (arguments, result) -> a part of both that `truth` can do again, where a host would take
         too long for the whole; it runs on the device, and is asked for large calls only.
-    rivals: further JAX callables by name ("cudnn", "jax.nn", "triton"); those of torch are in
+    rivals: further JAX callables by name ("cudnn", "jax.nn", "triton"); one named "xla" is run in
+        plain's place, where users run another program of the same result. Those of torch are in
         torch_rivals.py, by op.
     make: key -> arguments, where normal random numbers will not do (ids, masks, angles).
     constants: arguments by place that are the same for all keys, for torch too (lengths).

@@ -33,10 +33,14 @@ HEAD = """# Results
 What a run does and how to read its tables: [benchmarks/](../README.md). What was tried besides:
 [notes](../notes.md). The newest run comes first. A case stands in the newest run on its GPU that
 has a time for ours, and in an older one only if that has timed a rival that the newer has not.
+"(TF32)" or "(float32)" behind a time: its kernels multiply the case's narrower numbers in these, at
+a fraction of their rate, and it counts as no rival.
 """
 # A sum of kernels this far below the wall clock leaves something out, such as a copy; of shorter
 # calls it may be the host, which takes longer to start them than they run.
 UNSEEN, LONG_US = 1.2, 1000.0
+NARROW = re.compile(r"\b(bfloat16|float16|float8_\w+)")
+WIDE = {"tf32": "TF32", "gemm_f32f32_f32f32": "float32"}  # in names of kernels
 LEAST_DRAWN_BYTES = 9_000_000  # of an H200's copy rate, what a kernel's start takes: 2 us
 
 
@@ -64,20 +68,31 @@ def percent(row: dict[str, Any], us: float, ceilings: dict[str, Any] | None) -> 
     return 1e8 * counted / us / ceilings[ceiling]
 
 
+def wide(row: dict[str, Any], timing: dict[str, Any]) -> str:
+    """What a rival's kernels multiply narrower numbers in, "TF32" or "float32"; else ""."""
+    if not NARROW.search(row["label"]):
+        return ""
+    names = " ".join(timing.get("kernels") or ())
+    return next((word for part, word in WIDE.items() if part in names), "")
+
+
 def figures(row: dict[str, Any], ceilings: dict[str, Any] | None) -> dict[str, Any]:
     """What a row says of ours: us, percent, best rival, its us, ratio (above 1: ours is faster).
 
-    A variant of ours that was tried beside it ("ours, ...") is no rival.
+    A variant of ours that was tried beside it ("ours, ...") is no rival, nor is what computes in
+    wider numbers.
     """
     times = {name: time_us(timing) for name, timing in row["times"].items()}
     ours = times.pop("ours", None)
     rivals = {
-        name: us for name, us in times.items() if us is not None and not name.startswith("ours, ")
+        name: us
+        for name, us in times.items()
+        if us is not None and not name.startswith("ours, ") and not wide(row, row["times"][name])
     }
     best = min(rivals, key=lambda name: rivals[name], default=None)
     found: dict[str, Any] = {"us": ours, "percent": None, "best": best, "ratio": None}
     found["best_us"] = None if best is None else rivals[best]
-    found["xla_us"] = rivals.get("xla")
+    found["xla_us"] = times.get("xla")
     if ours is not None:
         found["percent"] = percent(row, ours, ceilings)
         if best is not None:
@@ -139,6 +154,7 @@ def _cases(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
     for row in timed:
         f = figures(row, ceilings)
         rival = "" if f["best"] is None else f"{f['best']} {f['best_us']:.1f}"
+        wider = wide(row, row["times"].get("xla", {}))
         ours = _number(f["us"], "{:.1f}") or _why(row["times"].get("ours"))
         cells = [
             f"{row['op']}: {row['label']}",
@@ -149,7 +165,7 @@ def _cases(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
             _rate(row["bytes"], f["us"], 1e3, "{:.0f}"),
             _rate(row["operations"], f["us"], 1e6, "{:.3g}"),
             _number(f["percent"], "{:.0f} %"),
-            _number(f["xla_us"], "{:.1f}"),
+            _number(f["xla_us"], "{:.1f}") + (f" ({wider})" if wider else ""),
             rival,
             _number(f["ratio"], "{:.2f}"),
         ]

@@ -168,7 +168,11 @@ def _case(
     truth = functools.partial(_truth, tuple(names), keywords)
     forward_bytes = size_bytes(arguments, result)
     operations = 2 * m * wide * k
+    rivals = {}
     if "backward" in words:
+        if len(arguments) == 2 and not keywords["epilogue"] and dtype in ("bfloat16", "float16"):
+            product = functools.partial(_product, keywords["transpose_b"])
+            rivals["xla"] = functools.partial(_backward, product, 2)
         run, plain = (functools.partial(_backward, f, len(arguments)) for f in (run, plain))
         forward_bytes += size_bytes(a, b)
         operations *= 2
@@ -191,6 +195,7 @@ def _case(
         sample=functools.partial(_some_rows, max(1, m * MOST_EXACT // operations), tuple(names))
         if operations > MOST_EXACT and "backward" not in words
         else None,
+        rivals=rivals,
         compile_only=compile_only,
         make=functools.partial(_integers, arguments) if dtype == "int8" else None,
         # Hopper's tensor cores cut a sum off, instead of rounding it, each 16 products: after 62
@@ -214,6 +219,13 @@ def _integers(specs: list[jax.ShapeDtypeStruct], key: jax.Array) -> tuple[jax.Ar
 
 def _call(f: Any, names: tuple[str, ...], keywords: dict[str, Any], a, b, *rest) -> Any:
     return f(a, b, **dict(zip(names, rest, strict=True)), **keywords)
+
+
+def _product(transpose_b: bool, a: jax.Array, b: jax.Array) -> jax.Array:
+    """As users write it. The reference's sums are float32, and so is their cotangent: its backward
+    products of 16 bits are float32's.
+    """
+    return a @ (b.T if transpose_b else b)
 
 
 def _backward(f: Any, count: int, *arguments: jax.Array) -> tuple[jax.Array, ...]:

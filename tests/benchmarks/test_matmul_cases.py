@@ -1,9 +1,11 @@
 """Cases of matmul: what a host checks of a large product."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import rivals
 from benchmarks.cases import matmul
 from benchmarks.correct import check
 
@@ -27,3 +29,18 @@ def test_a_wrong_last_row_of_a_large_product_is_found(monkeypatch, words, dtype,
     _, bad = case.sample(arguments, worse)
     found = check(case, *jax.device_get((part, bad, some)))
     assert found["status"] == "wrong", found
+
+
+@pytest.mark.parametrize("words", ["transposed, backward", "backward"])
+def test_a_backward_pass_is_timed_beside_products_of_16_bits(words):
+    """As users run it; the reference's cotangent, and so its products, are float32's."""
+    case = matmul._case(96, 64, 128, words)
+    rival = rivals.of(case)["xla"].run
+    equations = jax.make_jaxpr(rival)(*case.arguments).eqns
+    products = [x for x in equations if x.primitive.name == "dot_general"]
+    assert len(products) >= 2
+    assert {v.aval.dtype for x in products for v in x.invars} == {jnp.dtype("bfloat16")}
+    arguments = case.inputs(jax.random.key(0))
+    ours, plain = jax.jit(rival)(*arguments), jax.jit(case.plain)(*arguments)
+    found = check(case, *jax.device_get((arguments, ours, plain)))
+    assert found["status"] == "right", found

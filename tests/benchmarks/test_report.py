@@ -101,6 +101,26 @@ def test_no_figure_without_its_parts():
 
 
 @pytest.mark.parametrize(
+    ("dtype", "kernel", "said"),
+    [
+        ("bfloat16", "sm90_xmma_gemm_f32f32_tf32f32_f32_nn_n", " (TF32)"),
+        ("float8_e4m3fn", "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n", " (float32)"),
+        ("float32", "sm90_xmma_gemm_f32f32_tf32f32_f32_nn_n", ""),
+        ("bfloat16", "nvjet_tst_128x256_64x4", ""),
+    ],
+)
+def test_what_multiplies_in_wider_numbers_is_no_rival(dtype, kernel, said):
+    times = {"ours": timing(50.0), "xla": timing(80.0, kernels=["wrapped_convert", kernel])}
+    call = row(label=f"4096 x 4096 {dtype}, backward", times=times)
+    found = report.figures(call, CEILINGS)
+    assert (found["best"], found["ratio"]) == ((None, None) if said else ("xla", 1.6))
+    text = "\n".join(report.lines(results(rows=[call])))
+    assert (f"| 80.0{said} |  |  |" if said else "| 80.0 | xla 80.0 | 1.60 |") in text
+    call["times"]["torch"] = timing(90.0)
+    assert report.figures(call, CEILINGS)["best"] == ("torch" if said else "xla")
+
+
+@pytest.mark.parametrize(
     ("us", "wall_us", "clock", "expected"),
     [
         (2000.0, 2200.0, "cupti", 2000.0),
