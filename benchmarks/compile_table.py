@@ -8,7 +8,7 @@ that the assembler serialised, a product without tensor cores, a kernel that liv
 accesses and does not make them 16 bytes wide, a reduction of rows through shared memory alone.
 NAMEs choose cases by op (`attention` all of its ops), and `programs` the whole ones; all if none. A
 program may cost no more than program_limits.json says: a change that makes one dearer on purpose
-writes it anew.
+writes it anew, of all programs; one that does not compile keeps its limits.
 """
 
 from __future__ import annotations
@@ -226,13 +226,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, every in (("--every", options.every), ("--programs-every", options.programs_every)):
         if every < 1:
             parser.error(f"{name} must be at least 1, got {every}")
-    if options.write_limits and options.programs_every > 1:
-        parser.error("--write-limits wants all programs")
     names = expand(options.names)
     names = tuple(name for name in names if name not in ("programs", *SECTIONS))
     keys = programs.KEYS if not options.names or "programs" in options.names else ()
     of_programs = every_nth(["programs"] * len(keys), options.programs_every, options.first)
     keys = [keys[place] for place in of_programs]
+    if options.write_limits and len(keys) < len(programs.KEYS):
+        parser.error(
+            f"--write-limits wants all {len(programs.KEYS)} programs, got {len(keys)}: name "
+            "`programs` or nothing, without --programs-every"
+        )
     if (reason := aot.why_not()) is not None:
         print(f"compile_table: {reason}", file=sys.stderr)
         return 2
@@ -254,8 +257,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{number}/{len(whole) + len(single)} {row.name}: {verdict}", file=sys.stderr)
         case_rows, program_rows = ([future.result() for future in part] for part in (single, whole))
     if options.write_limits:
-        facts = {key: row.facts for key, row in zip(keys, program_rows, strict=True)}
-        programs.write_limits({key: each for key, each in facts.items() if each is not None})
+        found = programs.limits()  # what a program that failed keeps
+        for key, row in zip(keys, program_rows, strict=True):
+            if row.facts is not None:
+                found[key] = row.facts.limit()
+        programs.write_limits({key: found[key] for key in keys if key in found})
     program_rows = [hold_to_limits(key, row) for key, row in zip(keys, program_rows, strict=True)]
     console = Console(width=None if sys.stdout.isatty() else 200)
     if case_rows:

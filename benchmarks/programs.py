@@ -225,9 +225,9 @@ def limits() -> dict[tuple[str, ...], Limit]:
     return {tuple(key.split(", ")): Limit(**row) for key, row in rows.items()}
 
 
-def write_limits(facts: Mapping[tuple[str, ...], Facts]) -> None:
-    """Makes what was measured the limits."""
-    rows = {", ".join(key): dataclasses.asdict(each.limit()) for key, each in facts.items()}
+def write_limits(limits: Mapping[tuple[str, ...], Limit]) -> None:
+    """Puts these in the place of all that are committed."""
+    rows = {", ".join(key): dataclasses.asdict(each) for key, each in limits.items()}
     _LIMITS_FILE.write_text(json.dumps(rows, indent=1) + "\n")
 
 

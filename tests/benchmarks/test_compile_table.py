@@ -128,10 +128,6 @@ def test_planted_kernels(monkeypatch, kind, function, arguments, said):
 
 @pytest.mark.aot
 def test_the_command_prints_a_table_and_fails_on_a_fault(monkeypatch, capsys):
-    class Threads(concurrent.futures.ThreadPoolExecutor):
-        def __init__(self, jobs, mp_context):
-            super().__init__(jobs)
-
     monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Threads)
     good = Case("double", "64 x 256", (ROWS,), double, double, "memory", bytes=1)
     monkeypatch.setattr(compile_table, "all_cases", lambda names: [good])
@@ -159,8 +155,6 @@ def test_of_each_op_some_cases():
     for wrong in (["--every", "0"], ["--programs-every", "0"]):
         with pytest.raises(SystemExit):
             compile_table.main(wrong)
-    with pytest.raises(SystemExit):
-        compile_table.main(["--write-limits", "--programs-every", "2"])
 
 
 def test_an_unknown_name_and_a_missing_plugin_are_said(monkeypatch, capsys):
@@ -194,8 +188,39 @@ def test_a_program_within_its_limits_is_spared():
 def test_limits_are_written_and_read(monkeypatch, tmp_path):
     assert set(programs.limits()) == set(programs.KEYS)
     monkeypatch.setattr(programs, "_LIMITS_FILE", tmp_path / "limits.json")
-    programs.write_limits({("a model", "decode", "auto"): FACTS})
+    programs.write_limits({("a model", "decode", "auto"): LIMIT})
     assert programs.limits() == {("a model", "decode", "auto"): LIMIT}
+
+
+class Threads(concurrent.futures.ThreadPoolExecutor):
+    """In the place of processes, which would not see what a test has replaced."""
+
+    def __init__(self, jobs, mp_context):
+        super().__init__(jobs)
+
+
+def test_limits_are_written_of_all_programs_or_not_at_all(monkeypatch, tmp_path, capsys):
+    keys = [("a model", program, "auto") for program in ("prefill", "decode", "training")]
+    old = dataclasses.replace(LIMIT, peak_mib=9)
+    monkeypatch.setattr(programs, "KEYS", keys)
+    monkeypatch.setattr(programs, "_LIMITS_FILE", tmp_path / "limits.json")
+    programs.write_limits({keys[0]: old, keys[1]: old})
+    monkeypatch.setattr(aot, "why_not", lambda: None)
+    for wrong, count in ((["rms_norm"], 0), (["programs", "--programs-every", "2"], 2)):
+        with pytest.raises(SystemExit, match="2"):
+            compile_table.main([*wrong, "--write-limits"])
+        assert f"--write-limits wants all 3 programs, got {count}: " in capsys.readouterr().err
+    assert programs.limits() == {keys[0]: old, keys[1]: old}
+
+    def compiled(model, program, implementation):
+        if program == "prefill":
+            raise ValueError("no room")
+        return FACTS
+
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(programs, "compile_program", compiled)
+    assert compile_table.main(["programs", "--write-limits"]) == 1
+    assert programs.limits() == {keys[0]: old, keys[1]: LIMIT, keys[2]: LIMIT}
 
 
 @pytest.mark.parametrize(
