@@ -204,7 +204,7 @@ def program_table(rows: Iterable[Row]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if anything is wrong."""
+    """The command; 1 if anything is wrong, 2 if it cannot compile what is asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compile_table")
     parser.add_argument("names", nargs="*", metavar="NAME", help="ops, or `programs`; all if none")
     parser.add_argument(
@@ -223,9 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--first", type=int, default=0, metavar="K", help="which of these N")
     options = parser.parse_args(arguments)
-    for name, every in (("--every", options.every), ("--programs-every", options.programs_every)):
-        if every < 1:
-            parser.error(f"{name} must be at least 1, got {every}")
+    for name in ("every", "programs_every", "jobs"):
+        if (count := getattr(options, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {count}")
+    if parts := [name for name in options.names if set(expand([name])) <= set(SECTIONS)]:
+        parser.error(f"of {', '.join(parts)} nothing is compiled; name ops or `programs`")
     names = expand(options.names)
     names = tuple(name for name in names if name not in ("programs", *SECTIONS))
     keys = programs.KEYS if not options.names or "programs" in options.names else ()

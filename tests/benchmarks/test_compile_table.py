@@ -152,9 +152,22 @@ def test_of_each_op_some_cases():
     assert compile_table.every_nth(ops, 3, 10) == [1, 4, 6]
     found = [place for first in range(5, 8) for place in compile_table.every_nth(ops, 3, first)]
     assert set(found) == set(range(7))
-    for wrong in (["--every", "0"], ["--programs-every", "0"]):
-        with pytest.raises(SystemExit):
-            compile_table.main(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--every", "0"], "--every must be at least 1, got 0"),
+        (["--programs-every", "0"], "--programs-every must be at least 1, got 0"),
+        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["decode"], "of decode nothing is compiled; name ops or `programs`"),
+        (["rope", "train", "decoding"], "of train, decoding nothing is compiled; name ops or"),
+    ],
+)
+def test_what_compiles_nothing_is_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        compile_table.main(arguments)
+    assert said in capsys.readouterr().err
 
 
 def test_an_unknown_name_and_a_missing_plugin_are_said(monkeypatch, capsys):
