@@ -7,6 +7,7 @@ starts them anew behind a task that killed them. The file is rewritten as result
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,7 +92,9 @@ class Worker:
         paths = [str(REPO), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self.begun, self.last_s = None, (start := time.time())
-        process = subprocess.Popen(command, env=env, cwd=REPO)
+        # In a group of its own, which is ended with the processes that compile for it: they have
+        # the GPU too, and wait for work for ever
+        process = subprocess.Popen(command, env=env, cwd=REPO, start_new_session=True)
         killed = False
         try:
             while process.poll() is None:
@@ -100,12 +104,11 @@ class Worker:
                 late = time.time() > self.plan.deadline + self.task_s
                 if late or time.time() - self.last_s > self.task_s:
                     killed = True
-                    process.kill()
-                    process.wait()
-        finally:
-            if process.poll() is None:  # this process was interrupted
-                process.kill()
-                process.wait()
+                    break
+        finally:  # also where this process is interrupted
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             self.seconds += time.time() - start
         self._read()
         return process.returncode, killed
@@ -407,5 +410,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def end_in_order() -> None:
+    """Whoever ends this process, or closes its terminal, ends the worker too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

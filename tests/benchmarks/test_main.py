@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -104,6 +105,48 @@ def test_a_worker_that_never_begins(tmp_path):
     dead.command = [sys.executable, "-c", "raise SystemExit(3)"]
     dead.run(lambda: None)
     assert dead.stopped == "the process ended before its first task: exit code 3"
+
+
+# The command, with a worker that has started a process of its own, says so and sleeps
+ENDED = """
+import json, os, pathlib, sys, tempfile, time
+from benchmarks import __main__ as main
+from benchmarks import plan
+main.end_in_order()
+with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
+    asked = plan.Plan(f"{folder}/log", [], [], time.time() + 600)
+    worker = main.Worker("worker", asked, pathlib.Path(folder), task_s=600)
+    started = "import os, subprocess, sys, time; "
+    started += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    started += "print(os.getpid(), child.pid, flush=True); time.sleep(600)"
+    worker.command = [sys.executable, "-c", started]
+    worker.run(lambda: None)
+"""
+
+
+def is_there(pid):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks /proc who is there")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_the_command_ends_its_worker(tmp_path, number):
+    command = [sys.executable, "-c", ENDED, str(tmp_path)]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = process.stdout.readline().split()
+        assert len(list(tmp_path.iterdir())) == 1
+        assert all(map(is_there, pids))
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    end = time.time() + 30
+    while any(map(is_there, pids)) and time.time() < end:
+        time.sleep(0.1)
+    assert not any(map(is_there, pids))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_takes_stage_after_stage(tmp_path):
