@@ -310,6 +310,11 @@ def _plan(args: argparse.Namespace) -> Plan:
     names, have = sections.expand(args.names), []
     for path in args.missing:
         results = report.read(path)
+        if path.resolve() == args.out.resolve():
+            raise ValueError(
+                f"benchmarks: --out {args.out} is what --missing is to complete, and would be "
+                "lost; give another file"
+            )
         have += complete(results)
         names += [] if args.names else names_of(results)
     try:

@@ -485,6 +485,18 @@ def test_a_second_run_takes_what_the_first_has_not_had_the_time_for(tmp_path):
     assert named.names == ["rope"]
 
 
+def test_a_run_does_not_overwrite_what_it_is_to_complete(tmp_path, capsys):
+    path, link = tmp_path / "first.json", tmp_path / "link.json"
+    text = json.dumps({"date": "2026-11-24", "rows": [], "sections": {"decode/xla": {}}})
+    path.write_text(text)
+    link.symlink_to(path)
+    for out in (path, link):
+        assert main.main(["--missing", str(path), "--out", str(out)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"benchmarks: --out {out} is what --missing is to complete, and")
+        assert path.read_text() == text
+
+
 @pytest.mark.slow
 def test_the_smoke_test_of_a_machine_without_a_gpu(tmp_path):
     if jax.default_backend() == "gpu":
