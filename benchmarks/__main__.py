@@ -315,7 +315,9 @@ def _plan(args: argparse.Namespace) -> Plan:
                 f"benchmarks: --out {args.out} is what --missing is to complete, and would be "
                 "lost; give another file"
             )
-        have += complete(results)
+        found = results["sections"]
+        other = [key for key in found if found[key].get("layers", args.layers) != args.layers]
+        have += [name for name in complete(results) if name not in other]
         names += [] if args.names else names_of(results)
     try:
         re.compile(args.only)

@@ -485,6 +485,19 @@ def test_a_second_run_takes_what_the_first_has_not_had_the_time_for(tmp_path):
     assert named.names == ["rope"]
 
 
+def test_a_prefill_of_other_layers_is_missing_too(tmp_path):
+    path = tmp_path / "first.json"
+    found = {"prefill/pallas": {"layers": 8}, "prefill/cudnn": {"failed": "x"}}
+    path.write_text(json.dumps({"date": "2026-11-24", "rows": [], "sections": found}))
+
+    def missing(*options):
+        arguments = ["--missing", str(path), "--out", str(tmp_path / "x.json"), *options]
+        return main._sections(main._plan(main._arguments(arguments)), "worker")
+
+    assert missing("--layers", "8") == ["prefill/pallas, no cache", "prefill/cudnn, no cache"]
+    assert "prefill/pallas" in missing()
+
+
 def test_a_run_does_not_overwrite_what_it_is_to_complete(tmp_path, capsys):
     path, link = tmp_path / "first.json", tmp_path / "link.json"
     text = json.dumps({"date": "2026-11-24", "rows": [], "sections": {"decode/xla": {}}})
