@@ -133,7 +133,10 @@ class Worker:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 if all went well; 1 if something is wrong or the bench does not believe it."""
+    """The command. 0 if all went well; 1 if something is wrong or the bench does not believe it; 2
+    for what it cannot do; 130 for Ctrl-C, with what came so far in the file; 141 where nobody reads
+    the output.
+    """
     args = _arguments(argv)
     jax.config.update("jax_platforms", "cpu")  # shapes are all that this process needs of JAX
     try:
@@ -148,11 +151,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("benchmarks: --only and --missing leave nothing to run")
         if args.out.is_dir():
             raise ValueError(f"benchmarks: --out {args.out} is a folder; give a file")
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
+        try:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.out.parent).close()
+        except OSError as error:
+            reason = f"benchmarks: --out {args.out} cannot be written: {error.strerror}"
+            raise ValueError(reason) from None
+    except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    start = time.time()
     libraries = rivals.available()
     with_torch = "absent" not in libraries["torch"] and not args.no_torch
     results: dict[str, Any] = {
@@ -173,6 +180,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sections": {},
         "notes": {},
     }
+    try:
+        return _measure(args, plan, results, with_torch=with_torch)
+    except KeyboardInterrupt:
+        timed = [row for row in results["rows"] if any("us" in x for x in row["times"].values())]
+        print(
+            f"benchmarks: interrupted; {args.out} has {len(timed)} rows with a time"
+            if timed
+            else "benchmarks: interrupted before a case was timed",
+            file=sys.stderr,
+        )
+        return 130
+    except BrokenPipeError:  # Python flushes once more at its end, and would complain again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _measure(
+    args: argparse.Namespace, plan: Plan, results: dict[str, Any], *, with_torch: bool
+) -> int:
+    start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         workers: dict[str, Worker] = {}
 
@@ -205,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "benchmarks: there is no GPU that JAX can use; this was a small smoke test on the CPU"
         )
     print("\n".join(report.lines(results)))
-    print(f"{args.out}: {len(results['rows'])} rows, {results['seconds']} s")
+    print(f"{args.out}: {len(results['rows'])} rows, {results['seconds']} s", flush=True)
     bad = [row for row in results["rows"] if not FINE & _states(row["correct"])]
     for row in bad:
         print(f"not right: {row['op']}: {row['label']}: {row['correct']}", file=sys.stderr)

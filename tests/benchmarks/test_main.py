@@ -510,6 +510,34 @@ def test_a_run_does_not_overwrite_what_it_is_to_complete(tmp_path, capsys):
         assert path.read_text() == text
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "x.json"
+    assert main.main(["rope", "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"benchmarks: --out {out} cannot be written: File exists\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt, 130, "benchmarks: interrupted; {} has 1 rows with a time\n"),
+        (BrokenPipeError, 141, ""),
+    ],
+)
+def test_an_interrupt_and_a_closed_pipe_are_no_traceback(
+    tmp_path, monkeypatch, capfd, error, code, said
+):
+    def measured(args, plan, results, *, with_torch):
+        results["rows"] = [{"times": {"ours": {"us": 1.0}}}, {"times": {"ours": lacking.NO_RESULT}}]
+        raise error
+
+    monkeypatch.setattr(main, "_measure", measured)
+    out = tmp_path / "x.json"
+    assert main.main(["rope", "--out", str(out)]) == code
+    assert capfd.readouterr().err == said.format(out)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_the_smoke_test_of_a_machine_without_a_gpu(tmp_path):
     if jax.default_backend() == "gpu":
