@@ -25,14 +25,16 @@ def without_repeats(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def newest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of `without_repeats`, also without the rows that stand in a newer run on the same GPU;
-    `newer` counts what a run no longer has.
+    """Those of `without_repeats`, also without the rows and the sections that stand in a newer run
+    on the same GPU; `newer` counts the rows that a run no longer has, `newer_sections` names those.
 
     The newer row times ours and every rival that the older one times: where it lacks one, both
-    stay, for no ratio is taken across runs.
+    stay, for no ratio is taken across runs. So a section goes as a whole: the newer run has
+    measured all of it that the older one has.
     """
     kept = []
     timed: dict[tuple[str, str, str], list[set[str]]] = {}
+    measured: dict[tuple[str, str], list[set[Any]]] = {}
     pairs = zip(runs, without_repeats(runs), strict=True)
     for whole, run in sorted(pairs, key=lambda pair: pair[0]["date"], reverse=True):
         rows = []
@@ -42,5 +44,24 @@ def newest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if not any(names | {"ours"} <= others for others in newer):
                 rows.append(row)
             newer.append(names)
-        kept.append({**run, "rows": rows, "newer": len(whole["rows"]) - len(rows)})
+        gone = []
+        for name in dict.fromkeys(key.split("/")[0] for key in run["sections"]):
+            newer = measured.setdefault((run["gpu"].get("name", ""), name), [])
+            keys = _measured(run["sections"], name)
+            if any(others and keys <= others for others in newer):
+                gone.append(name)
+            newer.append(keys)
+        sections = {k: x for k, x in run["sections"].items() if k.split("/")[0] not in gone}
+        count = len(whole["rows"]) - len(rows)
+        parts = {"rows": rows, "sections": sections, "newer": count, "newer_sections": gone}
+        kept.append({**run, **parts})
     return kept
+
+
+def _measured(sections: dict[str, Any], name: str) -> set[tuple[str, int | None]]:
+    """What of a section has numbers; a model of fewer layers is another."""
+    return {
+        (key, found.get("layers"))
+        for key, found in sections.items()
+        if key.split("/")[0] == name and not found.keys() & {"failed", "not_run"}
+    }

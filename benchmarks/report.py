@@ -1,8 +1,9 @@
 """Results as tables and a plot: `python -m benchmarks.report benchmarks/results/*.json`.
 
 Writes benchmarks/results/README.md, the tables, and results.png, a plot of each op's largest call,
-beside it. Ratios are taken within one file, that is one run on one GPU. What several runs have
-stands once, in the newest that has all of it; what one had no time for, in the one that had.
+beside it. Ratios are taken within one file, that is one run on one GPU. A row that several runs on
+a GPU have stands once, in the newest that has all of it, and so does a section; what one had no
+time for, in the one that had.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ HEAD = """# Results
 
 What a run does and how to read its tables: [benchmarks/](../README.md). What was tried besides:
 [notes](../notes.md). The newest run comes first. A case stands in the newest run on its GPU that
-has a time for ours, and in an older one only if that has timed a rival that the newer has not.
+has a time for ours, and in an older one only if that has timed a rival that the newer has not; a
+section's table is left out where one newer run on its GPU has all of it.
 "(TF32)" or "(float32)" behind a time: its kernels multiply the case's narrower numbers in these, at
 a fraction of their rate, and it counts as no rival.
 """
@@ -124,6 +126,9 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
         yield ""
     if newer := results.get("newer"):
         yield f"Rows that stand in a newer run: {newer} of {newer + len(results['rows'])}."
+        yield ""
+    if gone := results.get("newer_sections"):
+        yield f"Sections that stand in a newer run: {', '.join(gone)}."
         yield ""
     yield from _cases(results, ceilings)
     yield from _narrow_caches(results)

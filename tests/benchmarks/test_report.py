@@ -291,6 +291,34 @@ def test_a_run_says_what_stands_in_a_newer_one():
     assert text.count("| rms_norm: a |") == text.count("| rms_norm: more |") == 1
 
 
+def test_a_section_stands_in_the_newest_run_that_has_all_of_it():
+    def run(day, gpu="one", **sections):
+        found = {key.replace("_", "/"): x for key, x in sections.items()}
+        return timed(day, gpu=gpu, rows=[], sections=found)
+
+    def standing(*runs):
+        kept = repeats.newest_first(runs)
+        assert all(set(r["newer_sections"]) & set(lacking.names_of(r)) == set() for r in kept)
+        return [(r["file"][:2], list(r["sections"])) for r in kept if r["sections"]]
+
+    old = run("01", decode_xla={"us": 1.0}, decode_auto={"us": 1.0}, layer_x={"us": 2.0})
+    new = run("02", decode_xla={"us": 1.0}, decode_auto={"us": 1.0}, decode_more={"us": 3.0})
+    assert standing(old, new) == [("02", list(new["sections"])), ("01", ["layer/x"])]
+    for part in (
+        run("02", decode_xla={"us": 1.0}),  # lacks one
+        run("02", decode_xla={"us": 1.0}, decode_auto={"failed": "x"}),
+        run("02", "two", decode_xla={"us": 1.0}, decode_auto={"us": 1.0}),
+    ):
+        assert len(dict(standing(old, part))["01"]) == 3
+    failed = run("01", decode_xla={"failed": "x"})
+    assert standing(failed, new) == [("02", list(new["sections"]))]
+    assert len(standing(failed, run("02", decode_xla={"failed": "y"}))) == 2
+    eight, whole = run("01", prefill_p={"layers": 8}), run("02", prefill_p={"layers": 32})
+    assert len(standing(eight, whole)) == 2
+    text = report.document([old, new])
+    assert "\nSections that stand in a newer run: decode.\n" in text
+
+
 def test_what_one_run_had_no_time_for_is_in_the_tables_of_another():
     late = row(label="late", times={"ours": timing(9.0), "torch": lacking.SPENT})
     first = results(rows=[row(), late], sections={"decode/xla": lacking.SPENT, "layer/x": {}})
