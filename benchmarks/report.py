@@ -1,9 +1,9 @@
 """Results as tables and a plot: `python -m benchmarks.report benchmarks/results/*.json`.
 
-Writes benchmarks/results/README.md, the tables, and results.png, a plot of each op's largest call,
-beside it. Ratios are taken within one file, that is one run on one GPU. A row that several runs on
-a GPU have stands once, in the newest that has all of it, and so does a section; what one had no
-time for, in the one that had.
+Of all of these it writes benchmarks/results/README.md, the tables, and results.png, a plot of each
+op's largest call, beside it; of other files what `--tables` and `--plot` name. Ratios are taken
+within one file, that is one run on one GPU. A row that several runs on a GPU have stands once, in
+the newest that has all of it, and so does a section; what one had no time for, in the one that had.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ a fraction of their rate, and it counts as no rival.
 UNSEEN, LONG_US = 1.2, 1000.0
 NARROW = re.compile(r"\b(bfloat16|float16|float8_\w+)")
 WIDE = {"tf32": "TF32", "gemm_f32f32_f32f32": "float32"}  # in names of kernels
+KEYS = {"date", "gpu", "versions", "libraries", "rows", "sections"}
+ROW_KEYS = {"op", "label", "kind", "bytes", "operations", "correct", "times"}
 LEAST_DRAWN_BYTES = 9_000_000  # of an H200's copy rate, what a kernel's start takes: 2 us
 
 
@@ -375,15 +377,15 @@ def _work(row: dict[str, Any]) -> tuple[int, int]:
     return row["operations"] or 0, row["bytes"]
 
 
-def plot(runs: Sequence[dict[str, Any]]) -> Figure:
+def plot(runs: Sequence[dict[str, Any]]) -> Figure | None:
     """Percent of the ceiling, ours and the best rival, of the calls of `_largest`; above those of
-    each GPU its name.
+    each GPU its name. None if no file has rows and ceilings to draw.
     """
     from matplotlib.figure import Figure
 
     drawn = _largest([run for run in runs if "copy" in (run.get("ceilings") or {})])
     if not drawn:
-        raise ValueError("report: no file has rows and ceilings to draw")
+        return None
     labels: list[str] = []
     bars, headings = [], []
     for gpu, calls in itertools.groupby(drawn, lambda call: call[1]["gpu"].get("name", "")):
@@ -437,27 +439,45 @@ def read(path: Path) -> dict[str, Any]:
         results = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"report: {path} cannot be read as results: {error}") from error
-    if not isinstance(results, dict) or not {"date", "rows", "sections"} <= results.keys():
+    whole = isinstance(results, dict) and results.keys() >= KEYS
+    if not whole or not all(row.keys() >= ROW_KEYS for row in results["rows"]):
         raise ValueError(f"report: {path} is no file that python -m benchmarks wrote")
     return {**results, "file": path.name}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """The command; 2 for what cannot be read or written."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="what python -m benchmarks wrote")
-    parser.add_argument("--tables", type=Path, default=RESULTS / "README.md")
-    parser.add_argument("--plot", type=Path, default=RESULTS / "results.png")
+    parser.add_argument("--tables", type=Path, help="the Markdown file to write")
+    parser.add_argument("--plot", type=Path, help="the picture to write")
     args = parser.parse_args(argv)
+    tables, picture = args.tables, args.plot
+    if tables is None and picture is None:
+        if {path.resolve() for path in args.files} != set(RESULTS.glob("*.json")):
+            parser.error(
+                "the project's own tables and plot are of all of benchmarks/results/*.json; name "
+                "--tables or --plot for those of other files"
+            )
+        tables, picture = RESULTS / "README.md", RESULTS / "results.png"
+    written = []
     try:
         runs = [read(path) for path in args.files]
-        # Long labels pass the figure's edge
-        plot(without_repeats(runs)).savefig(args.plot, dpi=110, bbox_inches="tight")
-        args.tables.write_text(document(runs))
+        if tables is not None:
+            tables.write_text(document(runs))
+            written.append(str(tables))
+        if picture is not None and (figure := plot(without_repeats(runs))) is not None:
+            figure.savefig(picture, dpi=110, bbox_inches="tight")  # long labels pass its edge
+            written.append(str(picture))
+        elif picture is not None:
+            print("report: no file has rows and ceilings to plot", file=sys.stderr)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{args.tables} and {args.plot}: {len(runs)} runs")
+    except OSError as error:
+        print(f"report: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    print(f"{' and '.join(written) or 'nothing'}: {len(runs)} runs")
     return 0
 
 

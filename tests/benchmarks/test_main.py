@@ -453,11 +453,19 @@ def test_options_that_leave_nothing_or_make_no_sense(tmp_path, capsys):
     assert capsys.readouterr().err == f"benchmarks: --out {tmp_path} is a folder; give a file\n"
 
 
+SIZES = {"kind": "memory", "bytes": 1, "operations": 0}
+
+
+def results_file(**changes):
+    whole = {"date": "2026-11-24", "gpu": {}, "versions": {}, "libraries": {}}
+    return {**whole, "rows": [], "sections": {}, **changes}
+
+
 def test_a_second_run_takes_what_the_first_has_not_had_the_time_for(tmp_path):
     cases = [c for c in all_cases(("rope",)) if not c.compile_only][:4]
     timed = {"ours": {"us": 1.0}, "xla": {"us": 1.0}}
     rows = [
-        {"op": c.op, "label": c.label, "correct": {"status": "right"}, "times": times}
+        {"op": c.op, "label": c.label, "correct": {"status": "right"}, "times": times, **SIZES}
         for c, times in zip(
             cases,
             (
@@ -471,8 +479,7 @@ def test_a_second_run_takes_what_the_first_has_not_had_the_time_for(tmp_path):
     ]
     sections_found = {"layer/512 tokens": {"jitted": {"us": 1.0}}, "decode/xla": lacking.SPENT}
     path = tmp_path / "first.json"
-    found = {"date": "2026-11-24", "rows": rows, "sections": sections_found}
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(results_file(rows=rows, sections=sections_found)))
     out = str(tmp_path / "x.json")
     asked = main._plan(main._arguments(["--missing", str(path), "--out", out]))
     assert asked.names == ["rope", "layer", "decode"]
@@ -488,7 +495,7 @@ def test_a_second_run_takes_what_the_first_has_not_had_the_time_for(tmp_path):
 def test_a_prefill_of_other_layers_is_missing_too(tmp_path):
     path = tmp_path / "first.json"
     found = {"prefill/pallas": {"layers": 8}, "prefill/cudnn": {"failed": "x"}}
-    path.write_text(json.dumps({"date": "2026-11-24", "rows": [], "sections": found}))
+    path.write_text(json.dumps(results_file(sections=found)))
 
     def missing(*options):
         arguments = ["--missing", str(path), "--out", str(tmp_path / "x.json"), *options]
@@ -500,7 +507,7 @@ def test_a_prefill_of_other_layers_is_missing_too(tmp_path):
 
 def test_a_run_does_not_overwrite_what_it_is_to_complete(tmp_path, capsys):
     path, link = tmp_path / "first.json", tmp_path / "link.json"
-    text = json.dumps({"date": "2026-11-24", "rows": [], "sections": {"decode/xla": {}}})
+    text = json.dumps(results_file(sections={"decode/xla": {}}))
     path.write_text(text)
     link.symlink_to(path)
     for out in (path, link):

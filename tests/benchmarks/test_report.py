@@ -212,7 +212,9 @@ def test_the_command_writes_tables_and_plot(tmp_path, capsys):
 
 def test_the_plot_has_a_part_a_gpu():
     runs = [results(), results(gpu={"name": "NVIDIA H100"})]
-    [axis] = report.plot(runs).axes
+    figure = report.plot(runs)
+    assert figure is not None
+    [axis] = figure.axes
     calls = [f"{row['op']}: {row['label']}" for row, _ in report._largest(runs[:1])]
     labels = axis.get_yticklabels()
     assert [x.get_text() for x in labels] == ["NVIDIA H100", *calls, "NVIDIA H200", *calls]
@@ -228,15 +230,47 @@ def test_the_plot_has_a_part_a_gpu():
 def test_what_cannot_be_reported(tmp_path, capsys):
     tables, plot, file = (tmp_path / name for name in ("README.md", "x.png", "cpu.json"))
     arguments = [str(file), "--tables", str(tables), "--plot", str(plot)]
-    for text, sentence in ((None, "No such file"), ("{", "Expecting"), ("[]", "is no file that")):
+    no_row = json.dumps(results(rows=[{}]))
+    for text, sentence in (
+        *((None, "No such file"), ("{", "Expecting"), ("[]", "is no file that")),
+        *(
+            ('{"date": "x", "rows": [{}], "sections": {}}', "no file that"),
+            (no_row, "no file that"),
+        ),
+    ):
         if text is not None:
             file.write_text(text)
         assert report.main(arguments) == 2
         assert sentence in capsys.readouterr().err
-    file.write_text(json.dumps(results(ceilings=None)))
-    assert report.main(arguments) == 2
-    assert "no file has rows and ceilings" in capsys.readouterr().err
     assert not tables.exists()
+    file.write_text(json.dumps(results()))
+    nowhere = tmp_path / "none" / "x"
+    for name in ("--tables", "--plot"):
+        assert report.main([str(file), name, f"{nowhere}.png"]) == 2
+        said = f"report: {nowhere}.png cannot be written: No such file or directory\n"
+        assert capsys.readouterr().err == said
+
+
+def test_what_has_nothing_to_plot_has_tables(tmp_path, capsys):
+    tables, plot, file = (tmp_path / name for name in ("README.md", "x.png", "cpu.json"))
+    file.write_text(json.dumps(results(rows=[])))
+    assert report.main([str(file), "--tables", str(tables), "--plot", str(plot)]) == 0
+    said = capsys.readouterr()
+    assert said.err == "report: no file has rows and ceilings to plot\n"
+    assert said.out == f"{tables}: 1 runs\n"
+    assert "| 32 x 512 | separate | 1 | 1 | 9.0 | 0 % |" in tables.read_text()
+    assert not plot.exists()
+
+
+def test_the_tables_of_the_project_are_of_all_its_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(results()))
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(tmp_path / "one.json")])
+    assert "name --tables or --plot for those of other files" in capsys.readouterr().err
+    assert report.main([str(tmp_path / f"{name}.json") for name in ("one", "two")]) == 0
+    assert {"README.md", "results.png"} < {path.name for path in tmp_path.iterdir()}
 
 
 def test_the_tables_of_the_project_are_of_the_committed_results():
