@@ -46,3 +46,20 @@ def test_without_the_plugin_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(memory_table.aot, "why_not", lambda **_: "no plugin")
     assert memory_table.main([]) == 2
     assert capsys.readouterr().err == "memory_table: no plugin\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--layers", "0"], "num_hidden_layers"),
+        (["--tokens", "0"], "seq must be an integer of at least 1, got 0"),
+        (["--tokens", "999999999"], "999999999 tokens a row are more than the model's 131072"),
+    ],
+)
+def test_a_size_that_makes_no_sense_is_one_sentence(monkeypatch, capsys, options, said):
+    monkeypatch.setattr(memory_table.aot, "why_not", lambda **_: None)
+    assert memory_table.main(options) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert said in error
+    assert error.count("\n") == 1
