@@ -3,8 +3,9 @@
 A kernel's module says what to tune: `tuning_calls`, `bucket`, `default_config`, `candidates`. The
 configs of a key are compiled side by side, then timed one by one, and the file is written after
 every key: an interrupt loses none of those before. A config gets a row if it beats the default by
-more than the noise (the spreads of both) and by at least 2 % (`measure.Timing.beats`); where none
-does, an old row of that key is taken out. Runs on the GPU that is here.
+more than the noise (the spreads of both) and by at least 2 % (`measure.Timing.beats`), by the same
+clock; where none does, an old row of that key is taken out. Runs on the GPU that is here; where
+CUPTI does not work there it says so, and the host's clock counts.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     path = args.out or tuned.FOLDER / tuned.file_name(device.name)
     watch, tried = measure.Stopwatch(), 0
+    if watch.reason is not None:
+        print(f"tune: times are the host clock's ({watch.reason})", file=sys.stderr)
     for name, module in modules.items():
         found = []
         for key, row in tune(module, name, device, watch, keys=args.keys, calls=args.calls):
@@ -122,12 +125,12 @@ def _row(module, name, key, call, device, watch, calls, say) -> dict[str, Any] |
         timing = watch.time(programs[config], sets, calls=calls)
         if config not in times or timing.us < times[config].us:
             times[config] = timing
-    for config in others[:FINALISTS]:
-        if times[config].beats(times[default]) and (
-            best is None or times[config].us < times[best].us
-        ):
-            best = config
     base = times[default]
+    for config in others[:FINALISTS]:
+        if times[config].clock != base.clock:  # CUPTI has failed on one of them
+            continue
+        if times[config].beats(base) and (best is None or times[config].us < times[best].us):
+            best = config
     if best is None:
         say(f"{name} {key}: keeps {default}, {base.us:.1f} us, of {len(programs)} configs")
         return None

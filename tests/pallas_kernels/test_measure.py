@@ -114,6 +114,27 @@ def test_what_cupti_gets_wrong_is_measured_by_the_host(fake_gpu, f, sets, events
     assert timing.kernels is None
 
 
+def test_the_host_clock_clears_the_cache_and_leaves_out_what_that_takes(f, sets, monkeypatch):
+    watch, cleared = measure.Stopwatch("host"), []
+    watch._clear = lambda: cleared.append(None)
+    walls = {(False, False): 5.0, (False, True): 30.0, (True, False): 20.0}
+
+    def wall(f, sets, calls, clear=None, real=watch._wall):
+        real(f, sets, calls, clear)
+        return walls[f is watch._clear, clear is not None]
+
+    monkeypatch.setattr(watch, "_wall", wall)
+    timing = watch.time(f, sets, calls=4)
+    assert (timing.us, timing.wall_us) == (10.0, 5.0)
+    assert len(cleared) == 2 * 3 * 4
+    walls[False, True] = 19.0  # noise
+    assert watch.time(f, sets, calls=4).us == measure.LEAST_US
+    cleared.clear()
+    monkeypatch.setattr(measure, "COLD_BYTES", 32)  # what pushes itself out of the cache
+    assert watch.time(f, sets, calls=4).us == 5.0
+    assert cleared == []
+
+
 def test_inputs_rotate_and_results_are_kept(sets):
     seen = []
 

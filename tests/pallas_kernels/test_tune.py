@@ -44,13 +44,14 @@ def toy(*, calls=None, bad=None):
 class Clock:
     """Takes as long as `us` says for the number that the program multiplies by."""
 
-    def __init__(self, us, spread=0.1):
-        self.us, self.spread = us, spread
+    def __init__(self, us, spread=0.1, *, reason=None, others=()):
+        self.us, self.spread, self.reason, self.others = us, spread, reason, others
 
     def time(self, f, sets, *, calls):
         assert len(sets) == measure.FEW_SETS
         rows = round(float(f(jnp.ones_like(sets[0][0]))[0]) / 2.0)
-        return measure.Timing(self.us[rows], self.spread, self.us[rows], "made up", calls, None)
+        clock = "another" if rows in self.others else "made up"
+        return measure.Timing(self.us[rows], self.spread, self.us[rows], clock, calls, None)
 
 
 def rows_of(us, spread=0.1, **kwargs):
@@ -93,6 +94,13 @@ def test_what_does_not_compile_is_said_and_passed_over():
 def test_a_default_that_does_not_compile_is_a_bug():
     with pytest.raises(ValueError, match="no tile of 1 rows"):
         rows_of({}, bad=1)
+
+
+def test_what_another_clock_has_timed_wins_nothing():
+    clock = Clock({1: 10.0, 2: 9.0, 3: 1.0, 4: 12.0}, others=[3])
+    [(_, row)] = tune.tune(toy(), "toy", H200, clock, say=lambda line: None)
+    assert row is not None
+    assert row["config"] == {"rows": 2}
 
 
 def test_one_row_a_key():
@@ -203,7 +211,12 @@ def test_the_command_writes_the_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "Stopwatch", lambda: clock)
     assert tune.main(["toy", "--out", str(tmp_path / "x.json")]) == 0
     assert tuned.read(tmp_path / "x.json")[0]["config"] == {"rows": 3}
-    assert "1 rows of toy, 1 keys tried" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "1 rows of toy, 1 keys tried" in said.out
+    assert said.err == ""
+    clock.reason = "CUPTI: no right"
+    assert tune.main(["toy", "--out", str(tmp_path / "x.json")]) == 0
+    assert capsys.readouterr().err == "tune: times are the host clock's (CUPTI: no right)\n"
 
 
 def test_only_the_keys_that_are_named(tmp_path, monkeypatch, capsys):
