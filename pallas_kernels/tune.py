@@ -37,7 +37,7 @@ FINALISTS = 3  # of a first, short round; timed again in turns with the default
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 2 if it cannot run here, or if no key is as `--keys` says."""
+    """The command. 2 if it cannot run here, if `--out` is another GPU's, or no key as `--keys`."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="name", help="a kernel: rms_norm, matmul, ...")
     parser.add_argument("--out", type=Path, help="the file to write (default: tuned/<gpu>.json)")
@@ -63,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"tune: {name!r} is no kernel that can be tuned: {error}", file=sys.stderr)
             return 2
     path = args.out or tuned.FOLDER / tuned.file_name(device.name)
+    try:
+        check_gpu(path, device.name)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     watch, tried = measure.Stopwatch(), 0
     if watch.reason is not None:
         print(f"tune: times are the host clock's ({watch.reason})", file=sys.stderr)
@@ -162,8 +167,18 @@ def _compile(call: tuned.Call, configs: Iterable[Any]) -> Iterator[tuple[Any, An
         yield from pool.map(compiled, configs)
 
 
+def check_gpu(path: Path, gpu: str) -> None:
+    """Raises: ValueError for a file of another GPU."""
+    if path.is_file() and (other := json.loads(path.read_text())["gpu"]) != gpu:
+        raise ValueError(f"tune: {path} has rows of {other}, and this is {gpu}; give another --out")
+
+
 def write(path: Path, gpu: str, name: str, tried: set[str], rows: list[dict[str, Any]]) -> None:
-    """Put the rows in the place of those of the same keys. No row, no file."""
+    """Put the rows in the place of those of the same keys. No row, no file.
+
+    Raises: ValueError for a file of another GPU.
+    """
+    check_gpu(path, gpu)
     old = tuned.read(path) if path.is_file() else []
     kept = [row for row in old if row["op"] != name or row["key"] not in tried]
     merged = sorted(kept + rows, key=lambda row: (row["op"], row["key"]))

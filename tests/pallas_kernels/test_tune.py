@@ -19,6 +19,9 @@ from pallas_kernels import measure, tune, tuned
 X = jax.ShapeDtypeStruct((8,), jnp.float32)
 
 
+EMPTY = {"config": {}, "evidence": {}}
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     rows: int
@@ -166,6 +169,20 @@ def test_rows_replace_those_of_their_keys(tmp_path):
     assert json.loads(path.read_text())["gpu"] == "NVIDIA H200"
     tune.write(path, "NVIDIA H200", "toy", {"a", "b"}, [])  # neither wins any more
     assert tuned.read(path) == [row("a", 7, "other")]
+
+
+def test_rows_of_another_gpu_are_left_as_they_are(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "x.json"
+    tune.write(path, "NVIDIA H100", "toy", {"a"}, [{**dict.fromkeys(("op", "key"), "a"), **EMPTY}])
+    text = path.read_text()
+    with pytest.raises(ValueError, match="x.json has rows of NVIDIA H100, and this is NVIDIA H200"):
+        tune.write(path, "NVIDIA H200", "toy", {"a"}, [])
+    monkeypatch.setattr("pallas_kernels.device.current", lambda: H200)
+    assert tune.main(["rms_norm", "--out", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"tune: {path} has rows of NVIDIA H100, and this is {H200.name}; give another --out\n"
+    )
+    assert path.read_text() == text
 
 
 FOLDER = Path(pallas_kernels.__file__).parent
