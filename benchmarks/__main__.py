@@ -433,11 +433,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="cases whose name has this regular expression")
     rest = "only what this file of results has not had the time for"
     parser.add_argument("--missing", type=Path, action="append", default=[], help=rest)
-    parser.add_argument("--budget-s", type=float, default=360, help="begin nothing after this")
-    parser.add_argument("--task-s", type=float, default=120, help="end what takes longer")
-    parser.add_argument("--threads", type=int, default=8, help="that compile ahead")
+    parser.add_argument(
+        "--budget-s", type=float, default=360, help="begin nothing after this (%(default)g)"
+    )
+    parser.add_argument(
+        "--task-s", type=float, default=120, help="end what takes longer (%(default)g)"
+    )
+    parser.add_argument("--threads", type=int, default=8, help="that compile ahead (%(default)d)")
     parser.add_argument("--quick", action="store_true", help="two cases an op, no torch.compile")
-    parser.add_argument("--layers", type=int, default=32, help="of the model of `prefill`")
+    parser.add_argument(
+        "--layers", type=int, default=32, help="of the model of `prefill` (%(default)d)"
+    )
     parser.add_argument("--no-torch", action="store_true", help="leave out torch and Liger")
     parser.add_argument("--host-clock", action="store_true", help="without CUPTI, unchecked")
     parser.add_argument("--revision", help="the commit measured, where there is no git")

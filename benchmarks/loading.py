@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
     )
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; by default a step of some 100 ms on a large GPU."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -82,7 +82,10 @@ def parse() -> argparse.Namespace:
     add("--dtype", default="bfloat16", help="to compute in")
     add("--steps", type=int, default=10, help="steps a turn")
     add("--turns", type=int, default=7, help="turns of each source")
-    return parser.parse_args()
+    args = parser.parse_args(arguments)
+    if args.width < 128 or args.width % 128:
+        parser.error(f"--width must be a multiple of 128, got {args.width}")
+    return args
 
 
 if __name__ == "__main__":

@@ -16,3 +16,11 @@ def test_it_prints_two_times_and_their_ratio(capsys):
     loader, device, ratio = map(float, found.groups())
     # Printed in hundredths of a millisecond, of which a step takes dozens
     assert loader / device == pytest.approx(ratio, rel=0.05)
+
+
+def test_a_width_that_is_no_multiple_of_128_is_refused(capsys):
+    for width in ("100", "0", "-128"):
+        with pytest.raises(SystemExit, match="2"):
+            loading.parse([f"--width={width}"])
+        assert f"--width must be a multiple of 128, got {width}" in capsys.readouterr().err
+    assert loading.parse(["--width", "256"]).width == 256
