@@ -169,9 +169,8 @@ class Checkpoints:
         """
         if self._read_only:
             raise ValueError(f"checkpoints: {self.folder} was opened to be read, not to save in")
-        position = dict(position or {})
-        try:
-            json.dumps(position)
+        try:  # a copy, for it is written later, and its owner may go on with what is in it
+            position = json.loads(json.dumps(dict(position or {})))
         except (TypeError, ValueError) as error:
             raise ValueError(f"checkpoints: position must be plain JSON values: {error}") from None
         self.wait()

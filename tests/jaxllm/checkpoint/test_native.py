@@ -1,15 +1,18 @@
+import asyncio
 import dataclasses
 import gc
 import resource
 import shutil
 import subprocess
 import sys
+import threading
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from orbax.checkpoint.type_handlers import NumpyHandler
@@ -371,6 +374,24 @@ def test_a_position_that_is_not_json_is_refused_before_anything_is_written(tmp_p
         ):
             checkpoints.save(state, key=jax.random.key(0), position={"row": np.int64(3)})
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_position_is_that_of_the_save_whoever_goes_on_with_it(tmp_path, monkeypatch):
+    moved = threading.Event()
+
+    async def late(self, *args, write=ocp.JsonCheckpointHandler._save_fn):
+        await asyncio.to_thread(moved.wait, 10)
+        await write(self, *args)
+
+    monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", late)
+    state, _ = start()
+    place = {"epoch": 1, "files": [1]}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, key=jax.random.key(0), position={"batches": place})
+        place["epoch"] = 2
+        place["files"].append(2)
+        moved.set()
+        assert checkpoints.restore(state).position == {"batches": {"epoch": 1, "files": [1]}}
 
 
 @pytest.mark.slow
