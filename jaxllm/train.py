@@ -255,7 +255,7 @@ def train_step(
 
     weights = _computed(state.params, model.runtime.compute_dtype)
     grads, (total, count) = _accumulate(gradient, batch, micro_batches)
-    tokens = jnp.where(count > 0, count, 1).astype(jnp.float32)
+    tokens = jnp.where(count != 0, count, 1).astype(jnp.float32)
     grads = jax.tree.map(lambda g: g * (nominal / tokens), state.scale.unscale(grads))
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(total)  # a sum is finite only if each part is

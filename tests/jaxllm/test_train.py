@@ -486,9 +486,12 @@ def test_another_loss_may_be_given():
     assert after < before
 
 
-def test_a_loss_may_count_by_weights():
-    """Of tokens that count less than one: the quotient, and its gradient, are the weighted mean."""
-    weights = np.random.default_rng(3).random((4, 9)).astype(np.float32) / 100
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_loss_may_count_by_weights(sign):
+    """Of tokens that count less than one, or less than nothing: the quotient, and its gradient, are
+    the weighted mean.
+    """
+    weights = sign * np.random.default_rng(3).random((4, 9)).astype(np.float32) / 100
 
     def weighted(model, batch):
         losses = -ops.log_probs(model(batch["tokens"]), batch["targets"])
