@@ -45,7 +45,19 @@ SMOOTHED = 20  # steps that a speed is the mean of
 
 @runtime_checkable
 class Batches(Protocol):
-    """What a Trainer reads: an iterator of batches that can say, and take, how far it has got."""
+    """What a Trainer reads: an iterator of batches that can say, and take, how far it has got.
+
+    `state` returns what JSON gives back as it was (numbers, strings, lists, dictionaries by
+    strings), for a checkpoint keeps it so. Around an iterator of grain, whose dictionary it is:
+
+        class Batches:
+            def __init__(self, dataset):
+                self.iterator = iter(dataset)
+                self.state, self.restore = self.iterator.get_state, self.iterator.set_state
+
+            def __next__(self):
+                return next(self.iterator)
+    """
 
     def __next__(self) -> Batch: ...
     def state(self) -> dict[str, Any]: ...
@@ -369,7 +381,7 @@ class Trainer:
                 f"trainer: a batch of {rows} rows cannot be split into {self.micro_batches} equal "
                 "micro-batches"
             )
-        return jax.device_put(dict(batch)), _Work.of(batch), self.batches.state()
+        return jax.device_put(dict(batch)), _Work.of(batch), _kept(self.batches.state())
 
     @staticmethod
     def _rates(schedule: optax.Schedule | None, steps: int) -> Sequence[float | None]:
@@ -652,6 +664,29 @@ def _check_batch(batch: Any, name: str, model: Transformer) -> None:
                 f"trainer: the {key} of the {name} go from {low} to {high}, but the model has "
                 f"{beyond} {what}"
             )
+
+
+def _kept(state: Any) -> Any:
+    """The batches' state as a checkpoint will give it back, whatever its owner goes on to do.
+
+    Raises: ValueError if that is another.
+    """
+
+    def listed(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {key: listed(value) for key, value in x.items()}
+        return [listed(value) for value in x] if isinstance(x, list | tuple) else x
+
+    try:
+        kept = json.loads(json.dumps(state, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"trainer: the batches' state must be plain JSON: {error}") from None
+    if kept != listed(state):
+        raise ValueError(
+            "trainer: the batches' state must be plain JSON, whose dictionaries have strings as "
+            f"keys, got {state!r:.60}, which comes back as {kept!r:.60}"
+        )
+    return kept
 
 
 def _memory_bytes(device: Any) -> int:

@@ -404,6 +404,49 @@ def test_batches_must_say_how_far_they_are(tmp_path):
         trainer(tmp_path, batches=iter([1]))
 
 
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"at": np.int64(1)}, "Object of type int64 is not JSON serializable"),
+        ({"at": math.nan}, "Out of range float values are not JSON compliant.*"),
+        ({0: (1, 2)}, r".*, got {0: \(1, 2\)}, which comes back as {'0': \[1, 2\]}"),
+    ],
+)
+def test_a_state_that_json_does_not_give_back_is_refused_before_training(
+    tmp_path, said, state, words
+):
+    class Strange(Counting):
+        def state(self):
+            return state
+
+    with pytest.raises(
+        ValueError, match=f"^trainer: the batches' state must be plain JSON.*{words}$"
+    ):
+        trainer(tmp_path, batches=Strange(), said=said).fit()
+    assert not said.text
+
+
+def test_a_state_that_goes_on_with_the_batches_is_kept_as_it_was(tmp_path, whole):
+    """The place behind step 3, when the batch of step 4 was drawn and could not be taken."""
+
+    class Live(Counting):
+        def __init__(self, last):
+            super().__init__()
+            self.last, self.place = last, {"at": 0, "of": (1, 2)}
+
+        def __next__(self):
+            batch = super().__next__()
+            self.place["at"] = self.at
+            return batch if self.at <= self.last else {}
+
+        def state(self):
+            return self.place
+
+    with pytest.raises(ValueError, match="the batch of step 4 has no 'tokens'"):
+        trainer(tmp_path, batches=Live(3)).fit()
+    assert_same(arrays(trainer(tmp_path, batches=Live(8)).fit(resume=True).params), whole[1])
+
+
 def test_ctrl_c_says_which_step_is_there(tmp_path, monkeypatch):
     class Interrupting(Counting):
         def __next__(self):
