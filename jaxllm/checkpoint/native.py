@@ -321,7 +321,12 @@ class Checkpoints:
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
             )["state"]
         key = jax.random.wrap_key_data(restored.pop("key"), impl=notes["key"])
-        leaves = [restored[name] for name in _names(like)]
+        empty = {
+            name: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+            for name, x in zip(_names(like), jax.tree.leaves(like), strict=True)
+            if not x.size
+        }
+        leaves = [(restored | empty)[name] for name in _names(like)]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
         return Saved(state, key, notes["position"], self._loss(step))
 
@@ -434,9 +439,10 @@ _BROKEN = ("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE", "INV
 
 
 def _leaves(state: TrainState) -> dict[str, Array]:
-    """All of a state that is written, by name."""
+    """All of a state that is written, by name: of arrays of size 0 there is nothing to write."""
     thawed = dataclasses.replace(state, frozen={})
-    return dict(zip(_names(thawed), jax.tree.leaves(thawed), strict=True))
+    leaves = zip(_names(thawed), jax.tree.leaves(thawed), strict=True)
+    return {name: x for name, x in leaves if x.size}
 
 
 def _names(tree: Any) -> list[str]:

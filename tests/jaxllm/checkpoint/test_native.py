@@ -433,6 +433,17 @@ def test_a_dynamic_scale_is_stored(tmp_path):
     assert changed.scale.value != state.scale.value
 
 
+def test_an_optimiser_may_hold_arrays_without_numbers(tmp_path):
+    """As `optax.contrib.galore` does for what it does not project."""
+    state, _ = start()
+    empty = {"q": jnp.zeros((0, 3), jnp.bfloat16)}
+    state = dataclasses.replace(state, opt_state=(state.opt_state, empty))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, key=jax.random.key(0))
+        assert checkpoints.steps == [0]
+        assert_same(checkpoints.restore(state).state, state)
+
+
 def test_keep_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         Checkpoints(tmp_path, keep=0)
