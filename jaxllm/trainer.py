@@ -115,9 +115,10 @@ class Trainer:
     writers: `metrics.tensorboard(...)` and the like; one with a `close` is closed after `fit`.
     profile: how many steps, from the third on, are traced into `out/profile`; 0: none.
     Raises: ValueError for numbers that are no integers or below what they must be, batches that
-    cannot say how far they have got, a held_out that has no end or tokens that the model has not, a
-    schedule that cannot be traced or is not one number a count, settings that JSON cannot say or
-    that contradict the trainer's own, without matplotlib, and for what `train.init_state` refuses.
+    cannot say how far they have got, a held_out that has no end or tokens or targets that the model
+    has not, a schedule that cannot be traced or is not one number a count, settings that JSON
+    cannot say or that contradict the trainer's own, without matplotlib, and for what
+    `train.init_state` refuses.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Trainer:
                 f"{type(strange[0]).__name__}"
             )
         for i, batch in enumerate(held_out, 1):
-            _check_batch(batch, f"held-out batch {i}", model)
+            _check_batch(batch, f"held-out batch {i}", model, loss)
         try:  # as a checkpoint will have them
             said = json.loads(json.dumps(dict(settings or {}), allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -181,7 +182,7 @@ class Trainer:
                 "trainer: matplotlib, which draws loss.png, is not installed: pip install "
                 "matplotlib"
             )
-        self.model, self.batches, self.out = model, batches, Path(out)
+        self.model, self.loss, self.batches, self.out = model, loss, batches, Path(out)
         steps = int(steps)
         self.steps, self.keep, self.profile = steps, int(keep), int(profile)
         self.micro_batches = micro_batches
@@ -219,8 +220,8 @@ class Trainer:
         set, or if it holds one with other settings, another model or optimiser; if what is held out
         has no target, or a loss that is not finite before training; if no step changed anything,
         for no loss and gradient was finite; and, the last step being saved first, if the batches
-        end early, have rows that `micro_batches` does not divide, or (in the host's memory) tokens
-        or positions that the model has not. FileNotFoundError if there is none to resume.
+        end early, have rows that `micro_batches` does not divide, or (in the host's memory) tokens,
+        targets or positions that the model has not. FileNotFoundError if there is none to resume.
         StoppedError after Ctrl-C.
         """
         if self._ended:
@@ -374,7 +375,7 @@ class Trainer:
             raise ValueError(
                 f"trainer: the batches ended before step {i} of {self.steps}"
             ) from None
-        _check_batch(batch, f"batch of step {i}", self.model)
+        _check_batch(batch, f"batch of step {i}", self.model, self.loss)
         rows = len(batch["tokens"])
         if rows % self.micro_batches:
             raise ValueError(
@@ -643,21 +644,27 @@ def _digest(batches: Sequence[Batch]) -> str | None:
     return digest.hexdigest()[:16] if batches else None
 
 
-def _check_batch(batch: Any, name: str, model: Transformer) -> None:
+def _check_batch(batch: Any, name: str, model: Transformer, loss: train.Loss) -> None:
     """Raises: ValueError if there are no tokens, or, of arrays in the host's memory, for ids and
-    positions that the model does not have: an embedding clamps those, and turns by any of these.
+    positions that the model does not have: an embedding clamps those, `token_loss` has no number
+    for targets beyond, and turns are by any of these.
     """
     if not isinstance(batch, Mapping) or "tokens" not in batch:
         what = f"only {sorted(batch)}" if isinstance(batch, Mapping) else f"{batch!r:.60}"
         raise ValueError(f"trainer: the {name} has no 'tokens', got {what}")
     config = model.config
-    for key, beyond, what in (
-        ("tokens", config.vocab_size, "tokens in its vocabulary"),
-        ("positions", config.max_position_embeddings, "positions"),
-    ):
+    tokens = "tokens in its vocabulary"
+    limits = {
+        "tokens": (config.vocab_size, tokens),
+        "positions": (config.max_position_embeddings, "positions"),
+    }
+    if loss is train.token_loss:  # another's targets may be anything
+        limits["targets"] = config.vocab_size, f"{tokens} ({train.IGNORE} is not counted)"
+    for key, (beyond, what) in limits.items():
         x = batch.get(key)
         if not isinstance(x, np.ndarray):
             continue
+        x = x[x != train.IGNORE] if key == "targets" else x
         low, high = int(x.min(initial=0)), int(x.max(initial=0))
         if low < 0 or high >= beyond:
             raise ValueError(

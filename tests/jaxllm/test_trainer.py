@@ -594,6 +594,10 @@ def test_arguments_of_another_kind(tmp_path):
         ),
         ({"schedule": lambda i: {"x": i}}, "schedule must give one number .*, got a dict"),
         ({"held_out": [{"tokens": np.full((1, 4), 61)}]}, "the tokens of the held-out batch 1 go"),
+        (
+            {"held_out": [HELD_OUT[0] | {"targets": np.full((2, 8), 61)}]},
+            "the targets of the held-out batch 1 go from 0 to 61",
+        ),
         ({"held_out": Endless()}, "held_out must end, got a loader without epochs"),
         ({"settings": {"base weights": "x"}}, "settings has 'base weights': 'x', but the"),
     ):
@@ -610,6 +614,12 @@ def test_arguments_of_another_kind(tmp_path):
             "go from .* to 61, but the model has .* tokens in its vocabulary",
         ),
         ("tokens", -1, "go from -1 to"),
+        (
+            "targets",
+            TINY.vocab_size,
+            r"go from 0 to 61, .* 61 tokens in .* \(-100 is not counted\)",
+        ),
+        ("targets", -1, "go from -1 to [0-9]+, but the model has 61 tokens"),
         (
             "positions",
             TINY.max_position_embeddings,
@@ -636,6 +646,16 @@ def test_what_a_batch_need_not_have(tmp_path):
     runs = [trainer(tmp_path, held_out=[HELD_OUT[0] | more]) for more in (extra, anew)]
     assert runs[0].settings == runs[1].settings != trainer(tmp_path).settings
     assert trainer(tmp_path, steps=np.int64(8)).settings["steps"] == 8
+
+
+def test_targets_that_do_not_count_or_are_of_ones_own_loss_are_taken(tmp_path):
+    def loss(model, batch):
+        return train.token_loss(model, {**batch, "targets": batch["targets"] % 31})
+
+    for value, options in ((-100, {}), (500, {"loss": loss})):
+        targets = HELD_OUT[0]["targets"].copy()
+        targets[0, 3] = value
+        trainer(tmp_path / str(value), held_out=[HELD_OUT[0] | {"targets": targets}], **options)
 
 
 def test_a_fingerprint_tells_weights_apart():
