@@ -645,20 +645,29 @@ def _digest(batches: Sequence[Batch]) -> str | None:
 
 
 def _check_batch(batch: Any, name: str, model: Transformer, loss: train.Loss) -> None:
-    """Raises: ValueError if there are no tokens, or, of arrays in the host's memory, for ids and
-    positions that the model does not have: an embedding clamps those, `token_loss` has no number
-    for targets beyond, and turns are by any of these.
+    """Raises: ValueError if there are no tokens [B, T], for lists, or, of arrays in the host's
+    memory, for ids and positions that the model does not have: an embedding clamps those,
+    `token_loss` has no number for targets beyond, and turns are by any of these.
     """
     if not isinstance(batch, Mapping) or "tokens" not in batch:
         what = f"only {sorted(batch)}" if isinstance(batch, Mapping) else f"{batch!r:.60}"
         raise ValueError(f"trainer: the {name} has no 'tokens', got {what}")
+    own = loss is not train.token_loss  # what a batch has beside tokens may then be anything
+    for key in ("tokens",) if own else ("tokens", "targets", "positions", "segment_ids"):
+        x = batch.get(key)
+        shape = getattr(x, "shape", None)
+        if (shape is None and x is not None) or (key == "tokens" and len(shape or ()) != 2):
+            found = f"a {type(x).__name__}" if shape is None else f"shape {shape}"
+            raise ValueError(
+                f"trainer: the {key} of the {name} must be an array [B, T], got {found}"
+            )
     config = model.config
     tokens = "tokens in its vocabulary"
     limits = {
         "tokens": (config.vocab_size, tokens),
         "positions": (config.max_position_embeddings, "positions"),
     }
-    if loss is train.token_loss:  # another's targets may be anything
+    if not own:
         limits["targets"] = config.vocab_size, f"{tokens} ({train.IGNORE} is not counted)"
     for key, (beyond, what) in limits.items():
         x = batch.get(key)

@@ -648,6 +648,27 @@ def test_what_a_batch_need_not_have(tmp_path):
     assert trainer(tmp_path, steps=np.int64(8)).settings["steps"] == 8
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("tokens", np.ndarray.tolist, "a list"),
+        ("targets", np.ndarray.tolist, "a list"),
+        ("tokens", np.ravel, r"shape \(16,\)"),
+        ("tokens", lambda x: None, "a NoneType"),
+    ],
+)
+def test_a_batch_of_something_else_is_refused(tmp_path, name, change, words):
+    class Other(Counting):
+        def __next__(self):
+            batch = super().__next__()
+            return {**batch, name: change(batch[name])}
+
+    with pytest.raises(
+        ValueError, match=rf"^trainer: the {name} of the batch of step 1 must be .*, got {words}$"
+    ):
+        trainer(tmp_path, batches=Other()).fit()
+
+
 def test_targets_that_do_not_count_or_are_of_ones_own_loss_are_taken(tmp_path):
     def loss(model, batch):
         return train.token_loss(model, {**batch, "targets": batch["targets"] % 31})
