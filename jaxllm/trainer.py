@@ -41,6 +41,9 @@ from jaxllm.train import Batch, Params
 
 LAG = 2  # steps between a dispatch and a look at its numbers: the device always has one to do
 SMOOTHED = 20  # steps that a speed is the mean of
+# Steps in a row that changed nothing, at a scale of the loss that fell no further: what differs
+# from one to the next is the batch alone
+IDLE_SAID, IDLE_ENDS = 10, 200
 
 
 @runtime_checkable
@@ -219,10 +222,10 @@ class Trainer:
         Raises: ValueError, with nothing overwritten, if the folder holds a run and `resume` is not
         set, or if it holds one with other settings, another model or optimiser; if what is held out
         has no target, or a loss that is not finite before training; if no step changed anything,
-        for no loss and gradient was finite; and, the last step being saved first, if the batches
-        end early, have rows that `micro_batches` does not divide, or (in the host's memory) tokens,
-        targets or positions that the model has not. FileNotFoundError if there is none to resume.
-        StoppedError after Ctrl-C.
+        for no loss and gradient was finite; and, the last step being saved first, if that goes on
+        for `IDLE_ENDS` steps, if the batches end early, have rows that `micro_batches` does not
+        divide, or (in the host's memory) tokens, targets or positions that the model has not.
+        FileNotFoundError if there is none to resume. StoppedError after Ctrl-C.
         """
         if self._ended:
             raise ValueError(
@@ -273,7 +276,8 @@ class Trainer:
         """Steps `begun + 1` to the last."""
         ready = self._next_batch(begun + 1) if begun < self.steps else None
         pending: collections.deque[tuple[dict[str, Any], dict[str, Any]]] = collections.deque()
-        skipped = int(self.state.skipped)
+        skipped, idle = int(self.state.skipped), 0
+        scale = float(self.state.scale.value)
         speed = _Speed(
             self.model, _devices(self.state.all_params), trains_all=not self.state.frozen
         )
@@ -282,16 +286,24 @@ class Trainer:
 
         def read(leave: int) -> None:
             """Writes the rows of all steps but the last `leave`."""
-            nonlocal skipped
+            nonlocal skipped, idle, scale
             while len(pending) > leave:
                 row, numbers = pending.popleft()
                 row["learning_rate"] = self.rates[row["step"] - 1 - skipped]
                 row |= {name: x.item() for name, x in jax.device_get(numbers).items()}
-                skipped = row["skipped"]
+                changed = row["skipped"] == skipped or row["scale"] != scale
+                idle = 0 if changed else idle + 1
+                skipped, scale = row["skipped"], row["scale"]
                 if "work" in row:
                     row |= speed.of(row.pop("work"))
                 move(row["step"], row)
                 tell(row)
+                again = idle > IDLE_SAID and row["step"] % self.eval_every == 0
+                if idle == IDLE_SAID or again:
+                    self._say(
+                        f"step {row['step']}: the last {idle} steps changed nothing, for a loss or "
+                        f"gradient was not finite; after {IDLE_ENDS} of them the run ends"
+                    )
 
         def tell(row: dict[str, Any]) -> None:
             rows.write(row)
@@ -336,6 +348,13 @@ class Trainer:
                 pending.append((row, numbers))
                 read(LAG)
                 profile.after(i)
+                if idle >= IDLE_ENDS and i < self.steps:
+                    save(place, None)
+                    raise ValueError(
+                        f"trainer: the last {idle} steps changed nothing, for no loss and gradient "
+                        "was finite; look at the data, or take a wider precision or a lower "
+                        f"learning rate (the run is saved at step {i})"
+                    )
                 evaluates = i % self.eval_every == 0 or i == self.steps
                 saves = i % self.save_every == 0 or i == self.steps
                 failed: BaseException | None = None

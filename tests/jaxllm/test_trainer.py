@@ -24,6 +24,7 @@ from tiny_models import TINY, build
 from jaxllm import metrics, trace, train
 from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.config import Runtime
+from jaxllm.precision import DynamicScale
 from jaxllm.trainer import StoppedError, Trainer, fingerprint
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'jaxllm[train]'")
@@ -489,6 +490,38 @@ def test_steps_that_changed_nothing_are_said_and_count_for_no_schedule(tmp_path,
     assert [row["learning_rate"] for row in rows] == [0, 1, 1, 1, 2, 3, 4, 5]
     with pytest.raises(ValueError, match="none of the 8 steps changed anything, for no loss and"):
         trainer(tmp_path / "all", batches=Flagged(lambda step: True), **options).fit()
+
+
+def test_a_run_in_which_nothing_changes_any_more_says_so_and_ends(tmp_path, said, monkeypatch):
+    monkeypatch.setattr("jaxllm.trainer.IDLE_SAID", 3)
+    monkeypatch.setattr("jaxllm.trainer.IDLE_ENDS", 8)
+    options = {"loss": flagged_loss, "held_out": (), "steps": 30, "said": said}
+    with pytest.raises(
+        ValueError, match=r"the last \d+ steps changed nothing, .* saved at step 13"
+    ):
+        trainer(tmp_path, batches=Flagged(lambda step: step > 4), **options).fit()
+    told = [line.partition(", for")[0] for line in said.text.splitlines()]
+    assert told == [
+        "step 7: the last 3 steps changed nothing",
+        "step 8: the last 4 steps changed nothing",
+        "step 12: the last 8 steps changed nothing",
+    ]
+    with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.latest_step == 13
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(14))
+    trainer(tmp_path, batches=Flagged(lambda step: False), **options).fit(resume=True)
+    assert "9 of 30 steps changed nothing" in said.text
+
+
+def test_a_scale_that_still_falls_is_waited_for(tmp_path, said, monkeypatch):
+    """From 2**8 down to 1 in eight steps, and at 1 for 3 of the 11 that change nothing."""
+    monkeypatch.setattr("jaxllm.trainer.IDLE_SAID", 3)
+    monkeypatch.setattr("jaxllm.trainer.IDLE_ENDS", 4)
+    options = {"steps": 14, "loss": flagged_loss, "held_out": (), "said": said}
+    run = trainer(tmp_path, batches=Flagged(lambda step: step < 13), **options)
+    run.state = dataclasses.replace(run.state, scale=DynamicScale(2.0**8))
+    run.fit()
+    assert said.text.splitlines()[0].startswith("step 12: the last 3 steps changed nothing")
 
 
 def test_stochastic_rounding_reaches_the_step(tmp_path, monkeypatch):
