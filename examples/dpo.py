@@ -16,12 +16,14 @@ from flax import nnx
 
 import jaxllm
 from jaxllm import data, dpo, lora, train
+from jaxllm.checkpoint.folder import check_writable
 from jaxllm.finetune import prompt_tokens, warmup_cosine
 from jaxllm.trainer import StoppedError, Trainer
 
 
 def main(args: argparse.Namespace) -> None:
     """The recipe."""
+    check_writable(args.output)
     runtime = jaxllm.Runtime(dtype=args.dtype, param_dtype="float32")
     model, tokenizer = jaxllm.load(args.model, dtype="float32", runtime=runtime)
     if tokenizer is None:

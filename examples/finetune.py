@@ -14,6 +14,7 @@ import optax
 
 import jaxllm
 from jaxllm import data, train
+from jaxllm.checkpoint.folder import check_writable
 from jaxllm.finetune import prompt_tokens, warmup_cosine
 from jaxllm.trainer import StoppedError, Trainer
 
@@ -33,6 +34,7 @@ def main(
     """The recipe; `finetune_lora.py` says otherwise what the model is, what is trained of it, and
     what is written.
     """
+    check_writable(args.output)
     runtime = jaxllm.Runtime(dtype=args.dtype, param_dtype="float32", remat=args.remat)
     model, tokenizer = jaxllm.load(args.model, dtype="float32", runtime=runtime)
     if tokenizer is None:

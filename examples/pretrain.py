@@ -20,7 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jaxllm
 from jaxllm import train
+from jaxllm.checkpoint.folder import check_writable
 from jaxllm.checkpoint.native import Checkpoints
+from jaxllm.families import to_hf
 
 END = "<|endoftext|>"
 FREE = ("text", "output", "prompt", "resume")  # what a resumed run may say differently
@@ -34,6 +36,7 @@ CHAT = (
 
 def main(args: argparse.Namespace) -> None:
     """The recipe."""
+    check_writable(args.output)
     text = read(args.text)
     cut = len(text) * 9 // 10  # the last tenth is held out, from the tokenizer too
     tokenizer = learn_tokens(text[:cut], args.vocab_size)
@@ -70,6 +73,7 @@ def main(args: argparse.Namespace) -> None:
         rope=jaxllm.Rope(rope_theta=10_000.0),
         tie_word_embeddings=True,
     )
+    to_hf(config)  # what no config.json can say is refused now, and not when it is saved
     runtime = jaxllm.Runtime(dtype=args.dtype, param_dtype="float32")
     model = jaxllm.Transformer(config, runtime, rngs=nnx.Rngs(args.seed))
     rate = optax.warmup_cosine_decay_schedule(

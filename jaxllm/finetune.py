@@ -361,8 +361,6 @@ def _naming(folder: Path) -> Iterator[Path]:
 
 def _check_out(out: Path, resume: bool) -> None:
     begun = (out / RUN).is_file()
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; give a folder")
     check_writable(out)
     saved = [path for path in out.glob("checkpoints/*") if path.name.isdecimal()]
     if resume and not begun:

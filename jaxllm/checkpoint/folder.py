@@ -175,11 +175,13 @@ def check_new(folder: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Leaves nothing behind. Raises: OSError, a PermissionError if nothing can be written to the
-    folder, or another if it cannot be made.
+    """Leaves nothing behind. Raises: OSError, a NotADirectoryError if a file is in the way, a
+    PermissionError if nothing can be written to the folder, or another if it cannot be made.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is a file; give a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
         raise PermissionError(f"{there} cannot be written to; give another folder")
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

@@ -58,3 +58,12 @@ def test_one_step_and_a_loss_that_is_not_finite(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="^dpo: the held-out loss is not a finite number"):
         runpy.run_path(str(EXAMPLES / "dpo.py"), run_name="__main__")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_written_is_said_before_training(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    command = ["dpo.py", EXAMPLES / "data/courtesy-pairs.jsonl", "--output", tmp_path / "file"]
+    monkeypatch.setattr(sys, "argv", list(map(str, command)))
+    monkeypatch.setattr(jaxllm, "load", None)
+    with pytest.raises(SystemExit, match="^dpo: .*/file is a file; give a folder$"):
+        runpy.run_path(str(EXAMPLES / "dpo.py"), run_name="__main__")

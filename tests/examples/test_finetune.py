@@ -118,3 +118,13 @@ def test_a_loss_that_is_not_finite_is_one_sentence(recipe, folder, tmp_path, mon
     with pytest.raises(SystemExit, match="^finetune: the held-out loss is not a finite number"):
         recipe("finetune.py", EXAMPLES / "data/clerk.jsonl", *small)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["finetune", "finetune_lora"])
+def test_an_output_that_cannot_be_written_is_said_before_training(
+    recipe, tmp_path, monkeypatch, name
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(jaxllm, "load", None)
+    with pytest.raises(SystemExit, match=f"^{name}: .*/file is a file; give a folder$"):
+        recipe(f"{name}.py", EXAMPLES / "data/clerk.jsonl", "--output", tmp_path / "file")

@@ -120,3 +120,15 @@ def test_what_the_library_refuses_is_one_sentence_too(pretrain, text, tmp_path):
         more = [option] if value is None else [option, value]
         with pytest.raises(SystemExit, match=f"^pretrain: .*{words}"):
             pretrain(text, "--output", tmp_path / "out", *SMALL, *more)
+
+
+def test_what_could_not_be_written_is_said_before_training(pretrain, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "init_state", None)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file/inside"):
+        with pytest.raises(SystemExit, match="^pretrain: .*/file is a file; give a folder$"):
+            pretrain(text, "--output", out, *SMALL)
+    make = jaxllm.ModelConfig
+    monkeypatch.setattr(jaxllm, "ModelConfig", lambda **fields: make(**fields, qk_norm=True))
+    with pytest.raises(SystemExit, match="^pretrain: config: a config.json of model_type 'llama'"):
+        pretrain(text, "--output", tmp_path / "out", *SMALL)
