@@ -7,6 +7,7 @@ It made the model in checkpoints/tiny-shakespeare. Ctrl-C saves; --resume goes o
 
 import argparse
 import hashlib
+import math
 import sys
 from pathlib import Path
 
@@ -25,6 +26,10 @@ from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.families import to_hf
 
 END = "<|endoftext|>"
+COUNTS = (
+    *("vocab_size", "context", "width", "mlp_width", "layers", "heads", "kv_heads"),
+    *("steps", "batch_tokens", "eval_every"),
+)
 FREE = ("text", "output", "prompt", "resume")  # what a resumed run may say differently
 # A chat is a play: a message is a speech under its speaker's name.
 CHAT = (
@@ -36,6 +41,7 @@ CHAT = (
 
 def main(args: argparse.Namespace) -> None:
     """The recipe."""
+    check_options(args)
     check_writable(args.output)
     text = read(args.text)
     cut = len(text) * 9 // 10  # the last tenth is held out, from the tokenizer too
@@ -133,6 +139,8 @@ def main(args: argparse.Namespace) -> None:
             if stop.is_set():
                 sys.exit(f"pretrain: saved at step {i}; the same command with --resume goes on")
         best = checkpoints.restore(state, step=checkpoints.best_step)
+    if best.loss is None:
+        sys.exit("pretrain: no held-out loss is a finite number; try a lower --learning-rate")
 
     train.update(model, {k: v.astype("bfloat16") for k, v in best.state.params.items()})
     model.generation = jaxllm.GenerationDefaults(
@@ -146,6 +154,20 @@ def main(args: argparse.Namespace) -> None:
     print(f"{args.output}: {loss:.4f} nats a character of the held-out tenth, as saved")
     sample = jaxllm.generate(model, tokenizer, prompt, max_new_tokens=200, temperature=0.8)
     print(prompt, *(sample.texts or ()), sep="")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Leaves in one sentence if a number is none that it could be."""
+    for name in COUNTS:
+        if (value := getattr(args, name)) < 1:
+            sys.exit(f"pretrain: --{name.replace('_', '-')} must be at least 1, got {value}")
+    if not 0 < args.learning_rate < math.inf or not 0 <= args.weight_decay < math.inf:
+        sys.exit(
+            "pretrain: --learning-rate must be a number above 0, and --weight-decay one of at "
+            f"least 0, got {args.learning_rate} and {args.weight_decay}"
+        )
+    if not 0 <= args.seed < 2**32:
+        sys.exit(f"pretrain: --seed must be from 0 to 2**32 - 1, got {args.seed}")
 
 
 def learn_tokens(text: str, vocab_size: int) -> jaxllm.Tokenizer:

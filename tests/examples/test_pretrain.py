@@ -112,6 +112,11 @@ def test_a_text_that_will_not_do_is_one_sentence(pretrain, tmp_path, content, wo
 
 def test_what_the_library_refuses_is_one_sentence_too(pretrain, text, tmp_path):
     for option, value, words in (
+        ("--heads", 0, "--heads must be at least 1, got 0"),
+        ("--eval-every", 0, "--eval-every must be at least 1, got 0"),
+        ("--seed", 2**64, r"--seed must be from 0 to 2\*\*32 - 1, got 18446744073709551616"),
+        ("--learning-rate", "nan", "--learning-rate must be a number above 0, .*, got nan and 0.8"),
+        ("--weight-decay", "inf", ".* --weight-decay one of at least 0, got 0.003 and inf"),
         ("--width", 18, "9 numbers of a head cannot be rotated"),
         ("--batch-tokens", 8, "--batch-tokens is less than one window"),
         ("--resume", None, "no training was saved here"),
@@ -120,6 +125,13 @@ def test_what_the_library_refuses_is_one_sentence_too(pretrain, text, tmp_path):
         more = [option] if value is None else [option, value]
         with pytest.raises(SystemExit, match=f"^pretrain: .*{words}"):
             pretrain(text, "--output", tmp_path / "out", *SMALL, *more)
+
+
+def test_a_run_without_a_finite_loss_writes_no_model(pretrain, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "make_evaluate", lambda model: lambda *_: (float("nan"), 1))
+    with pytest.raises(SystemExit, match="^pretrain: no held-out loss is a finite number; try a"):
+        pretrain(text, "--output", tmp_path / "out", *SMALL)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_could_not_be_written_is_said_before_training(pretrain, text, tmp_path, monkeypatch):
