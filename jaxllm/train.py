@@ -241,6 +241,8 @@ def train_step(
     blocks are cast to that dtype once; sums of gradients, the update and the metrics are float32.
     The rest is told there.
     """
+    if "tokens" not in batch:
+        raise ValueError(f"train: the batch has no tokens, got only {sorted(batch)}")
     call = _functional(model, loss)
     # A power of two, so nothing is rounded: the true count is known when all parts are done
     nominal = 2.0 ** int(math.log2(max(batch["tokens"].size, 1)))
@@ -409,10 +411,16 @@ def _accumulate(gradient: Callable[[Batch], Any], batch: Batch, parts: int) -> A
     rows = len(batch["tokens"])
     if parts < 1 or rows % parts:
         raise ValueError(f"train: {rows} rows cannot be split into {parts} equal micro-batches")
-    # Every parts-th row, so that a part of a preference batch holds pairs, chosen ones first
-    split = jax.tree.map(
-        lambda x: jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:])).swapaxes(0, 1), batch
-    )
+
+    def part(x: Any) -> Array:
+        """Every parts-th row, so that a part of a preference batch holds pairs, chosen ones first;
+        a number without rows whole.
+        """
+        if not jnp.ndim(x):
+            return jnp.broadcast_to(x, (parts,))
+        return jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:])).swapaxes(0, 1)
+
+    split = jax.tree.map(part, batch)
     first = jax.tree.map(lambda x: x[0], split)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, first))
 

@@ -518,6 +518,22 @@ def test_a_loss_may_count_by_weights(sign):
         assert_close({k: before[k] - v for k, v in after.params.items()}, gradient, atol=1e-6)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_number_of_the_batch_is_every_parts(parts):
+    def scaled(model, batch):
+        total, count = train.token_loss(model, {k: batch[k] for k in ("tokens", "targets")})
+        return total * batch["weight"], count
+
+    model, optimizer = make_model(), optax.sgd(0.1)
+    step = train.make_train_step(model, optimizer, scaled, micro_batches=parts)
+    batch = {k: make_batch()[k] for k in ("tokens", "targets")}
+    losses = [
+        float(step(train.init_state(make_model(), optimizer), batch | {"weight": w})[1]["loss"])
+        for w in (np.float32(1), 3.0)
+    ]
+    assert losses[1] == pytest.approx(3 * losses[0], rel=1e-6)
+
+
 def test_an_optimiser_is_given_the_loss():
     """Halved after two steps without progress, at a rate at which there is none."""
     plateau = optax.contrib.reduce_on_plateau(0.5, patience=2)
@@ -591,6 +607,7 @@ def test_a_batch_with_other_keys_is_refused():
     for wrong, sentence in (
         ({**batch, "segment_id": batch["tokens"]}, "has 'segment_id', which token_loss does not"),
         ({"tokens": batch["tokens"]}, "has no targets"),
+        ({"input_ids": batch["tokens"]}, r"has no tokens, got only \['input_ids'\]"),
     ):
         with pytest.raises(ValueError, match=f"^train: the batch {sentence}"):
             step(state, wrong)
