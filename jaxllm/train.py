@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,9 @@ Batch = Mapping[str, Any]
 Params = dict[str, Array]
 Loss = Callable[[Transformer, Batch], tuple[Float[Array, ""], Num[Array, ""]]]
 _KEYS = ("tokens", "targets", "positions", "segment_ids")
+_CALLS_THE_LOSS = re.compile(
+    r"keyword-only arguments?: (.*'(?:grad|value_fn)'.*)|^((?:obj|grad)_fn) must be provided"
+)
 
 
 @jax.tree_util.register_dataclass
@@ -270,14 +274,13 @@ def train_step(
         updates, opt_state = cast(optax.GradientTransformationExtraArgs, optimizer).update(
             grads, state.opt_state, state.params, **extra
         )
-    except TypeError as error:  # no signature tells, for `optax.chain` takes whatever comes
-        _, lacks, names = str(error).partition(" required keyword-only argument")
-        if not lacks or not any(word in names for word in ("'grad'", "'value_fn'")):
+    except (TypeError, ValueError) as error:  # no signature tells: `optax.chain` takes all there is
+        if (asked := _CALLS_THE_LOSS.search(str(error))) is None:
             raise
         raise ValueError(
-            f"train: the optimizer's update asks for {names.partition(': ')[2]}, and a step has "
+            f"train: the optimizer's update asks for {asked[1] or asked[2]}, and a step has "
             "gradients, parameters and `value`, the loss; one that calls the loss itself (a line "
-            "search, as optax.lbfgs has) cannot be used"
+            "search, as optax.lbfgs has, or optax.contrib.sophia) cannot be used"
         ) from error
     if stochastic_rounding:
         key = jax.random.fold_in(jax.random.key(0), state.step)  # the same when a run is resumed

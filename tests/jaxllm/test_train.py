@@ -559,6 +559,11 @@ def test_an_optimiser_that_calls_the_loss_is_refused():
     with pytest.raises(ValueError, match=r"^train: .* asks for 'grad' and 'value_fn', and a step "):
         step(state, make_batch())
 
+    optimizer = optax.contrib.sophia(1e-3)
+    step = train.make_train_step(make_model(), optimizer)
+    with pytest.raises(ValueError, match=r"^train: .* asks for obj_fn, and a step has"):
+        step(train.init_state(make_model(), optimizer), make_batch())
+
     def update(updates, state, params):
         def helper(x, *, decay): ...
 
