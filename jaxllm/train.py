@@ -510,6 +510,8 @@ def draw_windows(
             f"tokens, got {len(tokens)}"
         )
     starts = jax.random.randint(key, (rows, 1), 0, len(tokens) - length)
+    if isinstance(starts, Tracer):  # which NumPy cannot index with; else only windows are read
+        tokens = jnp.asarray(tokens)
     text = tokens[starts + jnp.arange(length + 1)[None, :]]
     return {"tokens": text[:, :-1], "targets": text[:, 1:]}
 

@@ -1,5 +1,6 @@
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
@@ -698,6 +699,12 @@ def test_windows_are_refused_that_cannot_be():
     for count in (0, 1, 8):
         with pytest.raises(ValueError, match=f"a text of at least 9 tokens, got {count}"):
             train.draw_windows(jnp.arange(count), jax.random.key(0), rows=1, length=8)
+
+
+def test_windows_may_be_drawn_of_numpys_text_where_the_key_is_traced():
+    draw = functools.partial(train.draw_windows, np.arange(50), rows=2, length=8)
+    key = jax.random.key(0)
+    np.testing.assert_array_equal(jax.jit(draw)(key=key)["tokens"], draw(key=key)["tokens"])
 
 
 def test_drawn_windows_lie_in_the_text_and_reach_its_end():
