@@ -175,7 +175,7 @@ def hold_out(items: Sequence[Any], *, fraction: float, seed: int = 0) -> tuple[l
     if count >= len(items):
         raise ValueError(
             f"data: too few records to hold out {fraction:g} of them and train on others: "
-            f"{len(items)}; add some, or hold out those of another file (--held-out FILE)"
+            f"{len(items)}; add some, or hold out those of another file"
         )
     held = set(_permutation(len(items), seed, 0)[:count].tolist())
     kept = [item for i, item in enumerate(items) if i not in held]

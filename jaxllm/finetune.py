@@ -480,7 +480,10 @@ def _split(recipe: Recipe, records: Sequence[Any]) -> tuple[Sequence[Any], Seque
         return records, data.read_records(recipe.held_out)
     assert recipe.held_out is not None
     # Runs of other seeds are measured by the same records
-    return data.hold_out(records, fraction=recipe.held_out)
+    try:
+        return data.hold_out(records, fraction=recipe.held_out)
+    except ValueError as error:
+        raise ValueError(f"{error} (--held-out FILE|PART)") from None
 
 
 def _stop_id(recipe: Recipe, folder: Path, config: dict[str, Any]) -> int:

@@ -229,7 +229,7 @@ def test_resuming_with_another_model_or_other_data(tune, folder, records, tmp_pa
         ("", "is empty; give one JSON object a line"),
         ('{"prompt": "a", "completion": "b"}\n{"prompt": \n', "line 2: this is not JSON"),
         ('{"prompt": "a", "answer": "b"}\n' * 12, "there is no 'messages', no "),
-        ('{"prompt": "a", "completion": "b"}\n', "another file (--held-out FILE)"),
+        ('{"prompt": "a", "completion": "b"}\n', "another file (--held-out FILE|PART)"),
     ],
 )
 def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
