@@ -111,8 +111,9 @@ class Trainer:
         the run, when the step is saved.
     save_every: steps between two checkpoints (None: with each evaluation). An evaluation with the
         lowest loss so far is saved in any case. keep: how many are kept beside the best.
-    schedule: the learning rate by the count of updates before, for the metrics; one that JAX can
-        trace, as optax's.
+    schedule: the learning rate by the count of batches before that were not skipped, for the
+        metrics; one that JAX can trace, as optax's. An optimiser that updates only every k-th time
+        (optax.MultiSteps) counts those: of its schedule give `lambda count: schedule(count // k)`.
     settings: what JSON can say (a tuple is a list there), and a resumed run must have been given
         alike.
     writers: `metrics.tensorboard(...)` and the like; one with a `close` is closed after `fit`.
