@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ import optax
 from rich.console import Console
 
 from jaxllm import metrics, trace, train
+from jaxllm.batches import Batches, check_batch, digest_of, kept_state
 from jaxllm.checkpoint.native import Checkpoints, host_device
 from jaxllm.console import Lines
 from jaxllm.flops import flops_a_token, peak_flops
@@ -44,27 +45,6 @@ SMOOTHED = 20  # steps that a speed is the mean of
 # Steps in a row that changed nothing, at a scale of the loss that fell no further: what differs
 # from one to the next is the batch alone
 IDLE_SAID, IDLE_ENDS = 10, 200
-
-
-@runtime_checkable
-class Batches(Protocol):
-    """What a Trainer reads: an iterator of batches that can say, and take, how far it has got.
-
-    `state` returns what JSON gives back as it was (numbers, strings, lists, dictionaries by
-    strings), for a checkpoint keeps it so. Around an iterator of grain, whose dictionary it is:
-
-        class Batches:
-            def __init__(self, dataset):
-                self.iterator = iter(dataset)
-                self.state, self.restore = self.iterator.get_state, self.iterator.set_state
-
-            def __next__(self):
-                return next(self.iterator)
-    """
-
-    def __next__(self) -> Batch: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +156,7 @@ class Trainer:
                 f"{type(strange[0]).__name__}"
             )
         for i, batch in enumerate(held_out, 1):
-            _check_batch(batch, f"held-out batch {i}", model, loss)
+            check_batch(batch, f"held-out batch {i}", model, loss)
         try:  # as a checkpoint will have them
             said = json.loads(json.dumps(dict(settings or {}), allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -205,7 +185,7 @@ class Trainer:
         self.evaluate = train.make_evaluate(model, loss)
         self.state = train.init_state(model, optimizer, trainable=trainable, scale=scale)
         base = fingerprint(self.state.frozen or self.state.params)
-        own = {"base weights": base, "held-out data": _digest(held_out), "steps": steps}
+        own = {"base weights": base, "held-out data": digest_of(held_out), "steps": steps}
         if clash := [name for name in own if said.get(name, own[name]) != own[name]]:
             raise ValueError(
                 f"trainer: settings has {clash[0]!r}: {said[clash[0]]!r}, but the trainer's own is "
@@ -395,14 +375,14 @@ class Trainer:
             raise ValueError(
                 f"trainer: the batches ended before step {i} of {self.steps}"
             ) from None
-        _check_batch(batch, f"batch of step {i}", self.model, self.loss)
+        check_batch(batch, f"batch of step {i}", self.model, self.loss)
         rows = len(batch["tokens"])
         if rows % self.micro_batches:
             raise ValueError(
                 f"trainer: a batch of {rows} rows cannot be split into {self.micro_batches} equal "
                 "micro-batches"
             )
-        return jax.device_put(dict(batch)), _Work.of(batch), _kept(self.batches.state())
+        return jax.device_put(dict(batch)), _Work.of(batch), kept_state(self.batches.state())
 
     @staticmethod
     def _rates(schedule: optax.Schedule | None, steps: int) -> Sequence[float | None]:
@@ -646,83 +626,6 @@ def fingerprint(params: Params) -> str:
         x = params[name]
         digest.update(f"{name} {x.dtype}{x.shape}".encode() + np.asarray(numbers[name]).tobytes())
     return digest.hexdigest()[:16]
-
-
-def _digest(batches: Sequence[Batch]) -> str | None:
-    """Of what is measured, for losses of other batches must not be compared: whole numbers and
-    masks. Others, such as a reference's, may have other last bits where they were computed anew.
-    """
-    digest = hashlib.sha256()
-    for batch in batches:
-        digest.update(b"batch")
-        for path, x in jax.tree_util.tree_leaves_with_path(dict(batch)):
-            dtype = jax.dtypes.result_type(x)
-            if jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_):
-                x = np.ascontiguousarray(x)
-                name = jax.tree_util.keystr(path)
-                digest.update(f"{name} {x.dtype}{x.shape}".encode() + x.tobytes())
-    return digest.hexdigest()[:16] if batches else None
-
-
-def _check_batch(batch: Any, name: str, model: Transformer, loss: train.Loss) -> None:
-    """Raises: ValueError if there are no tokens [B, T], for lists, or, of arrays in the host's
-    memory, for ids and positions that the model does not have: an embedding clamps those,
-    `token_loss` has no number for targets beyond, and turns are by any of these.
-    """
-    if not isinstance(batch, Mapping) or "tokens" not in batch:
-        what = f"only {sorted(batch)}" if isinstance(batch, Mapping) else f"{batch!r:.60}"
-        raise ValueError(f"trainer: the {name} has no 'tokens', got {what}")
-    own = loss is not train.token_loss  # what a batch has beside tokens may then be anything
-    for key in ("tokens",) if own else ("tokens", "targets", "positions", "segment_ids"):
-        x = batch.get(key)
-        shape = getattr(x, "shape", None)
-        if (shape is None and x is not None) or (key == "tokens" and len(shape or ()) != 2):
-            found = f"a {type(x).__name__}" if shape is None else f"shape {shape}"
-            raise ValueError(
-                f"trainer: the {key} of the {name} must be an array [B, T], got {found}"
-            )
-    config = model.config
-    tokens = "tokens in its vocabulary"
-    limits = {
-        "tokens": (config.vocab_size, tokens),
-        "positions": (config.max_position_embeddings, "positions"),
-    }
-    if not own:
-        limits["targets"] = config.vocab_size, f"{tokens} ({train.IGNORE} is not counted)"
-    for key, (beyond, what) in limits.items():
-        x = batch.get(key)
-        if not isinstance(x, np.ndarray):
-            continue
-        x = x[x != train.IGNORE] if key == "targets" else x
-        low, high = int(x.min(initial=0)), int(x.max(initial=0))
-        if low < 0 or high >= beyond:
-            raise ValueError(
-                f"trainer: the {key} of the {name} go from {low} to {high}, but the model has "
-                f"{beyond} {what}"
-            )
-
-
-def _kept(state: Any) -> Any:
-    """The batches' state as a checkpoint will give it back, whatever its owner goes on to do.
-
-    Raises: ValueError if that is another.
-    """
-
-    def listed(x: Any) -> Any:
-        if isinstance(x, Mapping):
-            return {key: listed(value) for key, value in x.items()}
-        return [listed(value) for value in x] if isinstance(x, list | tuple) else x
-
-    try:
-        kept = json.loads(json.dumps(state, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"trainer: the batches' state must be plain JSON: {error}") from None
-    if kept != listed(state):
-        raise ValueError(
-            "trainer: the batches' state must be plain JSON, whose dictionaries have strings as "
-            f"keys, got {state!r:.60}, which comes back as {kept!r:.60}"
-        )
-    return kept
 
 
 def _memory_bytes(device: Any) -> int:

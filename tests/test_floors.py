@@ -472,9 +472,10 @@ MAY_IMPORT = {
     "jaxllm.console": "",
     "jaxllm.metrics": "",
     "jaxllm.trace": "",
+    "jaxllm.batches": "jaxllm.model jaxllm.train",
     "jaxllm.trainer": (
-        "jaxllm.checkpoint.native jaxllm.console jaxllm.flops jaxllm.integers jaxllm.metrics "
-        "jaxllm.model jaxllm.precision jaxllm.trace jaxllm.train"
+        "jaxllm.batches jaxllm.checkpoint.native jaxllm.console jaxllm.flops jaxllm.integers "
+        "jaxllm.metrics jaxllm.model jaxllm.precision jaxllm.trace jaxllm.train"
     ),
     "jaxllm.checkpoint.peft": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file jaxllm.checkpoint.tensor_names"
