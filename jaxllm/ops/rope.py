@@ -103,13 +103,15 @@ def cos_sin(
     """cos and sin of position * frequency in float32, times `scale`.
 
     `scale` is the attention factor of yarn and longrope. `high` and `low` come from `turns`;
-    positions are from 0 to 2**20 - 1, at each of which both are within 1e-6 of float64.
+    positions are from 1 - 2**20 to 2**20 - 1, at each of which both are within 1e-6 of float64.
     Raises: ValueError for positions that are no integers.
     """
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"cos_sin: positions must be integers, got {positions.dtype}")
-    position = positions.astype(jnp.uint32)[..., None]
+    signed = positions.astype(jnp.int32)[..., None]
+    position = jnp.abs(signed).astype(jnp.uint32)  # the product with `low` is cut: no sign in it
     turn = position * high + ((position * low) >> LOW_BITS)
+    turn = jnp.where(signed < 0, -turn, turn)
     angle = jax.lax.bitcast_convert_type(turn, jnp.int32).astype(jnp.float32) * np.float32(
         2 * math.pi / 2**32
     )

@@ -135,8 +135,8 @@ POSITIONS = np.array(
 EXACT = 1e-6
 
 
-def angle_errors(cos, sin, f: np.ndarray, scale: float = 1.0) -> float:
-    angles = POSITIONS[:, None] * f
+def angle_errors(cos, sin, f: np.ndarray, scale: float = 1.0, positions=POSITIONS) -> float:
+    angles = positions[:, None] * f
     return max(
         float(np.max(np.abs(np.asarray(table, np.float64)[0] - scale * function(angles))))
         for table, function in ((cos, np.cos), (sin, np.sin))
@@ -150,6 +150,13 @@ def test_angles_are_exact_at_any_position(name):
     cos, sin = cos_sin(jnp.asarray(POSITIONS, jnp.int32)[None], *parts)
     assert cos.dtype == sin.dtype == jnp.float32
     assert angle_errors(cos, sin, f) < EXACT
+
+
+def test_negative_positions_turn_the_other_way():
+    f = ours(64, ROPES["default"])
+    parts = (part[None, None] for part in turns(f))
+    cos, sin = cos_sin(jnp.asarray(-POSITIONS, jnp.int32)[None], *parts)
+    assert angle_errors(cos, sin, f, positions=-POSITIONS) < EXACT
 
 
 def test_angles_in_float32_would_not_be():
