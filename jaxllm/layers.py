@@ -7,6 +7,8 @@ since the parts of one block are one idea.
 from __future__ import annotations
 
 import functools
+import inspect
+import operator
 from typing import Any
 
 import jax
@@ -444,6 +446,13 @@ class Block(nnx.Module):
             cache=None if place is None else ops.Cache(*place),
         )
         return q, *(cache.append(k, v) if place is None else cache.written(k, v))
+
+
+def computes_as(module: Any, kind: type[nnx.Module]) -> bool:
+    """Whether it is one of these modules, with no method of its own in place of the kind's."""
+    names = {"__call__", *dir(kind)} - (set(dir(nnx.Module)) - {"__call__"})
+    methods = ([inspect.getattr_static(x, name) for name in names] for x in (type(module), kind))
+    return isinstance(module, kind) and all(map(operator.is_, *methods))
 
 
 def weight_of(linear: Any) -> Any:

@@ -465,8 +465,8 @@ MAY_IMPORT = {
         "jaxllm.checkpoint.packed_modules "
         "jaxllm.checkpoint.placement jaxllm.checkpoint.quantization_config "
         "jaxllm.checkpoint.safetensors_file jaxllm.checkpoint.tensor_names jaxllm.config "
-        "jaxllm.families jaxllm.model jaxllm.quantize jaxllm.tokenizer pallas_kernels.packed "
-        "pallas_kernels.whole_number"
+        "jaxllm.families jaxllm.fp8 jaxllm.layers jaxllm.model jaxllm.quantize jaxllm.tokenizer "
+        "pallas_kernels.packed pallas_kernels.whole_number"
     ),
     "jaxllm.checkpoint.native": "jaxllm.train",
     "jaxllm.console": "",

@@ -49,8 +49,9 @@ from jaxllm.checkpoint.safetensors_file import FLOATS, Source, Tensor, write
 from jaxllm.checkpoint.tensor_names import FUSED, match, stored_tensors
 from jaxllm.config import DTYPES, GenerationDefaults, ModelConfig, Runtime
 from jaxllm.families import FAMILIES, to_hf
+from jaxllm.layers import BitLinear, Embedding, Linear, computes_as
 from jaxllm.model import Transformer
-from jaxllm.quantize import PackedEmbedding, packed_weights
+from jaxllm.quantize import PackedEmbedding, PackedLinear, packed_weights
 from jaxllm.tokenizer import Tokenizer, tokenizer_files
 from pallas_kernels.packed import Packed
 from pallas_kernels.whole_number import is_whole
@@ -234,9 +235,9 @@ def save(
     `max_shard_size` (bytes, or a size such as "500MB") goes to several files. Files get their
     names only when all are written; what other weights the folder had under those names is
     removed, and with a tokenizer what else it had of another one.
-    Raises: ValueError if the model is no Transformer or has adapters, its parameters are not those
-    that its config asks for, the path is a file or empty, or the config cannot be said in a
-    config.json; NotImplementedError if a parameter is spread over several processes, or a packed
+    Raises: ValueError if the model is no Transformer or has adapters, its parameters or modules are
+    not those that its config asks for, the path is a file or empty, or the config cannot be said in
+    a config.json; NotImplementedError if a parameter is spread over several processes, or a packed
     weight is one that compressed-tensors cannot say, or has an order of inputs.
     """
     if not isinstance(model, Transformer):
@@ -273,7 +274,7 @@ def save(
     shapes = {path: array.shape for path, array in arrays.items()}
     shapes |= {f"{name}.weight": weight.shape for name, weight in packed.items()}
     shapes |= {} if table is None else {"embed_tokens.weight": table.packed.shape}
-    _check_all_there(shapes, said)
+    _check_is_said(model, shapes, said)
     sources = _sources(arrays, model.config)
     if packed:
         more, quantization = _packed_sources(packed, [x.name for x in sources], model.config)
@@ -329,12 +330,13 @@ def _blank(shaped: Packed, row_scale: float) -> Packed:
     return dataclasses.replace(shaped, **arrays)
 
 
-def _check_all_there(shapes: Mapping[str, Shape], config: ModelConfig) -> None:
+def _check_is_said(model: Transformer, shapes: Mapping[str, Shape], config: ModelConfig) -> None:
     """Raises: ValueError unless these parameters are those that the config asks for, for else
-    `load` would refuse what is written, and transformers would make up what is missing.
+    `load` would refuse what is written, and transformers would make up what is missing; and unless
+    the modules compute what it says, for else what is read would give other logits.
     """
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    wanted = {path: p.shape for path, p in _by_path(nnx.state(model, nnx.Param)).items()}
+    said = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    wanted = {path: p.shape for path, p in _by_path(nnx.state(said, nnx.Param)).items()}
     found: dict[str, Shape] = {}
     for path, shape in shapes.items():
         parts = _parts(path, config)
@@ -354,7 +356,53 @@ def _check_all_there(shapes: Mapping[str, Shape], config: ModelConfig) -> None:
     if any(faults.values()):
         raise ValueError(
             "save: the model "
-            + "; ".join(f"{said}: {enumerate_some(x)}" for said, x in faults.items() if x)
+            + "; ".join(f"{fault}: {enumerate_some(x)}" for fault, x in faults.items() if x)
+        )
+    _check_module("", model, said)
+
+
+# Attributes that say no more than how a module is run, or that are compared before
+_HOW = {"dtype", "implementation", "runtime", "generation", "config"}
+_JOINED = {name.rpartition(".")[2] for name in FUSED}
+
+
+def _check_module(path: str, module: Any, said: nnx.Module) -> None:
+    """Raises: ValueError for the first module below this one, or attribute of one, that is not what
+    the config says.
+    """
+    _check_kind(path, module, type(said))
+    if not isinstance(module, type(said)):
+        return  # it is packed
+    for name, value in vars(said).items():
+        own: Any = getattr(module, name, None)
+        where = f"{path}.{name}".removeprefix(".")
+        if name.startswith("_") or name in _HOW or isinstance(value, nnx.Variable):
+            continue
+        if isinstance(value, nnx.List):
+            for i, (part, like) in enumerate(zip(own, list(value), strict=False)):
+                _check_module(f"{where}.{i}", part, like)
+        elif isinstance(value, nnx.Module):
+            if own is not None:  # the parameters are there: joined, or a table's
+                _check_module(where, own, value)
+        elif name in _JOINED and own is not None:
+            _check_kind(where, own, Linear)
+        elif own != value:
+            what = f"a {type(own).__name__}" if isinstance(own, nnx.Module) else f"{own!r:.60}"
+            raise ValueError(f"save: {where} is {what}, but the config says {value!r:.60}")
+
+
+def _check_kind(path: str, module: Any, kind: type[nnx.Module]) -> None:
+    from jaxllm.fp8 import Fp8Linear  # here, since `import jaxllm` leaves it out
+
+    also: dict[type, tuple[type[nnx.Module], ...]] = {
+        Linear: (PackedLinear, Fp8Linear),
+        BitLinear: (PackedLinear,),
+        Embedding: (PackedEmbedding,),
+    }
+    if not any(computes_as(module, each) for each in (kind, *also.get(kind, ()))):
+        raise ValueError(
+            f"save: {path or 'the model'} is a {type(module).__name__}, which a config.json cannot "
+            f"say; it must be a {kind.__name__} with no method of its own"
         )
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from tiny_models import TINY, build
 
 import jaxllm
-from jaxllm import Runtime, train
+from jaxllm import Runtime, layers, train
 
 BITNET = dataclasses.replace(
     TINY, model_type="bitnet", hidden_act="relu2", bit_linear=True, sub_norms=True
@@ -198,6 +198,96 @@ def test_a_parameter_of_another_shape_is_not_saved(tmp_path):
     )
     with pytest.raises(ValueError, match=found):
         jaxllm.save(model, None, tmp_path / "new")
+
+
+class NoPE(layers.Attention):
+    """Attention that turns nothing."""
+
+    def __call__(self, x: Any, rotary: Any = None, **kwargs: Any) -> Any:
+        rotary = self.rotary(jnp.zeros(x.shape[:2], jnp.int32))
+        return super().__call__(x, rotary, **kwargs)
+
+
+class Doubled(layers.Linear):
+    """Twice a product."""
+
+    def __call__(self, x: Any, *, out_dtype: Any = None) -> Any:
+        return 2 * super().__call__(x, out_dtype=out_dtype)
+
+
+def own_attention(model: Any) -> None:
+    model.layers[1].self_attn = NoPE(TINY, 1, rngs=nnx.Rngs(0))
+
+
+def own_linear(model: Any) -> None:
+    model.lm_head.__class__ = Doubled
+
+
+def own_linear_fused(model: Any) -> None:
+    jaxllm.fuse(model)
+    model.layers[0].mlp.gate_up_proj.__class__ = Doubled
+
+
+def own_model(model: Any) -> None:
+    class Half(jaxllm.Transformer):
+        def head(self, hidden: Any) -> Any:
+            return 0.5 * super().head(hidden)
+
+    model.__class__ = Half
+
+
+def own_norm(model: Any) -> None:
+    model.layers[0].self_attn.attn_sub_norm = nnx.data(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+
+
+def activation(model: Any) -> None:
+    model.layers[0].mlp.activation = "gelu"
+
+
+def window(model: Any) -> None:
+    model.layers[0].self_attn.window = 2
+
+
+def rope(model: Any) -> None:
+    model.config = dataclasses.replace(TINY, rope=jaxllm.Rope(5e5))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (own_attention, "layers.1.self_attn is a NoPE, which a config.json cannot say; it must be"),
+        (own_linear, "lm_head is a Doubled, which a config.json cannot say; it must be a Linear"),
+        (own_linear_fused, "layers.0.mlp.gate_up_proj is a Doubled, which"),
+        (own_model, "the model is a Half, which"),
+        (own_norm, "layers.0.self_attn.attn_sub_norm is a Dropout, but the config says None"),
+        (activation, "layers.0.mlp.activation is 'gelu', but the config says 'silu'"),
+        (window, "layers.0.self_attn.window is 2, but the config says None"),
+        (rope, "layers.0.self_attn.rope is Rope(rope_theta=10000.0, "),
+    ],
+)
+def test_a_model_that_computes_what_its_config_does_not_say_is_not_saved(
+    change, sentence, tmp_path
+):
+    model = made()
+    change(model)
+    with pytest.raises(ValueError, match=rf"^save: {re.escape(sentence)}"):
+        jaxllm.save(model, None, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_subclass_that_computes_the_same_is_saved(tmp_path):
+    class Named(layers.Attention):
+        """With a method more."""
+
+        def name(self) -> str:
+            return "attention"
+
+    model = made()
+    model.layers[1].self_attn.__class__ = Named
+    jaxllm.fp8.use_fp8(model)
+    jaxllm.save(model, None, tmp_path / "new")
+    loaded, _ = jaxllm.load(tmp_path / "new", dtype="float32")
+    np.testing.assert_array_equal(loaded(TOKENS), made()(TOKENS))
 
 
 def dropped(model: jaxllm.Transformer) -> None:
