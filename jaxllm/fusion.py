@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.checkpoint.tensor_names import FUSED
-from jaxllm.layers import Linear
+from jaxllm.layers import MLP, Attention, Linear, computes_as
 from jaxllm.quantize import PackedLinear
 from pallas_kernels.quantize import concatenate
 
@@ -29,33 +29,43 @@ def fuse(model: nnx.Module) -> None:
 
     They can be where all of them are `Linear`s, or `PackedLinear`s of one scheme and one order of
     inputs, and all or none have a bias. What was fused already is left as it is, and so are modules
-    of your own in a layer's place.
+    of your own in a layer's place: only an `Attention` or `MLP` is changed, wherever it is held,
+    and none of a subclass that has methods in place of theirs.
+    Raises: ValueError if the model is no Flax module, or its blocks are stacked (by nnx.vmap); then
+    nothing is changed.
     """
     if not isinstance(model, nnx.Module):
         raise ValueError(f"fuse: model must be a Flax module, not {type(model).__name__}")
-    owners: list[tuple[str, Any]] = [
-        (str(path[-1]), module)
-        for path, module in nnx.iter_modules(model)
-        if path and path[-1] in {name.partition(".")[0] for name in FUSED}
+    owners: dict[str, tuple[type[nnx.Module], list[str]]] = {
+        name: (kind, [part.rpartition(".")[2] for part in FUSED[name]])
+        for name, kind in (("self_attn.qkv_proj", Attention), ("mlp.gate_up_proj", MLP))
+    }
+    found = [
+        (owner, name.rpartition(".")[2], attributes)
+        for path, owner in nnx.iter_modules(model)
+        for name, (kind, attributes) in owners.items()
+        if computes_as(owner, kind) and _can_join(path, owner, attributes)
     ]
     # Flax's split and merge, by which a checkpoint is loaded, leave cycles that hold all weights
     gc.collect()
-    for name, parts in FUSED.items():
-        holder, _, joined = name.rpartition(".")
-        attributes = [part.rpartition(".")[2] for part in parts]
-        for owner in [module for path, module in owners if path == holder]:
-            linears = [getattr(owner, attribute, None) for attribute in attributes]
-            if not _can_join(linears):
-                continue
-            for attribute in attributes:
-                setattr(owner, attribute, None)
-            setattr(owner, joined, _join(linears))
+    for owner, joined, attributes in found:
+        linears = [getattr(owner, attribute) for attribute in attributes]
+        for attribute in attributes:
+            setattr(owner, attribute, None)
+        setattr(owner, joined, _join(linears))
 
 
-def _can_join(linears: list[Any]) -> bool:
+def _can_join(path: tuple[Any, ...], owner: Any, attributes: list[str]) -> bool:
+    linears = [getattr(owner, attribute) for attribute in attributes]
     kinds = {type(linear) for linear in linears}
     if kinds not in ({Linear}, {PackedLinear}):
         return False
+    for attribute, linear in zip(attributes, linears, strict=True):
+        if type(linear) is Linear and len(shape := linear.weight.shape) != 2:
+            raise ValueError(
+                f"fuse: {'.'.join(map(str, (*path, attribute)))}.weight is {list(shape)}; a weight "
+                "must be [out, in], not several stacked"
+            )
     return len({(linear.bias is None, _form(linear)) for linear in linears}) == 1
 
 

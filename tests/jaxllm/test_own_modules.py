@@ -121,6 +121,57 @@ def test_a_norm_of_ones_own_within_a_layer_of_bitnet(owner, name):
     assert runs[0] == runs[1]
 
 
+class Gated(nnx.Module):
+    """An MLP that is no `jaxllm.layers.MLP`, with the names of one."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.gate_proj, self.up_proj = (layers.Linear(24, 24, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x: Any) -> Any:
+        return nnx.sigmoid(self.gate_proj(x)) * self.up_proj(x)
+
+
+class Summed(layers.Attention):
+    """Attention of another kind."""
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.o_proj(q + jnp.concatenate([k, v], -1)), None
+
+
+def test_fuse_leaves_modules_of_ones_own_alone():
+    model: Any = made()
+    model.layers[0].mlp = Gated(nnx.Rngs(0))
+    model.layers[1].self_attn = Summed(TINY, 1, rngs=nnx.Rngs(1))
+    before = model(TOKENS)
+    jaxllm.fuse(model)
+    assert model.layers[0].self_attn.qkv_proj is not None
+    assert model.layers[1].mlp.gate_up_proj is not None
+    assert model.layers[1].self_attn.qkv_proj is None
+    np.testing.assert_allclose(model(TOKENS), before, atol=2e-5)  # sums in another order at most
+
+
+def test_attention_and_mlp_are_fused_wherever_they_are():
+    class Mine(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.sees: Any = layers.Attention(TINY, rngs=rngs)
+            self.mixes: Any = layers.MLP(TINY, rngs=rngs)
+
+    mine = Mine(nnx.Rngs(0))
+    jaxllm.fuse(mine)
+    assert mine.sees.qkv_proj is not None
+    assert mine.mixes.gate_up_proj is not None
+
+
+def test_stacked_blocks_are_not_fused():
+    stack = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: jaxllm.Block(TINY, rngs=rngs)))
+    blocks = stack(nnx.Rngs(0))
+    found = r"^fuse: mlp.gate_proj.weight is \[3, 40, 24\]; a weight must be \[out, in\], "
+    with pytest.raises(ValueError, match=found):
+        jaxllm.fuse(blocks)
+    assert blocks.self_attn.qkv_proj is None
+
+
 def test_a_subclass_of_a_block_is_not_passed_over():
     """All layers in one launch would compute what `Block` does."""
 
