@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
+from pallas_kernels.options import check_flags, check_number, is_number
+from pallas_kernels.whole_number import is_whole
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
@@ -25,17 +27,28 @@ MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000  # so that nothing is made of a number 
 def check_size(owner: str, name: str, value: Any) -> int:
     """The value, if the size of this name can be that. Raises: ValueError by `owner`."""
     most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or not 1 <= value <= most:
+    if not is_whole(value) or not 1 <= value <= most:
         raise ValueError(
             f"{owner}: {name} must be a positive integer of at most {most}, got {value!r:.40}"
         )
     return int(value)
 
 
-def _is_positive(value: Any) -> bool:
-    """Whether it is a number above 0, NumPy's and JAX's too."""
-    return hasattr(value, "__float__") and not isinstance(value, bool) and bool(value > 0)
+def _as_python(owner: str, options: Any, names: str, *, optional: bool = False) -> None:
+    """Makes the options of these names Python's floats, of numbers of NumPy and JAX too, for a
+    config is a static argument and is written as JSON. Raises: ValueError by `owner`.
+    """
+    for name in names.split():
+        value = getattr(options, name)
+        check_number(owner, name, value, positive=True, optional=optional)
+        object.__setattr__(options, name, None if value is None else float(value))
+
+
+def _as_bools(owner: str, options: Any, names: str) -> None:
+    """Likewise of flags."""
+    for name in names.split():
+        check_flags(owner, **{name: getattr(options, name)})
+        object.__setattr__(options, name, bool(getattr(options, name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,19 +82,27 @@ class Rope:
                 f"rope: rope_type {self.rope_type!r} is not one of {', '.join(ROPE_TYPES)}"
             )
         for name in ("short_factor", "long_factor"):
-            if (factors := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(factors))  # a list has no hash
-        for name in (
+            if (factors := getattr(self, name)) is None:
+                continue
+            factors = tuple(factors) if isinstance(factors, Iterable) else (factors,)
+            if not all(is_number(x) and 0 < x < math.inf for x in factors):
+                raise ValueError(f"rope: {name} must hold positive numbers only")
+            object.__setattr__(self, name, tuple(map(float, factors)))
+        _as_python(
+            "rope",
+            self,
             "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow "
-            "attention_factor"
-        ).split():
-            if not getattr(self, name) > 0:
-                raise ValueError(f"rope: {name} must be positive, got {getattr(self, name)}")
-        if not 0 < self.partial_rotary_factor <= 1:
+            "attention_factor partial_rotary_factor",
+        )
+        _as_bools("rope", self, "truncate")
+        if self.partial_rotary_factor > 1:
             raise ValueError(
                 f"rope: partial_rotary_factor must be in (0, 1], got {self.partial_rotary_factor}"
             )
         original = self.original_max_position_embeddings
+        if original is not None:
+            original = check_size("rope", "original_max_position_embeddings", original)
+            object.__setattr__(self, "original_max_position_embeddings", original)
         if self.rope_type in ("llama3", "yarn", "longrope") and (original is None or original < 2):
             raise ValueError(
                 f"rope: {self.rope_type} needs original_max_position_embeddings, at least 2, got "
@@ -94,12 +115,8 @@ class Rope:
             )
         if self.rope_type == "yarn" and not self.rope_theta > 1:
             raise ValueError(f"rope: rope_theta of yarn must be above 1, got {self.rope_theta}")
-        if self.rope_type == "longrope":
-            if not (self.short_factor and self.long_factor):
-                raise ValueError("rope: longrope needs the lists short_factor and long_factor")
-            for name in ("short_factor", "long_factor"):
-                if not all(x > 0 for x in getattr(self, name)):
-                    raise ValueError(f"rope: {name} must hold positive numbers only")
+        if self.rope_type == "longrope" and not (self.short_factor and self.long_factor):
+            raise ValueError("rope: longrope needs the lists short_factor and long_factor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +196,15 @@ class ModelConfig:
                 f"config: max_position_embeddings is {self.max_position_embeddings}, but at most "
                 f"{MAX_POSITIONS} positions keep their rotary angles exact"
             )
-        if not _is_positive(self.rms_norm_eps):
-            raise ValueError(f"config: rms_norm_eps must be positive, got {self.rms_norm_eps!r}")
+        _as_python("config", self, "rms_norm_eps")
+        caps = "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
+        _as_python("config", self, caps, optional=True)
+        _as_bools(
+            "config",
+            self,
+            "tie_word_embeddings qkv_bias o_bias mlp_bias qk_norm zero_centered_norm post_norms "
+            "scale_embedding sub_norms bit_linear",
+        )
         if self.hidden_act not in ACTIVATIONS:
             raise ValueError(
                 f"config: hidden_act {self.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}"
@@ -195,16 +219,14 @@ class ModelConfig:
                 raise ValueError(
                     f"config: layer type {kind!r} is not one of {', '.join(LAYER_TYPES)}"
                 )
-        window = self.sliding_window
-        is_window = isinstance(window, int) and 0 < window < 2**31  # positions are int32
+        window: Any = self.sliding_window
+        is_window = is_whole(window) and 0 < window < 2**31  # positions are int32
         if "sliding_attention" in self.layer_types and not is_window:
             raise ValueError(
                 f"config: sliding layers need a positive sliding_window below 2**31, got {window!r}"
             )
-        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
-            value = getattr(self, name)
-            if value is not None and not _is_positive(value):
-                raise ValueError(f"config: {name} must be positive or None, got {value!r}")
+        if is_window:
+            object.__setattr__(self, "sliding_window", int(window))
         for kind, rope in self.ropes.items():
             pairs = self.rotary_dim(kind) // 2
             for name in ("short_factor", "long_factor"):

@@ -364,7 +364,7 @@ MAY_IMPORT = {
     "pallas_kernels.tuned": "pallas_kernels.device",
     "pallas_kernels.tune": "pallas_kernels.device pallas_kernels.measure pallas_kernels.tuned",
     "jaxllm.aot": "",
-    "jaxllm.config": "",
+    "jaxllm.config": "pallas_kernels.options pallas_kernels.whole_number",
     "jaxllm.config_keys": "jaxllm.config",
     "jaxllm.config_rope": "jaxllm.config jaxllm.config_keys",
     "jaxllm.families": "jaxllm.config jaxllm.config_keys jaxllm.config_rope",

@@ -594,7 +594,10 @@ def test_gemma_3_has_no_soft_cap_of_attention():
         ({**LLAMA, "rope_theta": "x"}, "x/config.json: rope_theta must be a number, got 'x'"),
         ({**LLAMA, "rope_theta": math.nan}, "rope_theta must be a number, got nan"),
         ({**LLAMA, "rope_theta": 10**400}, "rope_theta must be a number, got 1000"),
-        ({**LLAMA, "rope_theta": -1.0}, "x/config.json: rope: rope_theta must be positive, got -1"),
+        (
+            {**LLAMA, "rope_theta": -1.0},
+            "x/config.json: rope: rope_theta must be positive and fin",
+        ),
         ({**LLAMA, "rms_norm_eps": 0}, "x/config.json: config: rms_norm_eps must be positive"),
         (
             {**LLAMA, "rope_parameters": {"rope_theta": [1]}},
@@ -700,7 +703,7 @@ def test_a_bad_file_is_named_with_what_is_wrong(hf, sentence):
             {"max_position_embeddings": MAX_POSITIONS + 1},
             "max_position_embeddings is 1048577, but at most 1048576 positions keep their rotary",
         ),
-        ({"rms_norm_eps": 0.0}, "rms_norm_eps must be positive, got 0.0"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps must be positive and finite, got 0.0"),
         (
             {"hidden_act": "relu"},
             "hidden_act 'relu' is not one of silu, gelu, gelu_pytorch_tanh",
@@ -722,9 +725,28 @@ def test_a_bad_file_is_named_with_what_is_wrong(hf, sentence):
             {"layer_types": ("sliding_attention",) * 2, "sliding_window": 2**31},
             "sliding layers need a positive sliding_window below .*, got 2147483648",
         ),
-        ({"query_pre_attn_scalar": 0.0}, "query_pre_attn_scalar must be positive or None, got 0"),
-        ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be positive or None"),
-        ({"final_logit_softcapping": math.nan}, "final_logit_softcapping must be positive or None"),
+        (
+            {"query_pre_attn_scalar": 0.0},
+            "query_pre_attn_scalar must be positive and .*, got 0",
+        ),
+        (
+            {"attn_logit_softcapping": -1.0},
+            "attn_logit_softcapping must be positive and finite or",
+        ),
+        (
+            {"final_logit_softcapping": math.nan},
+            "final_logit_softcapping must be positive and .* or No",
+        ),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps must be positive and finite, got inf"),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be positive and finite, got True"),
+        (
+            {"tie_word_embeddings": "false"},
+            "tie_word_embeddings must be True or False, got 'false'",
+        ),
+        (
+            {"layer_types": ("sliding_attention",) * 2, "sliding_window": True},
+            "sliding layers need a positive sliding_window below .*, got True",
+        ),
         ({"head_dim": 7}, "7 numbers of a head cannot be rotated in pairs; the count must be even"),
         ({"rope": Rope(1e4, partial_rotary_factor=0.1)}, "0 numbers of a head cannot be rotated"),
     ],
@@ -738,10 +760,24 @@ def test_a_config_that_cannot_be_a_model(change, sentence):
     ("kwargs", "sentence"),
     [
         ({"rope_type": "ntk"}, "rope_type 'ntk' is not one of default, linear, llama3, yarn, long"),
-        ({"rope_theta": 0.0}, "rope_theta must be positive, got 0.0"),
-        ({"factor": -2.0}, "factor must be positive, got -2.0"),
+        ({"rope_theta": 0.0}, "rope_theta must be positive and finite, got 0.0"),
+        ({"factor": -2.0}, "factor must be positive and finite, got -2.0"),
         ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor must be in \(0, 1\], got 1.5"),
-        ({"beta_slow": math.nan}, "beta_slow must be positive, got nan"),
+        ({"rope_theta": "10000"}, "rope: rope_theta must be positive and finite, got '10000'"),
+        (
+            {"partial_rotary_factor": None},
+            "partial_rotary_factor must be positive .*, got None",
+        ),
+        ({"truncate": "false"}, "rope: truncate must be True or False, got 'false'"),
+        (
+            {"short_factor": 2.0, "long_factor": ["1"]},
+            "long_factor must hold positive numbers only",
+        ),
+        (
+            {"original_max_position_embeddings": "16"},
+            "rope: original_max_position_embeddings must be a positive integer of at most .*'16'",
+        ),
+        ({"beta_slow": math.nan}, "beta_slow must be positive and finite, got nan"),
         ({"rope_type": "llama3"}, "llama3 needs original_max_position_embeddings"),
         (
             {"rope_type": "yarn", "original_max_position_embeddings": 1},
@@ -760,6 +796,23 @@ def test_a_config_that_cannot_be_a_model(change, sentence):
 def test_a_rope_that_cannot_be(kwargs, sentence):
     with pytest.raises(ValueError, match=sentence):
         Rope(**{"rope_theta": 1e4, **kwargs})
+
+
+def test_numbers_of_numpy_and_jax_become_pythons():
+    config = dataclasses.replace(
+        TINY,
+        model_type="mistral",
+        rms_norm_eps=np.float32(2**-16),
+        rope=Rope(jnp.float32(1e4), factor=np.int64(1)),
+        sliding_window=np.int64(4),
+        layer_types=("sliding_attention",) * 2,
+        tie_word_embeddings=np.bool_(True),
+    )
+    assert json.loads(json.dumps(to_hf(config)))["sliding_window"] == 4
+    assert hash(config.rms_norm_eps) == hash(2**-16)
+    assert type(config.rope.rope_theta) is type(config.rope.factor) is float
+    assert config.tie_word_embeddings is True
+    assert dataclasses.replace(TINY, rms_norm_eps=jnp.float32(0.5)).rms_norm_eps == 0.5
 
 
 @pytest.mark.parametrize(

@@ -230,9 +230,9 @@ def test_sizes_may_be_integers_of_numpy():
         ({"rope": None}, "rope must be a Rope, got None"),
         ({"rope": {"rope_theta": 1e4}}, "rope must be a Rope, got {'rope_theta': 10000.0}"),
         ({"sliding_rope": 1e4}, "sliding_rope must be a Rope or None, got 10000.0"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be positive, got '1e-5'"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be positive and finite, got '1e-5'"),
         ({"query_pre_attn_scalar": "a"}, "query_pre_attn_scalar must be positive .*, got 'a'"),
-        ({"rms_norm_eps": True}, "rms_norm_eps must be positive, got True"),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be positive and finite, got True"),
         ({"num_hidden_layers": 1}, r"layer_types has 2 entries for 1 layers; give .* or \(\) for"),
     ],
 )
