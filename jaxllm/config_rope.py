@@ -16,11 +16,13 @@ class RopeRules:
     """What a family has of its own.
 
     `two` says that each of `LAYER_TYPES` has a dictionary of its own, `part_of_head` that it may
-    leave the rest of a head as it is; `aliases` gives kinds that only its files name so.
+    leave the rest of a head as it is; `kinds` are those that it may have, and `aliases` gives kinds
+    that only its files name so.
     """
 
     two: bool = False
     part_of_head: bool = False
+    kinds: tuple[str, ...] = ROPE_TYPES
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     theta_by_default: float = 1e4  # Llama 2's first files carry none: it was a constant
     original_by_default: int | None = None  # positions; else what the dictionary says
@@ -47,6 +49,12 @@ def read_ropes(hf: Keys, rules: RopeRules) -> dict[str, Rope]:
             f"{hf.owner}: rope_parameters has unknown keys {', '.join(unknown)}; in this family it "
             f"has one dictionary for each of {', '.join(LAYER_TYPES)}"
         )
+    older = scaling.get("type")
+    if older not in (None, "default") and not scaling.get("rope_type"):
+        raise ValueError(
+            f"{hf.owner}: rope_scaling has type={older!r}, which transformers does not read in "
+            "this family; the key must be rope_type"
+        )
     kinds = Keys(parameters, f"{hf.owner}: rope_parameters")
     full, sliding = (kinds.mapping(kind) for kind in LAYER_TYPES)
     theta = hf.number("rope_theta", rules.theta_by_default)
@@ -70,10 +78,10 @@ def _rope(hf: Keys, spec: Mapping[str, Any], *, theta: float, rules: RopeRules) 
     """One `rope_parameters` (or `rope_scaling`); `theta` and the rest of the file fill its gaps."""
     kind = spec.get("rope_type") or spec.get("type") or "default"
     kind = rules.aliases.get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in ROPE_TYPES:
+    if kind not in rules.kinds:
         raise ValueError(
             f"{hf.owner}: rope_type {kind!r} is not supported; supported are "
-            f"{', '.join(ROPE_TYPES)}"
+            f"{', '.join(rules.kinds)}{' in this family' * (rules.kinds != ROPE_TYPES)}"
         )
     rope = Keys(
         {key: value for key, value in spec.items() if key not in ("rope_type", "type")},

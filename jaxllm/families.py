@@ -229,6 +229,7 @@ FAMILIES: dict[str, Family] = {
         fused=True,
         rope=RopeRules(
             part_of_head=True,
+            kinds=("default", "longrope"),
             aliases={"su": "longrope", "yarn": "longrope"},  # before the field had the name
             original_by_default=4096,
         ),
@@ -379,6 +380,11 @@ def _from_wrapped(hf: Keys) -> ModelConfig:
         raise ValueError(
             f"{hf.owner}: text_config has model_type {text['model_type']!r}; that of a gemma3 file "
             "is gemma3_text"
+        )
+    if (cap := text.get("final_logit_softcapping")) is not None:
+        raise ValueError(
+            f"{hf.owner}: text_config: final_logit_softcapping is {cap!r}, but transformers "
+            "computes the logits of a gemma3 file without one; it must be null"
         )
     config = from_hf(text, owner=f"{hf.owner}: text_config")
     if hf.flag("tie_word_embeddings", config.tie_word_embeddings) != config.tie_word_embeddings:

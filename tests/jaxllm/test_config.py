@@ -336,7 +336,8 @@ def test_which_original_length_wins(base, length, key):
 
 @pytest.mark.parametrize("base", [LLAMA, MISTRAL, QWEN, PHI, GEMMA2, GEMMA3])
 def test_reading_changes_nothing_in_the_dictionary(base):
-    hf = {**copy.deepcopy(base), "rope_scaling": {"type": "linear", "factor": 2.0}}
+    rope = PHI_ROPE if base is PHI else {"rope_type": "linear", "factor": 2.0}
+    hf = copy.deepcopy({**base, "rope_scaling": rope})
     before = copy.deepcopy(hf)
     to_hf(from_hf(hf))
     assert hf == before
@@ -505,6 +506,15 @@ def test_gemma_3_has_no_soft_cap_of_attention():
         from_hf({**GEMMA3, "attn_logit_softcapping": 50.0})
 
 
+def test_a_wrapped_gemma3_has_no_cap_of_logits():
+    text = {**TEXT_4B, "final_logit_softcapping": None}
+    assert from_hf({**WRAPPED, "text_config": text}) == from_hf(WRAPPED)
+    with pytest.raises(
+        ValueError, match=r"text_config: final_logit_softcapping is 30\.0, .* null$"
+    ):
+        from_hf({**WRAPPED, "text_config": {**text, "final_logit_softcapping": 30.0}})
+
+
 @pytest.mark.parametrize(
     ("hf", "sentence"),
     [
@@ -540,6 +550,18 @@ def test_gemma_3_has_no_soft_cap_of_attention():
         ({**LLAMA, "model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
         ({**MISTRAL, "sliding_window": "4"}, "sliding_window must be a positive integer of"),
         ({**LLAMA, "rope_scaling": {"type": "ntk"}}, "rope_type 'ntk' is not supported; supported"),
+        (
+            {**PHI, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type 'linear' is not supported; supported are default, longrope in this family",
+        ),
+        (
+            {**PHI, "rope_parameters": LLAMA3_ROPE},
+            "rope_type 'llama3' is not supported; supported are default, longrope in this family",
+        ),
+        (
+            {**GEMMA3, "rope_scaling": {"type": "linear", "factor": 3.0}},
+            "rope_scaling has type='linear', which transformers does not read in this family; the",
+        ),
         (
             {**LLAMA, "rope_scaling": {"type": "linear"}},
             "the linear rope: the key 'factor' is missing",
