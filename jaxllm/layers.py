@@ -45,7 +45,9 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.weight = _normal(rngs, (out_features, in_features), runtime)
-        self.bias = nnx.Param(jnp.zeros(out_features, runtime.weight_dtype)) if bias else None
+        # What may be None is data: so one can be put there later
+        zeros = nnx.Param(jnp.zeros(out_features, runtime.weight_dtype)) if bias else None
+        self.bias = nnx.data(zeros)
         self.dtype = runtime.compute_dtype
         self.implementation = runtime.implementation
 
@@ -216,9 +218,10 @@ class Attention(nnx.Module):
         self.qkv_proj: Any = nnx.data(None)  # jaxllm.fuse puts one in the place of the three
         self.o_proj = linear("o_proj")(heads * width, d, bias=config.o_bias, **both)
         norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, **both}
-        self.q_norm = RMSNorm(width, **norm) if config.qk_norm else None
-        self.k_norm = RMSNorm(width, **norm) if config.qk_norm else None
-        self.attn_sub_norm = RMSNorm(heads * width, **norm) if config.sub_norms else None
+        self.q_norm = nnx.data(RMSNorm(width, **norm) if config.qk_norm else None)
+        self.k_norm = nnx.data(RMSNorm(width, **norm) if config.qk_norm else None)
+        sub_norm = RMSNorm(heads * width, **norm) if config.sub_norms else None
+        self.attn_sub_norm = nnx.data(sub_norm)
         kind = config.layer_types[layer]
         self.rope, self.rotary_dim = config.ropes[kind], config.rotary_dim(kind)
         self.heads, self.kv_heads, self.width = heads, kv_heads, width
@@ -304,7 +307,7 @@ class MLP(nnx.Module):
         self.gate_up_proj: Any = nnx.data(None)  # jaxllm.fuse puts one in the place of the two
         self.down_proj = linear("down_proj")(f, d, **kwargs)
         norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, **both}
-        self.ffn_sub_norm = RMSNorm(f, **norm) if config.sub_norms else None
+        self.ffn_sub_norm = nnx.data(RMSNorm(f, **norm) if config.sub_norms else None)
         self.activation = config.hidden_act
         self.implementation = runtime.implementation
 

@@ -66,7 +66,8 @@ class Transformer(nnx.Module):
             **both,
         )
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, **both)
+        head = None if tied else Linear(config.hidden_size, config.vocab_size, **both)
+        self.lm_head = nnx.data(head)  # so that one can be put there later
         self.config = config
         self.runtime = runtime
         self.generation = GenerationDefaults()

@@ -1,6 +1,7 @@
 """Modules of a user's own in a model: what they keep; decoding, saving and training with them."""
 
 import dataclasses
+import pickle
 import re
 from typing import Any
 
@@ -137,6 +138,26 @@ class Summed(layers.Attention):
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         return self.o_proj(q + jnp.concatenate([k, v], -1)), None
+
+
+def test_what_a_layer_may_have_can_be_put_there_later():
+    both: dict[str, Any] = {"rngs": nnx.Rngs(0)}
+    config = dataclasses.replace(TINY, tie_word_embeddings=True)
+    model: Any = build(config, Runtime(dtype="float32"))
+    before = model(TOKENS)
+    attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    norms = {"eps": 1e-5, **both}
+    attention.q_norm = layers.RMSNorm(TINY.head_dim, **norms)
+    attention.k_norm = layers.RMSNorm(TINY.head_dim, **norms)
+    attention.attn_sub_norm = layers.RMSNorm(TINY.num_attention_heads * TINY.head_dim, **norms)
+    mlp.ffn_sub_norm = layers.RMSNorm(TINY.intermediate_size, **norms)
+    mlp.down_proj.bias = nnx.Param(jnp.ones(TINY.hidden_size))
+    model.lm_head = layers.Linear(TINY.hidden_size, TINY.vocab_size, **both)
+    after = model(TOKENS)
+    assert np.abs(after - before).max() > 0.1
+    for again in (pickle.loads(pickle.dumps(model)), jaxllm.flatten(model).model()):
+        np.testing.assert_array_equal(again(TOKENS), after)
+    assert jaxllm.generate(model, None, [[1, 2]], max_new_tokens=2).tokens
 
 
 def test_fuse_leaves_modules_of_ones_own_alone():
@@ -288,7 +309,7 @@ def own_model(model: Any) -> None:
 
 
 def own_norm(model: Any) -> None:
-    model.layers[0].self_attn.attn_sub_norm = nnx.data(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    model.layers[0].self_attn.attn_sub_norm = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 
 
 def activation(model: Any) -> None:
