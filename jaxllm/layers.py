@@ -357,6 +357,7 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
         self.mlp = MLP(config, layer, runtime=runtime, rngs=rngs)
         self.post_norms = config.post_norms
+        self.dtype = runtime.compute_dtype
         if config.post_norms:
             self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, **norm)
             self.post_feedforward_layernorm = RMSNorm(config.hidden_size, **norm)
@@ -369,7 +370,10 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         cache: LayerCache | None = None,
     ) -> tuple[Float[Array, "B T D"], Entry | None]:
-        """The layer's output, and its cache entry with these tokens (None without a cache)."""
+        """The layer's output in the compute dtype, and its cache entry with these tokens (None
+        without a cache).
+        """
+        x = x.astype(self.dtype)
         if (
             cache is not None
             and rotary is not None
@@ -380,16 +384,17 @@ class Block(nnx.Module):
             out, entry = self.self_attn(
                 self.input_layernorm(x), rotary, segment_ids=segment_ids, cache=cache
             )
+            out = out.astype(x.dtype)  # a module of one's own may have another
             if self.post_norms:
-                out = self.post_attention_layernorm(out)
+                out = self.post_attention_layernorm(out).astype(x.dtype)
         with jax.named_scope("mlp"):
             if self.post_norms:
                 normed, x = self.pre_feedforward_layernorm(out, x)
-                out = self.post_feedforward_layernorm(self.mlp(normed))
+                out = self.post_feedforward_layernorm(self.mlp(normed).astype(x.dtype))
             else:
                 normed, x = self.post_attention_layernorm(out, x)
                 out = self.mlp(normed)
-            x = x + out
+            x = x + out.astype(x.dtype)
         return x, entry
 
     def is_fused(self, tokens: int, turned: int) -> bool:

@@ -140,6 +140,27 @@ class Summed(layers.Attention):
         return self.o_proj(q + jnp.concatenate([k, v], -1)), None
 
 
+class Wide(Around):
+    """What another module returns, in float32."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), self.inner(*args, **kwargs))
+
+
+@pytest.mark.parametrize("post_norms", [False, True])
+def test_a_block_computes_in_its_dtype(post_norms):
+    config = dataclasses.replace(TINY, post_norms=post_norms)
+    model: Any = build(config, Runtime(dtype="bfloat16"))
+    x = jnp.ones((1, 5, TINY.hidden_size))
+    out = model.layers[0](x)[0]
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out, model.layers[0](x.astype(jnp.bfloat16))[0])
+    before = model(TOKENS)
+    for name in ("self_attn", "mlp"):
+        setattr(model.layers[0], name, Wide(getattr(model.layers[0], name)))
+    np.testing.assert_array_equal(model(TOKENS), before)
+
+
 def test_what_a_layer_may_have_can_be_put_there_later():
     both: dict[str, Any] = {"rngs": nnx.Rngs(0)}
     config = dataclasses.replace(TINY, tie_word_embeddings=True)
