@@ -152,7 +152,7 @@ def is_adapter(name: str) -> bool:
 
 
 def add_adapters(
-    model: Transformer,
+    model: nnx.Module,
     *,
     rank: int = RANK,
     alpha: float | None = None,
@@ -160,7 +160,8 @@ def add_adapters(
     kind: str = "lora",
     rngs: nnx.Rngs,
 ) -> list[str]:
-    """Put an adapter beside each Linear that `targets` names; return their dotted names.
+    """Put an adapter beside each Linear of a model, or of a module of yours, that `targets` names;
+    return their dotted names.
 
     targets: "all-linear" (all but the head, as in PEFT); or a regular expression for a whole dotted
         name ("layers.0.self_attn.q_proj") or its end behind a dot ("q_proj|v_proj"); or a list
@@ -177,7 +178,7 @@ def add_adapters(
     if not is_number(alpha) or not 0 < alpha < math.inf:
         raise ValueError(f"lora: alpha must be a positive number, got {alpha!r}")
     linears = _linears(model)
-    names = _match(targets, linears, tied=model.lm_head is None)
+    names = _match(targets, linears, tied=getattr(model, "lm_head", model) is None)
     widest = max(max(_base_weight(linears[name]).shape) for name in names)
     if rank > widest:
         raise ValueError(
@@ -189,7 +190,7 @@ def add_adapters(
     return names
 
 
-def _linears(model: Transformer) -> dict[str, Any]:
+def _linears(model: nnx.Module) -> dict[str, Any]:
     """The modules that may get an adapter, by dotted name."""
     if joined := [name for name, _ in _modules(model) if name.endswith(tuple(FUSED))]:
         raise ValueError(
@@ -199,15 +200,15 @@ def _linears(model: Transformer) -> dict[str, Any]:
     return {
         name: module
         for name, module in _modules(model)
-        if _is_linear(module) and not name.endswith(".base")
+        if name and _is_linear(module) and not name.endswith(".base")
     }
 
 
-def _adapted(model: Transformer) -> dict[str, Adapted]:
+def _adapted(model: nnx.Module) -> dict[str, Adapted]:
     return {name: module for name, module in _modules(model) if isinstance(module, Adapted)}
 
 
-def _modules(model: Transformer) -> Iterator[tuple[str, Any]]:
+def _modules(model: nnx.Module) -> Iterator[tuple[str, Any]]:
     for path, module in nnx.iter_modules(model):
         yield ".".join(map(str, path)), module
 
@@ -259,7 +260,7 @@ def _enumerate_ends(names: Mapping[str, Any]) -> str:
     return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
 
 
-def _replace(model: Transformer, name: str, module: Any) -> None:
+def _replace(model: nnx.Module, name: str, module: Any) -> None:
     *parents, last = name.split(".")
     owner: Any = model
     for part in parents:
@@ -267,7 +268,7 @@ def _replace(model: Transformer, name: str, module: Any) -> None:
     setattr(owner, last, module)
 
 
-def adapters(model: Transformer) -> dict[str, Array]:
+def adapters(model: nnx.Module) -> dict[str, Array]:
     """The adapters' own arrays (not copies) by dotted name: a set for `set_adapters`."""
     return {
         f"{name}.{key}": getattr(module, key)[...]
@@ -277,7 +278,7 @@ def adapters(model: Transformer) -> dict[str, Array]:
     }
 
 
-def set_adapters(model: Transformer, arrays: Mapping[str, Any]) -> None:
+def set_adapters(model: nnx.Module, arrays: Mapping[str, Any]) -> None:
     """Put a set of adapters into the model's slots, each where the one before it was put, if it
     was; programs compiled for the model stay valid.
 
@@ -306,7 +307,7 @@ def set_adapters(model: Transformer, arrays: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def disabled(model: Transformer) -> Iterator[None]:
+def disabled(model: nnx.Module) -> Iterator[None]:
     """Inside, the model computes what its base does: the frozen reference of preference tuning.
 
     For use while a program is traced, or without one; the adapters are not touched.
@@ -321,13 +322,13 @@ def disabled(model: Transformer) -> Iterator[None]:
             module.enabled = True
 
 
-def merge(model: Transformer) -> None:
+def merge(model: nnx.Module) -> None:
     """Put the adapters into the weights: plain modules again, with the same logits; also those that
     `disabled` has turned off.
 
     Weights keep their dtype, to which the sum is rounded. A quantised base becomes a plain Linear
-    of its dequantised weights in the runtime's dtype, since packing the sum again would change it:
-    more memory, same logits.
+    of its dequantised weights in the runtime's dtype (in its own, in a module without a runtime),
+    since packing the sum again would change it: more memory, same logits.
     Raises: NotImplementedError if one stands beside a ternary layer, which rounds its input, too,
     so that no plain module computes the sum; then nothing is changed.
     """
@@ -338,11 +339,12 @@ def merge(model: Transformer) -> None:
                 "adapter beside it (lora.save_peft, jaxllm export --adapter)"
             )
     for name, module in _adapted(model).items():
-        _replace(model, name, _merged(module, model.runtime))
+        _replace(model, name, _merged(module, getattr(model, "runtime", None)))
 
 
-def _merged(module: Adapted, runtime: Runtime) -> Any:
+def _merged(module: Adapted, runtime: Runtime | None) -> Any:
     weight, base = module.weight, module.base
+    runtime = runtime or Runtime(base.dtype, implementation=base.implementation)
     if not hasattr(base, "dequantize"):
         base.weight.set_value(weight)
         return base
@@ -362,7 +364,7 @@ def _merged(module: Adapted, runtime: Runtime) -> Any:
     return plain
 
 
-def remove_adapters(model: Transformer) -> None:
+def remove_adapters(model: nnx.Module) -> None:
     """Take the adapters away: the base alone."""
     for name, module in _adapted(model).items():
         _replace(model, name, module.base)
@@ -503,4 +505,8 @@ def _is_linear(module: Any) -> bool:
 
 
 def _is_fused(model: Transformer) -> bool:
+    if not hasattr(model, "config"):
+        raise ValueError(
+            f"lora: a PEFT folder is of a Transformer, not of a {type(model).__name__}"
+        )
     return FAMILIES[model.config.model_type].fused

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from flax import nnx
 from numerics import assert_as_accurate
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import read_golden, write_checkpoint
-from tiny_models import TINY, build, logits, tokens
+from tiny_models import TINY, build, fill, logits, tokens
 
 import jaxllm
 from jaxllm import lora, train
@@ -260,6 +261,26 @@ def test_a_second_call_adds_other_modules():
     lora.add_adapters(model, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="every Linear has an adapter already"):
         lora.add_adapters(model, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_a_module_of_ones_own_gets_adapters(scheme, tmp_path):
+    block: Any = fill(jaxllm.Block(TINY, rngs=nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(0), (1, 5, TINY.hidden_size))
+    if scheme is not None:
+        quantize(block, scheme)
+    plain = block(x)[0]
+    names = lora.add_adapters(block, rank=2, rngs=nnx.Rngs(1))
+    assert "self_attn.q_proj" in names
+    assert len(names) == 7
+    stir(block)
+    before = block(x)[0]
+    assert jnp.max(jnp.abs(before - plain)) > 0.01
+    with pytest.raises(ValueError, match="^lora: a PEFT folder is of a Transformer, not of a Bl"):
+        lora.save_peft(block, tmp_path)
+    lora.merge(block)
+    assert type(block.mlp.up_proj) is Linear
+    np.testing.assert_allclose(block(x)[0], before, **ROUNDING)
 
 
 def test_an_adapter_at_the_head():
