@@ -283,6 +283,8 @@ class LayerCache(NamedTuple):
 class KVCache:
     """An entry for each layer, and two int32 [B]; `lengths` is how many tokens each row holds.
 
+    Smaller `lengths` take a row back only where no layer keeps a ring (`create`): what a ring has
+    written over is gone, and the numbers after it would be wrong.
     A longrope model chooses its list of frequencies by a row's length; where a row is prefilled in
     chunks, or will be longer than it is, `rope_lengths` says the length that the choice is to be
     made for (0: the length so far; negative: `jaxllm.prefill` or `jaxllm.decode_step` has seen that
@@ -379,6 +381,8 @@ class KVCache:
             )
         wanted = (config.num_key_value_heads, config.head_dim)
         for i, entry in enumerate(self.layers):
+            if not isinstance(entry, FullKV | RingKV):  # of an attention of one's own
+                continue
             if (heads := entry.k.shape[2:]) != wanted:
                 raise ValueError(
                     f"cache: layer {i} has {heads[0]} heads of {heads[1]}, but the model "

@@ -50,6 +50,10 @@ class Transformer(nnx.Module):
 
     Norms start at identity. `config` says what it computes and `runtime` how; `generation` is what
     its checkpoint says of sampling.
+    A module of yours in the place of a block, or of its attention, is called as (x, rotary, *,
+    segment_ids=None, cache=None) and returns (x, its cache entry or None), one in the place of an
+    MLP as (x), and returns x. `hidden` hands entries of any kind back to their layers; `prefill`
+    and `generate` know only those of `KVCache.create`.
     Raises: ValueError for an implementation that the runtime names and an op does not have.
     """
 

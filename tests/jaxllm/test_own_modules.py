@@ -161,6 +161,32 @@ def test_a_block_computes_in_its_dtype(post_norms):
     np.testing.assert_array_equal(model(TOKENS), before)
 
 
+class Sum(nnx.Module):
+    """In attention's place: the sum of all so far, which is what it keeps."""
+
+    def __call__(self, x: Any, rotary: Any = None, *, segment_ids: Any = None, cache: Any = None):
+        del rotary, segment_ids
+        if cache is None:
+            return jnp.cumsum(x, 1), None
+        out = jnp.cumsum(x, 1) + cache.entry["sum"][:, None]
+        return out, {"sum": out[:, -1]}
+
+
+def test_a_layer_may_keep_an_entry_of_its_own():
+    model: Any = made()
+    model.layers[0].self_attn = Sum()
+    whole, _ = model.hidden(TOKENS)
+    cache = jaxllm.KVCache.create(TINY, 1, 8, jnp.float32)
+    entry: Any = {"sum": jnp.zeros((1, TINY.hidden_size))}
+    cache = dataclasses.replace(cache, layers=(entry, *cache.layers[1:]))
+    parts = []
+    for start in (0, 3):
+        part, cache = model.hidden(TOKENS[:, start : start + 3], cache=cache)
+        parts.append(part)
+    # Sums of float32 in another order at most
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=2e-5)
+
+
 def test_what_a_layer_may_have_can_be_put_there_later():
     both: dict[str, Any] = {"rngs": nnx.Rngs(0)}
     config = dataclasses.replace(TINY, tie_word_embeddings=True)
