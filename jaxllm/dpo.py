@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm import lora, ops
 from jaxllm.data import PreferenceExample, preference_batch
+from jaxllm.integers import integer
 from jaxllm.model import Transformer
 from jaxllm.train import IGNORE, Batch, Loss, head_factors
 
@@ -61,8 +62,8 @@ def make_loss(*, beta: float = 0.1, kind: str = "sigmoid", label_smoothing: floa
         the wrong way round) -(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z).
     ipo: (z - 1 / (2 beta))^2, where log p and log q are means over the answer's tokens.
     Raises: ValueError for a kind, beta or label_smoothing that does not exist; and, when it is
-    called, for a batch without `reference` if the model has no adapters, or with one that is not a
-    number a row.
+    called, for a batch without tokens or targets, or without `reference` if the model has no
+    adapters, or with one that is not a number a row.
     """
     _check(beta, kind, label_smoothing)
 
@@ -117,10 +118,9 @@ def cache_reference(
 
     The model as it stands, adapters included: call it before the first step. `pairs` are worked on
     at a time, in rows of `length` tokens. `progress` is called with pairs done and all there are.
-    Raises: ValueError if an answer is longer than a row, or pairs is below 1.
+    Raises: ValueError if an answer is longer than a row, or pairs is no integer of at least 1.
     """
-    if pairs < 1:
-        raise ValueError(f"dpo: pairs must be at least 1, got {pairs}")
+    pairs = integer("pairs", pairs, 1, who="dpo")
     graph, state = nnx.split(model)
     call = jax.jit(lambda state, batch: log_probs(nnx.merge(graph, state), batch))
     found = np.zeros((len(examples), 2), np.float32)
@@ -147,6 +147,8 @@ def _check(beta: float, kind: str, label_smoothing: float) -> None:
 
 def _margins(model: Transformer, batch: Batch, *, means: bool) -> tuple[Array, Array]:
     """z of each pair, float32 [P], and which pairs there are, bool [P]."""
+    if missing := [key for key in ("tokens", "targets") if key not in batch]:
+        raise ValueError(f"dpo: the batch has no {' and no '.join(missing)}")
     rows = len(batch["tokens"])
     if rows % 2:
         raise ValueError(f"dpo: {rows} rows are no pairs: chosen answers, then as many rejected")

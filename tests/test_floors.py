@@ -489,7 +489,7 @@ MAY_IMPORT = {
         "jaxllm.aot jaxllm.byte_size jaxllm.checkpoint.hf jaxllm.config jaxllm.fp8 jaxllm.integers "
         "jaxllm.lora jaxllm.model jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.train"
     ),
-    "jaxllm.dpo": "jaxllm.data jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
+    "jaxllm.dpo": "jaxllm.data jaxllm.integers jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
     "jaxllm.finetune": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.checkpoint.native jaxllm.config "
         "jaxllm.console jaxllm.data jaxllm.fp8 jaxllm.generate jaxllm.lora jaxllm.metrics "

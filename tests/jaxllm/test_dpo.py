@@ -183,8 +183,12 @@ def test_batches_that_will_not_do():
         dpo.make_loss()(model, batch)
     with pytest.raises(ValueError, match="dpo: 3 rows are no pairs"):
         dpo.make_loss()(model, {k: jnp.asarray(v[:3]) for k, v in batch.items()})
-    with pytest.raises(ValueError, match="dpo: pairs must be at least 1, got 0"):
-        dpo.cache_reference(model, make_pairs(2), pairs=0, length=LENGTH)
+    with pytest.raises(ValueError, match="^dpo: the batch has no targets$"):
+        dpo.make_loss()(model, {k: v for k, v in batch.items() if k != "targets"})
+    for wrong in (0, 2.0):
+        words = f"^dpo: pairs must be an integer of at least 1, got {wrong}$"
+        with pytest.raises(ValueError, match=words):
+            dpo.cache_reference(model, make_pairs(2), pairs=wrong, length=LENGTH)
     with pytest.raises(ValueError, match="data: [0-9]+ tokens do not fit into a row of 1"):
         dpo.cache_reference(model, make_pairs(2), pairs=2, length=1)
 
