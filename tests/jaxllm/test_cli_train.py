@@ -559,7 +559,7 @@ def test_an_out_that_cannot_be_made_is_said_first(tune, run, tmp_path):
     out = tmp_path / "letter.txt/deep/out"
     code, _, err = tune(out, model=tmp_path / "none")
     assert code == 2
-    assert err == f"jaxllm: {out}: Not a directory\n"
+    assert err == f"jaxllm: {tmp_path}/letter.txt is a file; give a folder\n"
     code, _, err = tune(tmp_path / "deep/out", model=tmp_path / "none")
     assert code == 2
     assert "there is no folder" in err
