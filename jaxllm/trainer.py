@@ -204,9 +204,9 @@ class Trainer:
         set, or if it holds one with other settings, another model or optimiser; if what is held out
         has no target, or a loss that is not finite before training; if no step changed anything,
         for no loss and gradient was finite; and, the last step being saved first, if that goes on
-        for `IDLE_ENDS` steps, if the batches end early, have rows that `micro_batches` does not
-        divide, or (in the host's memory) tokens, targets or positions that the model has not.
-        FileNotFoundError if there is none to resume. StoppedError after Ctrl-C.
+        for `IDLE_ENDS` steps of this call, if the batches end early, have rows that `micro_batches`
+        does not divide, or (in the host's memory) tokens, targets or positions that the model has
+        not. FileNotFoundError if there is none to resume. StoppedError after Ctrl-C.
         """
         if self._ended:
             raise ValueError(
@@ -329,12 +329,14 @@ class Trainer:
                 pending.append((row, numbers))
                 read(LAG)
                 profile.after(i)
+                if idle >= IDLE_ENDS:
+                    read(0)  # what is under way may change something
                 if idle >= IDLE_ENDS and i < self.steps:
                     save(place, None)
                     raise ValueError(
                         f"trainer: the last {idle} steps changed nothing, for no loss and gradient "
                         "was finite; look at the data, or take a wider precision or a lower "
-                        f"learning rate (the run is saved at step {i})"
+                        f"learning rate ({StoppedError(checkpoints.latest_step)})"
                     )
                 evaluates = i % self.eval_every == 0 or i == self.steps
                 saves = i % self.save_every == 0 or i == self.steps
@@ -460,8 +462,12 @@ class Trainer:
         if kept != step:
             of_best = checkpoints.parameters(step=kept)
             places = {name: x.sharding for name, x in self.state.params.items()}
+            found = {  # of size 0 nothing is saved
+                name: of_best[name] if x.size else np.zeros(x.shape, x.dtype)
+                for name, x in self.state.params.items()
+            }
             _deleted(self.state.params)
-            placed = jax.device_put({name: of_best[name] for name in places}, places)
+            placed = jax.device_put(found, places)
             self.state = dataclasses.replace(self.state, params=placed)
         params = self.state.all_params
         train.update(self.model, params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -80,8 +81,8 @@ def load(
         than the caller's, never from two at once.
 
     The checkpoint is never held twice: eight tensors are read at a time, at most 128 MiB of each on
-    the way to a device that is not the CPU. A tied checkpoint may hold `lm_head.weight` too if it
-    equals the embedding, or in its place.
+    the way to a GPU's memory, or four packed modules, each held twice meanwhile. A tied checkpoint
+    may hold `lm_head.weight` too if it equals the embedding, or in its place.
     Of a quantised checkpoint (compressed-tensors, modelopt, GPTQ, AWQ, BitNet) the linear layers
     that it has packed are `PackedLinear`s with its codes and scales, whatever `dtype` says;
     activations and the cache stay in the runtime's dtype. `sharding` is asked for ".codes",
@@ -114,10 +115,14 @@ def load(
         tied=config.tie_word_embeddings,
     )
 
+    mesh, asked = jax.sharding.get_mesh(), threading.Lock()
+
     def sharding_of(path: str, shape: Shape) -> Sharding | None:
         if isinstance(sharding, Mesh) or not callable(sharding):  # a mesh is a decorator, too
             return sharding
-        return sharding(path, shape)
+        # Of packed modules other threads ask, which know nothing of `jax.set_mesh`
+        with asked, contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh):
+            return sharding(path, shape)
 
     placements = [
         Placement(

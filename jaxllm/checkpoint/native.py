@@ -322,7 +322,7 @@ class Checkpoints:
             )["state"]
         key = jax.random.wrap_key_data(restored.pop("key"), impl=notes["key"])
         empty = {
-            name: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+            name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
             for name, x in zip(_names(like), jax.tree.leaves(like), strict=True)
             if not x.size
         }

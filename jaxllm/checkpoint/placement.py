@@ -93,14 +93,15 @@ class Placement:
         return sum(end - begin for begin, end in ranges) * row_bits // 8
 
     def load(self, on_bytes: Callable[[int], None], memory: Memory) -> jax.Array:
-        """The parameter. On the CPU its memory is what the file was read into; on its way to
-        another device it is in `memory`.
+        """The parameter. In the host's memory it is what was read from the file; on its way to a
+        GPU's its pieces are in `memory`, one after the other.
         """
         shards = self.shards()
-        staged = _staged(shards)
+        kind = None if self.sharding is None else self.sharding.memory_kind
+        staged = kind in (None, "device") and _staged(shards)
         arrays: dict[Any, jax.Array] = {}
         for begin, end in sorted({bounds[0] for bounds in shards.values()}):
-            for piece in self._pieces(begin, end, staged):
+            for piece in self._pieces(begin, end) if staged else [(begin, end)]:
                 rows = slice(*(self.first + row for row in piece))
                 whole = read(self.tensor, self.dtype, rows, on_bytes, memory if staged else None)
                 for device, (row_bounds, *others) in shards.items():
@@ -112,7 +113,8 @@ class Placement:
                     if piece != (begin, end):
                         if piece[0] == begin:
                             shape = (end - begin, *part.shape[1:])
-                            arrays[device] = jnp.zeros(shape, part.dtype, device=where)
+                            with jax.transfer_guard("allow"):  # of the zero
+                                arrays[device] = jnp.zeros(shape, part.dtype, device=where)
                         at = jax.device_put(np.int32(piece[0] - begin), where)
                         part = _write_rows(arrays[device], part, at)
                     arrays[device] = part
@@ -129,11 +131,8 @@ class Placement:
             return None
         return SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
 
-    def _pieces(self, begin: int, end: int, staged: bool) -> list[tuple[int, int]]:
+    def _pieces(self, begin: int, end: int) -> list[tuple[int, int]]:
         """The rows that are read at a time."""
-        on_host = self.sharding is not None and self.sharding.memory_kind not in (None, "device")
-        if not staged or on_host:
-            return [(begin, end)]
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         number = max(1, -(-(end - begin) * row_bytes // STAGED_BYTES))
         step = max(1, -(-(end - begin) // number))

@@ -14,7 +14,8 @@ def test_two_processes_say_what_each_step_took(tmp_path, capsys, scheme):
     start.main(start.parse([*arguments, *([] if scheme is None else [f"--quantize={scheme}"])]))
     printed = capsys.readouterr().out
     runs = json.loads(out.read_text())["runs"]
-    steps = ["import", "find the device", "load", "fuse", "the first token", "64 more"]
+    steps = ["import", "find the device", "load", "fuse", "the first token"]
+    steps.append("the prompt again, and 65 tokens")
     if scheme is not None:
         steps.insert(3, "quantize")
     assert [[*run["seconds"]] for run in runs] == [steps, steps]

@@ -1,10 +1,12 @@
 """Where parameters go, and how much memory that takes."""
 
+import collections
 import gc
 import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -59,6 +61,20 @@ def test_what_goes_to_another_device_is_read_into_the_same_memory(
 ):
     """As to a GPU: in pieces of a row at least, each copied before the next takes its place."""
     plain, put = _values(load(folder, dtype)[0]), jax.device_put
+    read, wait = placement.read, jax.block_until_ready
+    events, memories = collections.defaultdict(list), set()
+
+    def reads(tensor, dtype, rows, on_bytes, memory):
+        events[threading.get_ident()].append("read")
+        memories.add(memory)
+        return read(tensor, dtype, rows, on_bytes, memory)
+
+    def waits(arrays):
+        events[threading.get_ident()].append("copied")
+        return wait(arrays)
+
+    monkeypatch.setattr(placement, "read", reads)
+    monkeypatch.setattr(jax, "block_until_ready", waits)
     monkeypatch.setattr(jax, "device_put", lambda x, *where: put(np.array(x), *where))
     monkeypatch.setattr(placement, "_staged", lambda devices: True)
     monkeypatch.setattr(placement, "STAGED_BYTES", piece)
@@ -78,6 +94,10 @@ def test_what_goes_to_another_device_is_read_into_the_same_memory(
             np.testing.assert_array_equal(value, plain[path], err_msg=path)
         for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
             assert leaf.committed == (sharding is not None)
+    assert None not in memories
+    assert len(memories) <= 2 * 2  # a reader's, of two calls
+    for of_thread in events.values():
+        assert of_thread == ["read", "copied"] * (len(of_thread) // 2)
     if piece > total:
         assert numbers == [len(tensors)] * 2
     else:
@@ -100,7 +120,7 @@ import sys
 import jax, numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxllm.checkpoint import load, save
+from jaxllm.checkpoint import load, placement, save
 import jaxllm
 from jaxllm import train
 from jaxllm.run import Run
@@ -136,6 +156,17 @@ for sharding in (by_shape, NamedSharding(mesh, P()), one):
     save(model, None, copy)
     for x, y in zip(values(load(copy)[0]), plain, strict=True):
         np.testing.assert_array_equal(np.asarray(x), y)
+# As to a GPU: in pieces, each copied before the next takes its place
+put = jax.device_put
+jax.device_put = lambda x, *where: put(np.array(x), *where)
+placement._staged = lambda devices: True
+for placement.STAGED_BYTES in (1, 1000, 2**27):
+    for sharding in (by_shape, NamedSharding(mesh, P()), one):
+        model, _ = load(folder, sharding=sharding)
+        for x, y in zip(values(model), plain, strict=True):
+            np.testing.assert_array_equal(np.asarray(x), y)
+jax.device_put, placement._staged = put, lambda devices: False
+
 for spec in (P("a", "b"), P(None, "a")):
     try:
         load(folder, sharding=NamedSharding(mesh, spec))
@@ -153,6 +184,21 @@ def run_of(sharding):
     sizes = dict(steps_per_dispatch=64, prefill_chunk=512, kv_dtype=None)
     return Run(model, None, [[1, 2, 3]], **settings, **sizes)
 
+packed, _ = load(folder, "float32")
+jaxllm.quantize(packed, "int8")
+save(packed, None, copy)
+
+
+def of_the_mesh(path, shape):
+    return NamedSharding(jax.sharding.get_mesh(), P())
+
+
+with jax.set_mesh(mesh):
+    of_mesh = load(copy, sharding=of_the_mesh)[0]
+for x, y in zip(jax.tree.leaves(of_mesh), jax.tree.leaves(load(copy)[0]), strict=True):
+    assert len(x.devices()) == 4
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
 models = [load(folder, "float32", sharding=where)[0] for where in (None, mixed)]
 tokens = [jaxllm.generate(model, None, [[1, 2, 3]], max_new_tokens=4).tokens for model in models]
 assert tokens[0] == tokens[1], tokens
@@ -165,7 +211,7 @@ assert run_of(by_shape).size_bytes() < run_of(None).size_bytes()
 APART = """
 import sys, jax
 from jax.sharding import SingleDeviceSharding
-from jaxllm.checkpoint import load, placement
+from jaxllm.checkpoint import load
 
 try:
     load(
@@ -182,7 +228,7 @@ else:
 AT_ANOTHER = """
 import sys, jax
 from flax import nnx
-from jaxllm.checkpoint import load, placement
+from jaxllm.checkpoint import load
 
 with jax.default_device(jax.devices()[1]):
     model, _ = load(sys.argv[1])
