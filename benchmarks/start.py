@@ -88,8 +88,6 @@ def _process(*arguments: str) -> str:
 
 def main(args: argparse.Namespace) -> None:
     """Print the table; write it to `--out`, too."""
-    if args.out is not None:
-        args.out.touch()  # now, and not after a minute
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder, programs = args.model, str(Path(temporary, "programs"))
         if folder in MODELS:
@@ -126,7 +124,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--quantize", choices=SCHEMES, metavar="SCHEME", help=", ".join(SCHEMES))
     add("--folder", type=Path, help="where there is room for files (default: the system's)")
     add("--out", type=Path, metavar="FILE.json", help="where to write the seconds")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.folder is not None and not args.folder.is_dir():
+        parser.error(f"--folder {args.folder} is no folder")
+    if args.out is not None:
+        try:
+            args.out.touch()  # now, and not after minutes
+        except OSError as error:
+            parser.error(f"--out {args.out}: {error.strerror}")
+    return args
 
 
 if __name__ == "__main__":

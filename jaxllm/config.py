@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pallas_kernels.options import check_flags, check_number, is_number
+from pallas_kernels.options import check_flags, check_number
 from pallas_kernels.whole_number import is_whole
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -84,9 +83,10 @@ class Rope:
         for name in ("short_factor", "long_factor"):
             if (factors := getattr(self, name)) is None:
                 continue
-            factors = tuple(factors) if isinstance(factors, Iterable) else (factors,)
-            if not all(is_number(x) and 0 < x < math.inf for x in factors):
-                raise ValueError(f"rope: {name} must hold positive numbers only")
+            many = isinstance(factors, Iterable) and getattr(factors, "shape", None) != ()
+            factors: tuple[Any, ...] = tuple(factors) if many else (factors,)
+            for factor in factors:
+                check_number("rope", f"each number of {name}", factor, positive=True)
             object.__setattr__(self, name, tuple(map(float, factors)))
         _as_python(
             "rope",
@@ -225,7 +225,9 @@ class ModelConfig:
             raise ValueError(
                 f"config: sliding layers need a positive sliding_window below 2**31, got {window!r}"
             )
-        if is_window:
+        if window is not None:
+            if not is_whole(window):
+                raise ValueError(f"config: sliding_window must be a whole number, got {window!r}")
             object.__setattr__(self, "sliding_window", int(window))
         for kind, rope in self.ropes.items():
             pairs = self.rotary_dim(kind) // 2

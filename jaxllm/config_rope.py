@@ -49,8 +49,9 @@ def read_ropes(hf: Keys, rules: RopeRules) -> dict[str, Rope]:
             f"{hf.owner}: rope_parameters has unknown keys {', '.join(unknown)}; in this family it "
             f"has one dictionary for each of {', '.join(LAYER_TYPES)}"
         )
-    older = scaling.get("type")
-    if older not in (None, "default") and not scaling.get("rope_type"):
+    older, factor = scaling.get("type"), scaling.get("factor")
+    inert = older in (None, "default") or (older == "linear" and factor == 1)  # as gemma-3-1b-it's
+    if not inert and not scaling.get("rope_type"):
         raise ValueError(
             f"{hf.owner}: rope_scaling has type={older!r}, which transformers does not read in "
             "this family; the key must be rope_type"

@@ -45,7 +45,7 @@ class Fp8Linear(Linear):
     """
 
     def __init__(self, linear: Linear):
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight, self.bias = linear.weight, nnx.data(linear.bias)
         self.dtype = linear.dtype
         self.implementation = linear.implementation
 

@@ -56,7 +56,7 @@ def fuse(model: nnx.Module) -> None:
 
 
 def _can_join(path: tuple[Any, ...], owner: Any, attributes: list[str]) -> bool:
-    linears = [getattr(owner, attribute) for attribute in attributes]
+    linears: list[Any] = [getattr(owner, attribute, None) for attribute in attributes]
     kinds = {type(linear) for linear in linears}
     if kinds not in ({Linear}, {PackedLinear}):
         return False

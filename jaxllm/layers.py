@@ -338,6 +338,8 @@ class Block(nnx.Module):
     and so one block.
     """
 
+    dtype: Any = None  # of a subclass that makes its own parts: as x comes
+
     def __init__(
         self,
         config: ModelConfig,
@@ -373,7 +375,9 @@ class Block(nnx.Module):
         """The layer's output in the compute dtype, and its cache entry with these tokens (None
         without a cache).
         """
-        x = x.astype(self.dtype)
+        if self.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
+            x = x.astype(self.dtype)
+        dtype = x.dtype  # modules of one's own may return another
         if (
             cache is not None
             and rotary is not None
@@ -384,17 +388,17 @@ class Block(nnx.Module):
             out, entry = self.self_attn(
                 self.input_layernorm(x), rotary, segment_ids=segment_ids, cache=cache
             )
-            out = out.astype(x.dtype)  # a module of one's own may have another
+            out = out.astype(dtype)
             if self.post_norms:
-                out = self.post_attention_layernorm(out).astype(x.dtype)
+                out = self.post_attention_layernorm(out).astype(dtype)
         with jax.named_scope("mlp"):
             if self.post_norms:
                 normed, x = self.pre_feedforward_layernorm(out, x)
-                out = self.post_feedforward_layernorm(self.mlp(normed).astype(x.dtype))
+                out = self.post_feedforward_layernorm(self.mlp(normed).astype(dtype))
             else:
                 normed, x = self.post_attention_layernorm(out, x)
                 out = self.mlp(normed)
-            x = x + out.astype(x.dtype)
+            x = x.astype(dtype) + out.astype(dtype)
         return x, entry
 
     def is_fused(self, tokens: int, turned: int) -> bool:
@@ -458,9 +462,12 @@ class Block(nnx.Module):
 
 def computes_as(module: Any, kind: type[nnx.Module]) -> bool:
     """Whether it is one of these modules, with no method of its own in place of the kind's."""
+    if not isinstance(module, kind):
+        return False
     names = {"__call__", *dir(kind)} - (set(dir(nnx.Module)) - {"__call__"})
+    own = {name for name in names & vars(module).keys() if callable(getattr(kind, name))}
     methods = ([inspect.getattr_static(x, name) for name in names] for x in (type(module), kind))
-    return isinstance(module, kind) and all(map(operator.is_, *methods))
+    return not own and all(map(operator.is_, *methods))
 
 
 def weight_of(linear: Any) -> Any:

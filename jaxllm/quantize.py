@@ -53,7 +53,7 @@ class _Holder(nnx.Module):
         self.codes, self.scale, self.zero, self.row_scale = (
             None if array is None else nnx.Param(array) for array in arrays
         )
-        self.bias = bias
+        self.bias = nnx.data(bias)
         self.scheme, self.group_size = packed.scheme, packed.group_size
         self.dtype, self.implementation = dtype, implementation
 

@@ -57,11 +57,18 @@ def check_number(
             f"{name}: {what} is traced; it must be a Python number, known when the call is traced"
         )
     least = 0.0 if positive else -math.inf
-    if not is_number(value) or not least < float(value) < math.inf:
+    if not is_number(value) or not least < _as_float(value) < math.inf:
         allowed = "positive and finite" if positive else "a finite number"
         raise ValueError(
             f"{name}: {what} must be {allowed}{' or None' * optional}, got {value!r:.60}"
         )
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except (OverflowError, TypeError):  # 10**400, or a shape alone
+        return math.nan
 
 
 def check_scale(name: str, scale: Any) -> None:

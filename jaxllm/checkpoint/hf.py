@@ -74,9 +74,9 @@ def load(
         (the widest that is stored, if it says nothing). Stored float64 and float8 are cast too.
     runtime: its param_dtype must be None or agree with dtype.
     sharding: where parameters go: None for the default device, one Sharding for all, or a function
-        from parameter path ("layers.0.mlp.up_proj.weight") and shape to one, or to None. All name
-        the same devices. A mesh has axes of type Auto. A process reads only the rows that its
-        devices need.
+        from parameter path ("layers.0.mlp.up_proj.weight") and shape to one, or to None; for packed
+        weights it is called from other threads, never from two at once. All name the same devices.
+        A mesh has axes of type Auto. A process reads only the rows that its devices need.
     progress: called with (bytes read, bytes to read), from the first tensor on; from other threads
         than the caller's, never from two at once.
 
@@ -371,11 +371,15 @@ _HOW = {"dtype", "implementation", "runtime", "generation", "config"}
 _JOINED = {name.rpartition(".")[2] for name in FUSED}
 
 
-def _check_module(path: str, module: Any, said: nnx.Module) -> None:
+def _check_module(path: str, module: Any, said: Any) -> None:
     """Raises: ValueError for the first module below this one, or attribute of one, that is not what
     the config says.
     """
     _check_kind(path, module, type(said))
+    if isinstance(module, PackedEmbedding) and module.scale_by != said.scale:
+        raise ValueError(
+            f"save: {path}.scale_by is {module.scale_by!r:.60}, but the config says {said.scale!r}"
+        )
     if not isinstance(module, type(said)):
         return  # it is packed
     for name, value in vars(said).items():
@@ -407,7 +411,7 @@ def _check_kind(path: str, module: Any, kind: type[nnx.Module]) -> None:
     if not any(computes_as(module, each) for each in (kind, *also.get(kind, ()))):
         raise ValueError(
             f"save: {path or 'the model'} is a {type(module).__name__}, which a config.json cannot "
-            f"say; it must be a {kind.__name__} with no method of its own"
+            f"say; it must be of the class {kind.__name__}, with its methods"
         )
 
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -506,6 +507,12 @@ def test_gemma_3_has_no_soft_cap_of_attention():
         from_hf({**GEMMA3, "attn_logit_softcapping": 50.0})
 
 
+def test_gemma3_may_have_an_older_key_that_scales_nothing():
+    """As gemma-3-1b-it's first config.json has it."""
+    rope = from_hf({**GEMMA3, "rope_scaling": {"type": "linear", "factor": 1.0}}).rope
+    assert (rope.rope_type, rope.factor) == ("linear", 1.0)
+
+
 def test_a_wrapped_gemma3_has_no_cap_of_logits():
     text = {**TEXT_4B, "final_logit_softcapping": None}
     assert from_hf({**WRAPPED, "text_config": text}) == from_hf(WRAPPED)
@@ -662,7 +669,7 @@ def test_a_wrapped_gemma3_has_no_cap_of_logits():
         ),
         (
             {**PHI, "rope_scaling": {**PHI_ROPE, "long_factor": [1.0, 0.0, 2.0]}},
-            "x/config.json: rope: long_factor must hold positive numbers only",
+            "x/config.json: rope: each number of long_factor must be positive and finite, got 0.0",
         ),
         (
             {**PHI, "rope_scaling": {**PHI_ROPE, "short_factor": [1.0, "2", 2.0]}},
@@ -759,6 +766,8 @@ def test_a_bad_file_is_named_with_what_is_wrong(hf, sentence):
             {"final_logit_softcapping": math.nan},
             "final_logit_softcapping must be positive and .* or No",
         ),
+        ({"sliding_window": "4"}, "config: sliding_window must be a whole number, got '4'"),
+        ({"sliding_window": True}, "config: sliding_window must be a whole number, got True"),
         ({"rms_norm_eps": math.inf}, "rms_norm_eps must be positive and finite, got inf"),
         ({"rms_norm_eps": True}, "rms_norm_eps must be positive and finite, got True"),
         (
@@ -793,7 +802,13 @@ def test_a_config_that_cannot_be_a_model(change, sentence):
         ({"truncate": "false"}, "rope: truncate must be True or False, got 'false'"),
         (
             {"short_factor": 2.0, "long_factor": ["1"]},
-            "long_factor must hold positive numbers only",
+            "each number of long_factor must be positive and finite, got '1'",
+        ),
+        ({"short_factor": np.array(-2.0)}, "of short_factor must be positive .*, got array"),
+        ({"rope_theta": 10**400}, "rope_theta must be positive and finite, got 1000"),
+        (
+            {"rope_theta": jax.ShapeDtypeStruct((), jnp.float32)},
+            "rope_theta must be positive and finite, got ShapeDtypeStruct",
         ),
         (
             {"original_max_position_embeddings": "16"},

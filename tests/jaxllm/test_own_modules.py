@@ -14,7 +14,7 @@ from flax import nnx
 from tiny_models import TINY, build
 
 import jaxllm
-from jaxllm import Runtime, layers, train
+from jaxllm import Runtime, fp8, layers, train
 
 BITNET = dataclasses.replace(
     TINY, model_type="bitnet", hidden_act="relu2", bit_linear=True, sub_norms=True
@@ -24,6 +24,13 @@ TOKENS = jnp.asarray([[3, 1, 4, 1, 5, 9]], jnp.int32)
 
 def made(**runtime: Any) -> jaxllm.Transformer:
     return jaxllm.Transformer(TINY, Runtime(dtype="float32", **runtime), rngs=nnx.Rngs(0))
+
+
+def made_tied() -> jaxllm.Transformer:
+    config = dataclasses.replace(TINY, tie_word_embeddings=True)
+    model = jaxllm.Transformer(config, Runtime(dtype="float32"), rngs=nnx.Rngs(0))
+    jaxllm.quantize(model, "int8", head="int8")
+    return model
 
 
 class Around(nnx.Module):
@@ -155,10 +162,26 @@ def test_a_block_computes_in_its_dtype(post_norms):
     out = model.layers[0](x)[0]
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out, model.layers[0](x.astype(jnp.bfloat16))[0])
-    before = model(TOKENS)
-    for name in ("self_attn", "mlp"):
-        setattr(model.layers[0], name, Wide(getattr(model.layers[0], name)))
-    np.testing.assert_array_equal(model(TOKENS), before)
+    with pytest.raises(ValueError, match="rms_norm: x is int32; it must be floating point"):
+        model.layers[0](jnp.ones((1, 5, TINY.hidden_size), jnp.int32))
+    before, block = model(TOKENS), model.layers[-1]
+    parts = ["self_attn", "mlp", "post_attention_layernorm"]
+    for name in parts + post_norms * ["pre_feedforward_layernorm", "post_feedforward_layernorm"]:
+        setattr(block, name, Wide(getattr(block, name)))
+        assert block(x)[0].dtype == jnp.bfloat16, name
+        np.testing.assert_array_equal(model(TOKENS), before)
+
+
+def test_a_block_that_makes_its_own_parts_computes_in_what_comes():
+    class Own(jaxllm.Block):
+        def __init__(self, block: jaxllm.Block):
+            for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
+                setattr(self, name, getattr(block, name))
+            self.post_norms = False
+
+    model: Any = build(TINY, Runtime())
+    x = jnp.ones((1, 5, TINY.hidden_size))
+    np.testing.assert_array_equal(Own(model.layers[0])(x)[0], model.layers[0](x)[0])
 
 
 class Sum(nnx.Module):
@@ -205,6 +228,14 @@ def test_what_a_layer_may_have_can_be_put_there_later():
     for again in (pickle.loads(pickle.dumps(model)), jaxllm.flatten(model).model()):
         np.testing.assert_array_equal(again(TOKENS), after)
     assert jaxllm.generate(model, None, [[1, 2]], max_new_tokens=2).tokens
+    for pack in (fp8.use_fp8, lambda model: jaxllm.quantize(model, "int8")):
+        other = build(TINY, Runtime(dtype="float32"))
+        pack(other)
+        linear: Any = other.layers[1].mlp.up_proj
+        assert not isinstance(linear, layers.Linear) or isinstance(linear, fp8.Fp8Linear)
+        before = other(TOKENS)
+        linear.bias = nnx.Param(jnp.ones(TINY.intermediate_size))
+        assert np.abs(other(TOKENS) - before).max() > 0.1
 
 
 def test_fuse_leaves_modules_of_ones_own_alone():
@@ -238,6 +269,16 @@ def test_stacked_blocks_are_not_fused():
     with pytest.raises(ValueError, match=found):
         jaxllm.fuse(blocks)
     assert blocks.self_attn.qkv_proj is None
+
+    class Both(nnx.Module):
+        def __init__(self):
+            self.first: Any = jaxllm.Block(TINY, rngs=nnx.Rngs(0))
+            self.second = blocks
+
+    both = Both()
+    with pytest.raises(ValueError, match=r"^fuse: second\.mlp\.gate_proj\.weight is"):
+        jaxllm.fuse(both)
+    assert both.first.mlp.gate_up_proj is None  # nothing is changed
 
 
 def test_a_subclass_of_a_block_is_not_passed_over():
@@ -367,6 +408,10 @@ def window(model: Any) -> None:
     model.layers[0].self_attn.window = 2
 
 
+def own_method(model: Any) -> None:
+    model.layers[1].mlp._gated = lambda x: x
+
+
 def rope(model: Any) -> None:
     model.config = dataclasses.replace(TINY, rope=jaxllm.Rope(5e5))
 
@@ -375,12 +420,17 @@ def rope(model: Any) -> None:
     ("change", "sentence"),
     [
         (own_attention, "layers.1.self_attn is a NoPE, which a config.json cannot say; it must be"),
-        (own_linear, "lm_head is a Doubled, which a config.json cannot say; it must be a Linear"),
+        (
+            own_linear,
+            "lm_head is a Doubled, which a config.json cannot say; it must be of the class "
+            "Linear, with its methods",
+        ),
         (own_linear_fused, "layers.0.mlp.gate_up_proj is a Doubled, which"),
         (own_model, "the model is a Half, which"),
         (own_norm, "layers.0.self_attn.attn_sub_norm is a Dropout, but the config says None"),
         (activation, "layers.0.mlp.activation is 'gelu', but the config says 'silu'"),
         (window, "layers.0.self_attn.window is 2, but the config says None"),
+        (own_method, "layers.1.mlp is a MLP, which a config.json cannot say; it must be of the"),
         (rope, "layers.0.self_attn.rope is Rope(rope_theta=10000.0, "),
     ],
 )
@@ -392,6 +442,13 @@ def test_a_model_that_computes_what_its_config_does_not_say_is_not_saved(
     with pytest.raises(ValueError, match=rf"^save: {re.escape(sentence)}"):
         jaxllm.save(model, None, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_another_scale_of_a_packed_table_is_not_saved(tmp_path):
+    model: Any = made_tied()
+    model.embed_tokens.scale_by = 2.0
+    with pytest.raises(ValueError, match="^save: embed_tokens.scale_by is 2.0, but the config say"):
+        jaxllm.save(model, None, tmp_path / "new")
 
 
 def test_a_subclass_that_computes_the_same_is_saved(tmp_path):
