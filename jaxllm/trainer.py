@@ -329,15 +329,6 @@ class Trainer:
                 pending.append((row, numbers))
                 read(LAG)
                 profile.after(i)
-                if idle >= IDLE_ENDS:
-                    read(0)  # what is under way may change something
-                if idle >= IDLE_ENDS and i < self.steps:
-                    save(place, None)
-                    raise ValueError(
-                        f"trainer: the last {idle} steps changed nothing, for no loss and gradient "
-                        "was finite; look at the data, or take a wider precision or a lower "
-                        f"learning rate ({StoppedError(checkpoints.latest_step)})"
-                    )
                 evaluates = i % self.eval_every == 0 or i == self.steps
                 saves = i % self.save_every == 0 or i == self.steps
                 failed: BaseException | None = None
@@ -366,6 +357,16 @@ class Trainer:
                 if saves and stop.is_set() and i < self.steps:
                     checkpoints.wait()
                     raise StoppedError(checkpoints.latest_step)
+                if idle >= IDLE_ENDS:
+                    read(0)  # what is under way may change something
+                if idle >= IDLE_ENDS and i < self.steps:
+                    if not saves:
+                        save(place, None)
+                    raise ValueError(
+                        f"trainer: the last {idle} steps changed nothing, for no loss and gradient "
+                        "was finite; look at the data, or take a wider precision or a lower "
+                        f"learning rate ({StoppedError(checkpoints.latest_step)})"
+                    )
 
     def _next_batch(self, i: int) -> tuple[Batch, _Work, dict[str, Any]]:
         """A batch on its way to the device, which still works on the last one; what there is to do

@@ -497,7 +497,7 @@ def test_a_run_in_which_nothing_changes_any_more_says_so_and_ends(tmp_path, said
     monkeypatch.setattr("jaxllm.trainer.IDLE_ENDS", 8)
     options = {"loss": flagged_loss, "held_out": (), "steps": 30, "said": said}
     with pytest.raises(
-        ValueError, match=r"the last 9 steps changed nothing, .*\(saved at step 13\)"
+        ValueError, match=r"the last 8 steps changed nothing, .*\(saved at step 12\)"
     ):
         trainer(tmp_path, batches=Flagged(lambda step: step > 4), **options).fit()
     told = [line.partition(", for")[0] for line in said.text.splitlines()]
@@ -507,13 +507,17 @@ def test_a_run_in_which_nothing_changes_any_more_says_so_and_ends(tmp_path, said
         "step 12: the last 8 steps changed nothing",
     ]
     with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.latest_step == 13
-    assert [row["step"] for row in rows_of(tmp_path)] == list(range(14))
+        assert checkpoints.latest_step == 12
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(13))
     trainer(tmp_path, batches=Flagged(lambda step: False), **options).fit(resume=True)
-    assert "9 of 30 steps changed nothing" in said.text
-    # What is under way when the eighth is read changes something
-    trainer(tmp_path / "some", batches=Flagged(lambda step: 4 < step <= 12), **options).fit()
     assert "8 of 30 steps changed nothing" in said.text
+    # What is under way when the eighth is read changes something; so does an evaluation's step
+    for every, steps in ((5, 30), (13, 30), (12, 12)):
+        some = {**options, "eval_every": every, "steps": steps}
+        folder = tmp_path / f"some-{every}"
+        trainer(folder, batches=Flagged(lambda step: 4 < step <= 12), **some).fit()
+        assert [row["step"] for row in rows_of(folder)] == list(range(steps + 1))
+    assert "8 of 12 steps changed nothing" in said.text
 
 
 def test_a_scale_that_still_falls_is_waited_for(tmp_path, said, monkeypatch):
