@@ -109,9 +109,11 @@ def test_a_worker_that_never_begins(tmp_path):
 
 # The command, with a worker that has started a process of its own, says so and sleeps
 ENDED = """
-import json, os, pathlib, sys, tempfile, time
+import json, os, pathlib, signal, sys, tempfile, time
 from benchmarks import __main__ as main
 from benchmarks import plan
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)  # the tests themselves may run under nohup
 main.end_in_order()
 with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
     asked = plan.Plan(f"{folder}/log", [], [], time.time() + 600)
@@ -136,12 +138,15 @@ def is_there(pid):
 def test_who_ends_the_command_ends_its_worker(tmp_path, number):
     command = [sys.executable, "-c", ENDED, str(tmp_path)]
     with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        pids = process.stdout.readline().split()
-        assert len(list(tmp_path.iterdir())) == 1
-        assert all(map(is_there, pids))
-        process.send_signal(number)
-        assert process.wait(60) == 128 + number
+        try:
+            assert process.stdout is not None
+            pids = process.stdout.readline().split()
+            assert len(list(tmp_path.iterdir())) == 1
+            assert all(map(is_there, pids))
+            process.send_signal(number)
+            assert process.wait(60) == 128 + number
+        finally:
+            process.kill()
     end = time.time() + 30
     while any(map(is_there, pids)) and time.time() < end:
         time.sleep(0.1)
