@@ -125,6 +125,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--folder", type=Path, help="where there is room for files (default: the system's)")
     add("--out", type=Path, metavar="FILE.json", help="where to write the seconds")
     args = parser.parse_args(arguments)
+    if args.model not in MODELS and not Path(args.model).is_dir():
+        parser.error(f"{args.model} is no folder, and none of {', '.join(MODELS)}")
     if args.folder is not None and not args.folder.is_dir():
         parser.error(f"--folder {args.folder} is no folder")
     if args.out is not None:

@@ -29,5 +29,12 @@ def test_two_processes_say_what_each_step_took(tmp_path, capsys, scheme):
 
 def test_a_process_that_fails_ends_it(tmp_path, capfd):
     with pytest.raises(SystemExit, match="the process with --start ended with 1"):
-        start.main(start.parse([str(tmp_path / "none"), f"--folder={tmp_path}"]))
-    assert "none" in capfd.readouterr().err
+        start.main(start.parse([str(tmp_path), f"--folder={tmp_path}"]))
+    assert "there is no config.json" in capfd.readouterr().err
+
+
+def test_what_is_not_there_is_said_before_anything_starts(tmp_path, capsys):
+    for arguments in (["none"], [f"--folder={tmp_path}/none"], [f"--out={tmp_path}/none/x.json"]):
+        with pytest.raises(SystemExit, match="^2$"):
+            start.parse(arguments)
+        assert "none" in capsys.readouterr().err
