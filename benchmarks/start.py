@@ -17,6 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+from flax import nnx
+
+import jaxllm
 from benchmarks import models
 from pallas_kernels.packed import SCHEMES
 
@@ -29,10 +33,6 @@ PROMPT, TOKENS = 60, 65
 
 
 def _save(name: str, folder: str) -> None:
-    from flax import nnx
-
-    import jaxllm
-
     runtime = jaxllm.Runtime(dtype="bfloat16", param_dtype="bfloat16")
     model = jaxllm.Transformer(MODELS[name], runtime, rngs=nnx.Rngs(0))
     jaxllm.save(model, None, folder)
@@ -40,10 +40,6 @@ def _save(name: str, folder: str) -> None:
 
 def _laps(folder: str, programs: str, scheme: str | None) -> Iterator[tuple[str, Any]]:
     """Each step's name when it is done; at last the device, and the bytes of the weights."""
-    import jax
-
-    import jaxllm
-
     yield "import", None
     jaxllm.enable_compile_cache(programs)
     device = jax.devices()[0]
@@ -115,12 +111,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start", description=__doc__)
     add = parser.add_argument
     names = f"{', '.join(MODELS)} (default), or a checkpoint's folder"
-    add(
-        "model",
-        nargs="?",
-        default=[*MODELS][-1],
-        help=names,
-    )
+    add("model", nargs="?", default="Llama-3.1-8B", help=names)
     add("--quantize", choices=SCHEMES, metavar="SCHEME", help=", ".join(SCHEMES))
     add("--folder", type=Path, help="where there is room for files (default: the system's)")
     add("--out", type=Path, metavar="FILE.json", help="where to write the seconds")

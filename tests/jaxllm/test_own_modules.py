@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -323,6 +324,14 @@ def around(model: jaxllm.Transformer) -> None:
     replaced(model, "mlp")
 
 
+def assert_not_saved(change: Any, match: str, folder: Path) -> None:
+    model = made()
+    change(model)
+    with pytest.raises(ValueError, match=match):
+        jaxllm.save(model, None, folder)
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -334,11 +343,7 @@ def around(model: jaxllm.Transformer) -> None:
     ],
 )
 def test_a_model_that_is_not_what_its_config_says_is_not_saved(change, sentence, tmp_path):
-    model = made()
-    change(model)
-    with pytest.raises(ValueError, match=rf"^save: .*{re.escape(sentence)}"):
-        jaxllm.save(model, None, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
+    assert_not_saved(change, rf"^save: .*{re.escape(sentence)}", tmp_path / "new")
 
 
 def test_a_number_of_a_module_of_ones_own_is_not_saved(tmp_path):
@@ -437,11 +442,7 @@ def rope(model: Any) -> None:
 def test_a_model_that_computes_what_its_config_does_not_say_is_not_saved(
     change, sentence, tmp_path
 ):
-    model = made()
-    change(model)
-    with pytest.raises(ValueError, match=rf"^save: {re.escape(sentence)}"):
-        jaxllm.save(model, None, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
+    assert_not_saved(change, rf"^save: {re.escape(sentence)}", tmp_path / "new")
 
 
 def test_another_scale_of_a_packed_table_is_not_saved(tmp_path):
