@@ -13,6 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 from tiny_checkpoints import read_golden, write_checkpoint
 
@@ -102,6 +103,31 @@ def test_what_goes_to_another_device_is_read_into_the_same_memory(
         assert numbers == [len(tensors)] * 2
     else:
         assert min(numbers) > len(tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_goes_to_a_gpu_arrives_as_it_was_stored(tmp_path, memory_kind, dtype):
+    """Twelve tensors for eight readers, three of them of several pieces (537, 201 and 134 MB)."""
+    shapes = [(65537, 4096), (100003, 1001), (2**14 + 1, 4096), *[(1009, 896), (896,)] * 4, (1, 1)]
+    generator = np.random.default_rng(0)
+    stored = {
+        f"x{i}": generator.integers(0, 2**15 - 2**8, shape, np.uint16).view(ml_dtypes.bfloat16)
+        for i, shape in enumerate(shapes)
+    }
+    safetensors.numpy.save_file(stored, tmp_path / WEIGHTS)
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory_kind)
+    to = np.dtype(dtype)
+    placements = [
+        placement.Placement(name, tensor.shape, to, tensor, 0, where)
+        for name, tensor in list_tensors(tmp_path).items()
+    ]
+    loaded = dict(placement.load_all(placements, lambda size: None))
+    assert {x.path for x in loaded} == set(stored)
+    for x, array in loaded.items():
+        assert array.sharding == where
+        np.testing.assert_array_equal(np.asarray(array), stored[x.path].astype(to), err_msg=x.path)
 
 
 def test_loaded_parameters_can_be_donated(folder):
