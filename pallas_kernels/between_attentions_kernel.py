@@ -19,7 +19,7 @@ from pallas_kernels import _compat
 from pallas_kernels.between_attentions_config import BRINGING, NAMES, Plan
 from pallas_kernels.between_attentions_lanes import Chain
 from pallas_kernels.device import THREADS, WARPS
-from pallas_kernels.lane_code import address_of
+from pallas_kernels.lane_code import by_thread
 from pallas_kernels.packed import Packed
 
 PARTS = ("codes", "scale", "zero", "row_scale")
@@ -56,18 +56,14 @@ def products(
         if held is not None:
             own[NAMES.index("qkv")] |= dict(zip(("cos", "sin"), angle_refs, strict=True))
             own[NAMES.index("qkv")] |= dict(zip(("k", "v", "slots"), held, strict=True))
-        refs = (own, meeting_ref)
-        types = jax.tree.map(lambda _: plgpu.RefType(), refs)
 
-        @plgpu.inline_mgpu(arg_types=(*types, plgpu.Layout.WG_SPLAT))
-        def run(_: Any, *given: Any) -> Any:
-            *refs, block = given
-            pointers, meeting = jax.tree.map(address_of, refs)
+        def run(at: Any, block: Any) -> None:
+            pointers, meeting = at
             chip = {name: pointers[0][name] for name in ("ring", "barriers")}
             asked = [functools.partial(dict, own) for own in pointers]
-            Chain(plan, dtypes, asked, meeting, block.registers.item(), **chip).run()
+            Chain(plan, dtypes, asked, meeting, block, **chip).run()
 
-        run(*refs, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
+        by_thread(run, (own, meeting_ref), lax.axis_index("block"))
 
     scratch = {
         name: plgpu.SMEM((size_bytes,), jnp.uint8)

@@ -19,7 +19,7 @@ from pallas_kernels.between_attentions_config import BRINGING, MEETING_WORDS
 from pallas_kernels.decode_layers_config import Plan
 from pallas_kernels.decode_layers_lanes import Layers
 from pallas_kernels.device import THREADS, WARPS
-from pallas_kernels.lane_code import address_of, further, word
+from pallas_kernels.lane_code import by_thread, further, word
 
 
 def layers(
@@ -50,19 +50,15 @@ def layers(
     def body(x_ref, own, angles_ref, words_ref, *results, **scratch):
         shared = dict(zip(("y", *plan.handed_on, "parts", "stats"), results, strict=True))
         shared |= {"x": x_ref, "angles": angles_ref, "words": words_ref}
-        refs = (shared, scratch, own)
-        types = jax.tree.map(lambda _: plgpu.RefType(), refs)
 
-        @plgpu.inline_mgpu(arg_types=(*types, plgpu.Layout.WG_SPLAT))
-        def run(_: Any, *given: Any) -> Any:
-            *refs, block = given
-            at, chip, own = jax.tree.map(address_of, refs)
+        def run(addresses: Any, block: Any) -> None:
+            at, chip, own = addresses
             at |= {"cos": at["angles"], "sin": further(at["angles"], word(half_bytes))}
             starts = {"slots": 0, "lengths": 1, "meeting": 2, "counts": 2 + MEETING_WORDS}
             at |= {name: further(at["words"], word(4 * i)) for name, i in starts.items()}
-            Layers(plan, dtypes, at, chip, block.registers.item()).run(own)
+            Layers(plan, dtypes, at, chip, block).run(own)
 
-        run(*refs, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
+        by_thread(run, (shared, scratch, own), lax.axis_index("block"))
 
     scratch = {
         name: plgpu.SMEM((size_bytes,), jnp.uint8)

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, THREADS
 from pallas_kernels.lane_arithmetic import all_floats, bits, number, words_of_floats
 from pallas_kernels.lane_code import (
-    address_of,
+    by_thread,
     further,
     less,
     load,
@@ -68,16 +67,13 @@ def rows_by_id(
             row = every["table"][jnp.clip(every["ids"][block], 0, v - 1)].astype(out)
             every["out"][block] = row if factor is None else row * factor
             return
-        types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
 
-        @plgpu.inline_mgpu(arg_types=types)
-        def copy(_: Any, every: Any, block: Any) -> Any:
-            at = jax.tree.map(address_of, every)
+        def copy(at: Any, block: Any) -> None:
             scale = None if factor is None else float(factor)
             dtypes = table.dtype.name, out.name
-            Block(at, block.registers.item(), dtypes, (v, d), count, scale, pieces).run()
+            Block(at, block, dtypes, (v, d), count, scale, pieces).run()
 
-        copy(every, block)  # pyright: ignore[reportCallIssue]
+        by_thread(copy, every, block)
 
     [rows] = _compat.kernel(
         body,

@@ -20,15 +20,14 @@ from jax import lax
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.device import THREADS
 from pallas_kernels.embedding_lanes import load_piece, numbers_of_piece, store_piece, words_in
 from pallas_kernels.lane_arithmetic import all_floats, bits, number
 from pallas_kernels.lane_code import (
-    address_of,
     asm,
+    by_thread,
     equal,
     further,
     less,
@@ -114,13 +113,7 @@ def sums_by_order(
         if interpret:
             _plainly(sums, block, every)
             return
-        types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
-
-        @plgpu.inline_mgpu(arg_types=types)
-        def add_up(_: Any, every: Any, block: Any) -> Any:
-            Block(sums, jax.tree.map(address_of, every), block.registers.item()).run()
-
-        add_up(every, block)  # pyright: ignore[reportCallIssue]
+        by_thread(lambda at, block: Block(sums, at, block).run(), every, block)
 
     results = [jax.ShapeDtypeStruct((sums.runs, 2, sums.width), jnp.float32)]
     if not sums.by_id:

@@ -26,8 +26,8 @@ from pallas_kernels.embedding_sums_lanes import RUN, Order, Sums
 from pallas_kernels.lane_arithmetic import over_block
 from pallas_kernels.lane_code import (
     accesses_of_thread,
-    address_of,
     asm,
+    by_thread,
     equal,
     further,
     less,
@@ -123,13 +123,8 @@ def zeros_and_order(
                 ref[...] = jnp.zeros(ref.shape, ref.dtype)
             return
         every = {"given": ids_ref, **dict(zip(shapes, refs, strict=True)), **scratch}
-        types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
-
-        @plgpu.inline_mgpu(arg_types=types)
-        def write(_: Any, every: Any, block: Any) -> Any:
-            Block(zeros, jax.tree.map(address_of, every), block.registers.item()).run()
-
-        write(every, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
+        block = lax.axis_index("block")
+        by_thread(lambda at, block: Block(zeros, at, block).run(), every, block)
 
     scratch = {name: plgpu.SMEM((size,), jnp.uint8) for name, size in shared_bytes(zeros).items()}
     return _compat.kernel(

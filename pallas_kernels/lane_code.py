@@ -9,11 +9,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import ACCESS_BYTES
 
@@ -75,6 +77,19 @@ def array_of(registers: Sequence[Any], shape: tuple[int, ...], layout: Any) -> A
         _layout=layout.to_mgpu(),
         _is_signed=None,
     )
+
+
+def by_thread(run: Callable[..., None], refs: Any, *numbers: Any) -> None:
+    """In a kernel: run(addresses of a tree of references, *numbers as words) tells what each thread
+    does.
+    """
+    types = jax.tree.map(lambda _: plgpu.RefType(), refs), *[plgpu.Layout.WG_SPLAT] * len(numbers)
+
+    @plgpu.inline_mgpu(arg_types=types)
+    def inline(_: Any, refs: Any, *numbers: Any) -> Any:
+        run(jax.tree.map(address_of, refs), *(number.registers.item() for number in numbers))
+
+    inline(refs, *numbers)  # pyright: ignore[reportCallIssue]
 
 
 def address_of(ref: Any) -> Any:

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.cluster import meet_blocks
 from pallas_kernels.device import ACCESS_BYTES, LANES, SHARED_BYTES, WARPS
 from pallas_kernels.matmul_kernel import Config, Static
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
@@ -343,8 +344,7 @@ def split_products(
             for i, total in enumerate(totals):
                 to = shown.at[piece, i, :, pl.ds(0, size)]
                 _compat.store(to, total[:, start : start + size], interpret=interpret)
-        plgpu.barrier_arrive(meeting)
-        plgpu.barrier_wait(meeting)
+        meet_blocks(meeting)
         for piece, (_start, size) in enumerate(pieces):
 
             @finished_here(piece)
@@ -362,8 +362,7 @@ def split_products(
                     ],
                 )
 
-        plgpu.barrier_arrive(meeting)  # no block may go while others read what it has
-        plgpu.barrier_wait(meeting)
+        meet_blocks(meeting)  # no block may go while others read what it has
 
     transforms = wgmma_transforms(LINE, a.dtype)
     scratch = {

@@ -43,7 +43,7 @@ from pallas_kernels.lane_arithmetic import (
 )
 from pallas_kernels.lane_code import (
     accesses_of_thread,
-    address_of,
+    by_thread,
     further,
     less,
     load,
@@ -157,14 +157,11 @@ def normed_rows(
             here("out")[...] = plain(row, *(every[n][...] for n in dtypes if n != "x"))
             return
         every |= scratch
-        types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
 
-        @plgpu.inline_mgpu(arg_types=types)
-        def norm(_: Any, every: Any, block: Any) -> Any:
-            at = jax.tree.map(address_of, every)
-            Block(at, block.registers.item(), dtypes, kind, x.shape, warps).run()
+        def norm(at: Any, block: Any) -> None:
+            Block(at, block, dtypes, kind, x.shape, warps).run()
 
-        norm(every, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
+        by_thread(norm, every, lax.axis_index("block"))
 
     how: dict[str, Any] = {"grid": (count if interpret or warps > 1 else pl.cdiv(count, WARPS),)}
     if not interpret:

@@ -40,9 +40,9 @@ from pallas_kernels.lane_arithmetic import (
 )
 from pallas_kernels.lane_code import (
     accesses_of_thread,
-    address_of,
     all_or_nothing,
     asm,
+    by_thread,
     copy_ahead,
     further,
     less,
@@ -133,16 +133,11 @@ def gradients_of_rows(
             _plainly(given, out_ref, shares_ref, plain, blocks)
             return
         every = {**given, "out": out_ref, "shares": shares_ref, **scratch}
-        types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
 
-        @plgpu.inline_mgpu(arg_types=types)
-        def gradients(_: Any, every: Any, block: Any) -> Any:
-            at = jax.tree.map(address_of, every)
-            Block(
-                at, block.registers.item(), tuple(arrays), dtypes, kind, x.shape, plan, blocks, sums
-            ).run()
+        def gradients(at: Any, block: Any) -> None:
+            Block(at, block, tuple(arrays), dtypes, kind, x.shape, plan, blocks, sums).run()
 
-        gradients(every, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
+        by_thread(gradients, every, lax.axis_index("block"))
 
     how: dict[str, Any] = {}
     if not interpret:

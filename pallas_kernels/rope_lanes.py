@@ -19,14 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, REGISTERS, THREADS
 from pallas_kernels.lane_arithmetic import DTYPES, EACH, all_floats, fused, words_of_floats
 from pallas_kernels.lane_code import (
-    address_of,
     asm,
+    by_thread,
     further,
     less,
     load,
@@ -137,14 +136,11 @@ def turned(
             *both, c, s = (token[name][...] for name in names[:4])
             token["q_out"][...], token["k_out"][...] = plain(*both, c, -s if back else s)
             return
-        types = jax.tree.map(lambda _: plgpu.RefType(), every), plgpu.Layout.WG_SPLAT
 
-        @plgpu.inline_mgpu(arg_types=types)
-        def turn(_: Any, every: Any, block: Any) -> Any:
-            at = jax.tree.map(address_of, every)
-            Block(at, block.registers.item(), dtypes, heads, len(q), tokens, lanes, back).run()
+        def turn(at: Any, block: Any) -> None:
+            Block(at, block, dtypes, heads, len(q), tokens, lanes, back).run()
 
-        turn(every, lax.axis_index("block"))  # pyright: ignore[reportCallIssue]
+        by_thread(turn, every, lax.axis_index("block"))
 
     how: dict[str, Any] = {"grid": (len(q) if interpret else -(-len(q) // tokens),)}
     if not interpret and (warpgroups := tokens * lanes // THREADS) > 1:

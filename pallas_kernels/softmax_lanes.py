@@ -37,8 +37,8 @@ from pallas_kernels.lane_arithmetic import (
     over_warp,
 )
 from pallas_kernels.lane_code import (
-    address_of,
     asm,
+    by_thread,
     further,
     less,
     load,
@@ -108,15 +108,11 @@ def softmax_of_rows(
             out_ref.at[row][...] = plain(x_ref.at[row][...])
             return
         every = {"x": x_ref, "out": out_ref, **scratch}
-        types = jax.tree.map(lambda _: plgpu.RefType(), every), *[plgpu.Layout.WG_SPLAT] * 2
 
-        @plgpu.inline_mgpu(arg_types=types)
-        def softmax(_: Any, every: Any, row: Any, rank: Any) -> Any:
-            at = jax.tree.map(address_of, every)
-            row, rank = (x.registers.item() for x in (row, rank))
+        def softmax(at: Any, row: Any, rank: Any) -> None:
             Block(at, row, rank, dtype, factor, width, cluster, warpgroups * WARPS).run()
 
-        softmax(every, row, lax.axis_index("rank"))  # pyright: ignore[reportCallIssue]
+        by_thread(softmax, every, row, lax.axis_index("rank"))
 
     how: dict[str, Any] = {}
     if not interpret:

@@ -29,8 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, LANES, SHARED_BYTES, WARPS
 from pallas_kernels.lane_code import (
-    address_of,
     asm,
+    by_thread,
     further,
     less,
     load,
@@ -171,13 +171,8 @@ def warp_products(
             out[...] = plain(x_ref[...], weight, **keywords)
             return
         every = {"x": x_ref, "out": out, **parts, **whole, **scratch}
-
-        @plgpu.inline_mgpu(arg_types=(jax.tree.map(lambda _: plgpu.RefType(), every),))
-        def multiply(_: Any, every: Any) -> Any:
-            dtypes = {"x": x.dtype.name, "bias": "" if bias is None else bias.dtype.name}
-            _Block(static, (m, n, k), dtypes, jax.tree.map(address_of, every)).run()
-
-        multiply(every)  # pyright: ignore[reportCallIssue]
+        dtypes = {"x": x.dtype.name, "bias": "" if bias is None else bias.dtype.name}
+        by_thread(lambda at: _Block(static, (m, n, k), dtypes, at).run(), every)
 
     threads: Any = {}
     if c.warps > WARPS and not interpret:

@@ -68,8 +68,8 @@ MAY_IMPORT = {
         "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.matmul_few_rows": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.matmul_kernel "
-        "pallas_kernels.wgmma_tiles"
+        "pallas_kernels._compat pallas_kernels.cluster pallas_kernels.device "
+        "pallas_kernels.matmul_kernel pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.matmul_config": (
         "pallas_kernels.device pallas_kernels.matmul_few_rows pallas_kernels.matmul_finish "
