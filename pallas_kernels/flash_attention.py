@@ -33,6 +33,7 @@ from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 DTYPES = (jnp.bfloat16, jnp.float16, FP8)
 WIDEST = 256
+MANY_QUERIES = 2**17  # of all heads: more tiles than multiprocessors, by some ten times
 
 
 def flash_attention(
@@ -166,7 +167,7 @@ def why_not(
 
 
 def default_config(
-    q, k, v, *, device: Device, q_segment_ids=None, softcap=None, **keywords
+    q, k, v, *, device: Device, q_segment_ids=None, softcap=None, window=None, **keywords
 ) -> Config:
     """As many keys at a time as the registers hold; three consumers where the sums are few, one
     where each can have a multiprocessor of its own.
@@ -185,8 +186,10 @@ def default_config(
             # 4 x 4096 tokens with a soft cap: 1131 us without turns, 1164 with them
             return Config(kv_block, consumers=3 if t > 128 else 2, turns=not capped)
         # 16 documents in 16384 tokens: 490 us without turns, 507 with them; 8192 tokens with a soft
-        # cap 1228 and 1262
-        return Config(kv_block, turns=not (segmented or capped))
+        # cap 1228 and 1262. 32 heads, 16 x 1024 and 1 x 16384 tokens 243 and 3423, 246 and 3524;
+        # but 1 x 512 and 2048 12.1 and 60.3, 11.3 and 59.6, windows of 1024 in 16384 458 and 452
+        many = b * t * n > MANY_QUERIES and window is None
+        return Config(kv_block, turns=not (segmented or capped or many))
     if width <= 192:
         # 8192 tokens with a soft cap: 759 us, and with 64 keys 822; with documents 96 would spill
         return Config(64 if segmented else 96, q_stages=1)

@@ -285,6 +285,21 @@ def test_candidates_fit():
         assert bucket(*call.arguments).endswith("-causal")
 
 
+def test_consumers_take_turns_where_it_was_faster():
+    def turns(b, t, width, n=32, **keywords):
+        q = jax.ShapeDtypeStruct((b, t, n, width), BF16)
+        return default_config(q, q, q, device=H200, **keywords).turns
+
+    assert turns(1, 2048, 128)
+    assert turns(1, 1024, 96)
+    assert turns(16, 1024, 64)
+    assert turns(1, 16384, 128, window=1024)
+    assert not turns(16, 1024, 128)
+    assert not turns(4, 4096, 96)
+    assert not turns(1, 2048, 128, softcap=50.0)
+    assert not turns(1, 2048, 256)
+
+
 @pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize(
