@@ -31,6 +31,7 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_kernels import attention_reference as reference
+from pallas_kernels.options import check_arrays
 
 FP8 = jnp.float8_e4m3fn
 LIFT = 8  # weights are rounded as 2^8 times as large: 256 of 448, far from what float8 rounds to 0
@@ -124,6 +125,7 @@ def check_scales(name: str, q: Any, k: Any, v: Any, *, q_scale, k_scale, v_scale
         if scale is None:
             continue
         scale = np.float32(scale) if isinstance(scale, (int, float)) else scale
+        check_arrays(name, **{f"{what}_scale": scale})
         heads = x.shape[2]
         if scale.shape not in ((), (heads,)) or scale.dtype != jnp.float32:
             raise ValueError(

@@ -42,6 +42,7 @@ from pallas_kernels import cross_entropy_kernel as kernels
 from pallas_kernels import device as device_lib
 from pallas_kernels.cross_entropy_kernel import LOG2E, TILE_K, TILE_M, TILE_N
 from pallas_kernels.device import Device
+from pallas_kernels.matmul_finish import precision
 from pallas_kernels.options import check_arrays, check_number, check_options
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantize import dequantize
@@ -121,7 +122,12 @@ def linear_cross_entropy_reference(
     hidden, head, targets, *, ignore_index=-100, softcap=None, z_loss=0.0, reduction="mean"
 ):
     """The mathematics in plain JAX."""
-    logits = jnp.dot(hidden, head.astype(hidden.dtype).T, preferred_element_type=jnp.float32)
+    logits = jnp.dot(
+        hidden,
+        head.astype(hidden.dtype).T,
+        precision=precision(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     targets = as_int32(targets)
@@ -439,3 +445,4 @@ def _backward(static: _Static, saved, d_total):
 
 _loss = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _loss.defvjp(_forward, _backward, symbolic_zeros=True)
+_loss = jax.jit(_loss, static_argnums=0)  # calls alike share one compiled kernel

@@ -360,7 +360,7 @@ def _forward(
     rest = {"page_table": page_table, "k_scale": k_scale, "v_scale": v_scale}
     k, v = k_cache, v_cache
     if new_k is not None:
-        if _writes(static, width):
+        if _writes(width):
             k, v = jax.new_ref(k_cache), jax.new_ref(v_cache)
             rest |= {"new_k": new_k[:, 0], "new_v": new_v[:, 0]}
         else:
@@ -371,10 +371,10 @@ def _forward(
     out = out.reshape(q.shape)
     if new_k is None:
         return out
-    return (out, jax.freeze(k), jax.freeze(v)) if _writes(static, width) else (out, k, v)
+    return (out, jax.freeze(k), jax.freeze(v)) if _writes(width) else (out, k, v)
 
 
-def _writes(static: Static, width: int) -> bool:
+def _writes(width: int) -> bool:
     """Whether the kernel itself writes the new token: it stores 64 numbers at a time."""
     return _compat.WRITES_REFERENCES and not width % LINE
 

@@ -386,3 +386,4 @@ def _has_gradient(plan: Plan, product: int | None, name: str) -> bool:
 
 
 _decode.defvjp(_forward, _backward)
+_decode = jax.jit(_decode, static_argnums=0)  # pyright: ignore[reportAssignmentType]

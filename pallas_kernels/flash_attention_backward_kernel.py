@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -529,7 +530,7 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
         padded = (b, kv_tiles * block_kv, heads, chunks * ROWS)
         k_shape = jax.ShapeDtypeStruct(padded, jnp.float32)
     dq_shape = (b, n, q_tiles * block_q, chunks * ROWS)
-    dq, dk, dv = _compat.kernel(
+    run = _compat.kernel(
         body,
         name="flash_attention_backward",
         out_type=[
@@ -544,7 +545,9 @@ def gradients(static: Static, q, k, v, dout, lse, delta, ranges, lengths, q_ids,
         interpret=interpret,
         approx_math=True,
         unsafe_no_auto_barriers=True,  # every thread arrives; what is stored is committed
-    )(*inputs.values())
+    )
+    # Under vmap each slice is a launch of its own, for those of one launch share its counters
+    dq, dk, dv = sequential_vmap(run)(*inputs.values())
     if interpret:
         first, end = map(jnp.asarray, ranges[:2])
         m = jnp.arange(q_tiles * block_q, dtype=jnp.int32)[:, None, None] // block_q

@@ -99,7 +99,7 @@ def gemv(
     static = Static(config, interpret, jnp.dtype(out_dtype or x.dtype).name, epilogue)
     angles = None
     if norm is not None:
-        static = dataclasses.replace(static, eps=norm.eps, zero_centered=norm.zero_centered)
+        static = dataclasses.replace(static, eps=float(norm.eps), zero_centered=norm.zero_centered)
     if rotary is not None:
         static = dataclasses.replace(static, heads=(rotary.q_heads, rotary.kv_heads))
         angles = tuple(a.reshape(-1, a.shape[-1]) for a in (rotary.cos, rotary.sin))

@@ -268,7 +268,7 @@ def bucket(
 def candidates(a, b, *, transpose_b=False, device: Device, **keywords) -> list[Config]:
     """What is worth a measurement: the default's neighbours."""
     default = default_config(a, b, transpose_b=transpose_b, device=device, **keywords)
-    m, n, k = sizes(a, b, transpose_b)
+    m, _, k = sizes(a, b, transpose_b)
     step = LINE_BYTES // a.dtype.itemsize
     if m <= WGMMA_ROWS:
         tiles = [(64, x, 1, y) for x in (16, 32, 64, 128) for y in (step, 2 * step, 4 * step)]
@@ -289,7 +289,7 @@ def candidates(a, b, *, transpose_b=False, device: Device, **keywords) -> list[C
             found += deep[:1]
     found += [
         config
-        for config in few_rows.candidates(m, n, k, gated=keywords.get("epilogue") == "swiglu")
+        for config in few_rows.candidates(m, k, gated=keywords.get("epilogue") == "swiglu")
         if config_problem(config, a, b, transpose_b=transpose_b, **keywords) is None
     ]
     return [config for config in dict.fromkeys(found) if config != default]

@@ -97,7 +97,7 @@ def default_config(
     return config if problem(config, m, n, k, out_dtype, gated=gated) is None else None
 
 
-def candidates(m: int, n: int, k: int, *, gated: bool) -> list[Config]:
+def candidates(m: int, k: int, *, gated: bool) -> list[Config]:
     """What is worth a measurement; not all can run."""
     if m > WGMMA_ROWS:
         return []

@@ -61,7 +61,7 @@ def sums(a, b, *, transpose_b=False, a_scale=None, b_scale=None) -> jax.Array:
     if a.dtype == FP8:  # each of its numbers is a bfloat16 too
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     wide = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
-    return jnp.matmul(a, b, preferred_element_type=wide)
+    return jnp.matmul(a, b, precision=precision(a.dtype), preferred_element_type=wide)
 
 
 def finish(

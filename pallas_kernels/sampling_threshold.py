@@ -32,7 +32,7 @@ from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
 from pallas_kernels.cluster import meet_blocks
 from pallas_kernels.device import ACCESS_BYTES, MAX_BOX, SHARED_BYTES, THREADS, Device
-from pallas_kernels.options import check_flags
+from pallas_kernels.options import check_arrays, check_flags
 from pallas_kernels.varying import vary_alike
 
 LOWEST = -(2**31)
@@ -68,6 +68,7 @@ def sampling_threshold(
     return _search(_Static(1 if interpret else CLUSTER, interpret), keys, ratio, top_k, top_p)
 
 
+@jax.jit
 def sampling_threshold_reference(keys, ratio, top_k, top_p):
     """The mathematics in plain JAX; a search that no row needs is skipped at run time."""
     keys, ratio, top_k, top_p = vary_alike(keys, ratio, top_k, top_p)
@@ -165,6 +166,7 @@ def check(keys, ratio, top_k, top_p) -> None:
         "top_k": (top_k, jnp.int32, rows),
         "top_p": (top_p, jnp.float32, rows),
     }
+    check_arrays("sampling_threshold", keys=keys, ratio=ratio, top_k=top_k, top_p=top_p)
     if keys.ndim != 2:
         raise ValueError(f"sampling_threshold: keys must be [B, V], got {list(keys.shape)}")
     for name, (array, dtype, shape) in wanted.items():

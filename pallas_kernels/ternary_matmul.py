@@ -22,7 +22,8 @@ from pallas_kernels import device as device_lib
 from pallas_kernels import ternary_matmul_kernel as kernel
 from pallas_kernels import tuned
 from pallas_kernels.device import SHARED_BYTES, Device
-from pallas_kernels.options import check_dtype, check_number, check_options
+from pallas_kernels.matmul_finish import precision
+from pallas_kernels.options import check_arrays, check_dtype, check_number, check_options
 from pallas_kernels.packed import Packed
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.ternary_matmul_kernel import Config
@@ -74,7 +75,8 @@ def ternary_matmul(
     """
     check_dtype("ternary_matmul", "out_dtype", out_dtype)
     out = jnp.dtype(out_dtype)
-    _check(xq, packed, bias, epilogue, residual, out)
+    check_arrays("ternary_matmul", xq=xq, x_scale=x_scale, bias=bias, residual=residual)
+    _check("ternary_matmul", xq, packed, bias, epilogue, residual, out)
     if xq.dtype != jnp.int8:
         raise ValueError(f"ternary_matmul: xq is {xq.dtype}; it must be int8")
     if x_scale.dtype != jnp.float32 or x_scale.shape != xq.shape[:-1]:
@@ -82,7 +84,7 @@ def ternary_matmul(
             f"ternary_matmul: x_scale is {x_scale.dtype}{list(x_scale.shape)}, not a float32 for "
             f"each row of x {list(xq.shape)}"
         )
-    static = _static(xq, packed, epilogue, out, config, interpret)
+    static = _static("ternary_matmul", xq, packed, epilogue, out, config, interpret)
     return _run(static, xq, x_scale, packed, None, bias, residual)
 
 
@@ -107,11 +109,12 @@ def ternary_linear(
     were made int8 but with the numbers that were (straight through); of the weight none.
     Raises: as `ternary_matmul`.
     """
+    check_arrays("ternary_linear", x=x, norm=norm, bias=bias, residual=residual)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"ternary_linear: x is {x.dtype}; it must be floating point")
     check_dtype("ternary_linear", "out_dtype", out_dtype)
     out = jnp.dtype(out_dtype or x.dtype)
-    _check(x, packed, bias, epilogue, residual, out)
+    _check("ternary_linear", x, packed, bias, epilogue, residual, out)
     if norm is not None:
         if norm.shape != x.shape[-1:]:
             raise ValueError(
@@ -119,8 +122,8 @@ def ternary_linear(
             )
         check_number("ternary_linear", "eps", eps, positive=True)
         norm = norm.astype(x.dtype)
-    static = _static(x, packed, epilogue, out, config, interpret)
-    static = dataclasses.replace(static, eps=eps if norm is not None else 0.0)
+    static = _static("ternary_linear", x, packed, epilogue, out, config, interpret)
+    static = dataclasses.replace(static, eps=float(eps) if norm is not None else 0.0)
     return _linear(static, x, packed, norm, bias, residual)
 
 
@@ -133,16 +136,18 @@ def in_kernel(x) -> bool:
     return x.dtype in FLOATS and m <= MOST_FLOAT_ROWS and fits
 
 
-def _static(x, packed: Packed, epilogue, out: jnp.dtype, config, interpret: bool) -> kernel.Static:
+def _static(
+    who: str, x, packed: Packed, epilogue, out: jnp.dtype, config, interpret: bool
+) -> kernel.Static:
     m, (n, k) = math.prod(x.shape[:-1]), packed.shape
     form: Any = {"halves": 1 if epilogue is None else 2, "floats": in_kernel(x)}
-    check_options("ternary_matmul", config, Config, interpret=interpret)
+    check_options(who, config, Config, interpret=interpret)
     if config is not None and (problem := kernel.problem(config, m, n, k, **form)):
-        raise ValueError(f"ternary_matmul: {config}: {problem}")
+        raise ValueError(f"{who}: {config}: {problem}")
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     reason = why_not(x, packed, epilogue=epilogue, device=device)
     if reason is not None:
-        raise NotImplementedError(f"ternary_matmul: cannot run this call: {reason}")
+        raise NotImplementedError(f"{who}: cannot run this call: {reason}")
     if config is None:
         config = tuned.lookup("ternary_matmul", bucket(x, None, packed), device, Config)
         if config is not None and kernel.problem(config, m, n, k, **form):
@@ -182,7 +187,11 @@ def scaled_sums(
     sums: Int[Array, "*B O"], x_scale: Float[Array, "*B"], packed: Packed
 ) -> Float[Array, "*B O"]:
     """Sums times the scales of rows and outputs, float32."""
-    return sums.astype(jnp.float32) * x_scale[..., None] * _in_last(packed.row_scale, sums.ndim)
+    return _row_scaled(sums.astype(jnp.float32) * x_scale[..., None], packed)
+
+
+def _row_scaled(y, packed: Packed):
+    return y if packed.row_scale is None else y * _in_last(packed.row_scale, y.ndim)
 
 
 def ternary_linear_reference(
@@ -223,9 +232,13 @@ def straight_through(
     xq, x_scale = quantize_rows(x)
     rounded = (xq.astype(jnp.float32) * x_scale[..., None]).astype(x.dtype)
     x = x + jax.lax.stop_gradient(rounded - x)
-    y = jnp.matmul(x, unpack(packed.codes).astype(x.dtype).T, preferred_element_type=jnp.float32)
-    y = y * _in_last(packed.row_scale, y.ndim)
-    return _finish(y, bias, epilogue, residual).astype(out_dtype)
+    y = jnp.matmul(
+        x,
+        unpack(packed.codes).astype(x.dtype).T,
+        precision=precision(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return _finish(_row_scaled(y, packed), bias, epilogue, residual).astype(out_dtype)
 
 
 def _normed(x, norm, eps: float) -> Any:
@@ -252,6 +265,8 @@ def why_not(
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
     m, (n, k) = math.prod(x.shape[:-1]), packed.shape
+    if packed.row_scale is None:
+        return f"the weight {[n, k]} has no row_scale"
     if 0 in (m, n, k):
         return f"nothing to multiply: x is {list(x.shape)}, the weight {[n, k]}"
     if m > MAX_ROWS:
@@ -347,31 +362,30 @@ def unpack(codes: Any) -> Int8[Array, "O I"]:
     return columns.reshape(codes.shape[0], -1).astype(jnp.int8) - np.int8(1)
 
 
-def _check(x, packed: Packed, bias, epilogue, residual, out: jnp.dtype) -> None:
+def _check(who: str, x, packed: Packed, bias, epilogue, residual, out: jnp.dtype) -> None:
     scheme = packed.scheme if isinstance(packed, Packed) else "an array"
-    if scheme != "ternary" or packed.row_scale is None:
-        raise ValueError(f"ternary_matmul: the weight is {scheme}, not ternary")
+    if scheme != "ternary":
+        raise ValueError(f"{who}: the weight is {scheme}, not ternary")
+    if (reason := packed.problem()) is not None:
+        raise ValueError(f"{who}: {reason}")
     n, k = packed.shape
     if x.ndim < 1 or x.shape[-1] != k:
         raise ValueError(
-            f"ternary_matmul: x {list(x.shape)} is [.., I], which a weight [O, I] of {[n, k]} does "
-            "not fit"
+            f"{who}: x {list(x.shape)} is [.., I], which a weight [O, I] of {[n, k]} does not fit"
         )
     if out not in OUT_DTYPES:
-        raise ValueError(f"ternary_matmul: out_dtype {out} is not bfloat16, float16 or float32")
+        raise ValueError(f"{who}: out_dtype {out} is not bfloat16, float16 or float32")
     if epilogue not in EPILOGUES:
         names = ", ".join(map(repr, EPILOGUES[1:]))
-        raise ValueError(f"ternary_matmul: no epilogue is named {epilogue!r}; there are {names}")
+        raise ValueError(f"{who}: no epilogue is named {epilogue!r}; there are {names}")
     if bias is not None and (bias.shape != (n,) or bias.dtype not in OUT_DTYPES):
-        raise ValueError(
-            f"ternary_matmul: bias is {bias.dtype}{list(bias.shape)}, not floats [O] = [{n}]"
-        )
+        raise ValueError(f"{who}: bias is {bias.dtype}{list(bias.shape)}, not floats [O] = [{n}]")
     if epilogue is not None and n % 2:
-        raise ValueError(f"ternary_matmul: {epilogue!r} needs two halves of outputs, got {n}")
+        raise ValueError(f"{who}: {epilogue!r} needs two halves of outputs, got {n}")
     shape = (*x.shape[:-1], n if epilogue is None else n // 2)
     if residual is not None and (residual.shape, residual.dtype) != (shape, out):
         raise ValueError(
-            f"ternary_matmul: the residual is {residual.dtype}{list(residual.shape)}, but the "
+            f"{who}: the residual is {residual.dtype}{list(residual.shape)}, but the "
             f"result is {out}{list(shape)}"
         )
 

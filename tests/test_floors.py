@@ -211,9 +211,9 @@ MAY_IMPORT = {
         "pallas_kernels.packed pallas_kernels.ternary_finish pallas_kernels.ternary_rows"
     ),
     "pallas_kernels.ternary_matmul": (
-        "pallas_kernels.device pallas_kernels.options pallas_kernels.packed "
-        "pallas_kernels.rms_norm pallas_kernels.ternary_matmul_kernel pallas_kernels.ternary_rows "
-        "pallas_kernels.tuned"
+        "pallas_kernels.device pallas_kernels.matmul_finish pallas_kernels.options "
+        "pallas_kernels.packed pallas_kernels.rms_norm pallas_kernels.ternary_matmul_kernel "
+        "pallas_kernels.ternary_rows pallas_kernels.tuned"
     ),
     "pallas_kernels.embedding_sums_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.embedding_lanes "
@@ -245,7 +245,7 @@ MAY_IMPORT = {
         "pallas_kernels.matmul_finish pallas_kernels.options pallas_kernels.whole_number"
     ),
     "pallas_kernels.soft_cap": "pallas_kernels.attention_reference pallas_kernels.lane_code",
-    "pallas_kernels.attention_fp8": "pallas_kernels.attention_reference",
+    "pallas_kernels.attention_fp8": "pallas_kernels.attention_reference pallas_kernels.options",
     "pallas_kernels.flash_attention_blocks": "",
     "pallas_kernels.flash_attention_schedule": "",
     "pallas_kernels.flash_attention_plan": (
@@ -311,8 +311,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.cross_entropy": (
         "pallas_kernels._compat pallas_kernels.cross_entropy_kernel pallas_kernels.device "
-        "pallas_kernels.options pallas_kernels.packed pallas_kernels.quantize "
-        "pallas_kernels.soft_cap pallas_kernels.whole_number"
+        "pallas_kernels.matmul_finish pallas_kernels.options pallas_kernels.packed "
+        "pallas_kernels.quantize pallas_kernels.soft_cap pallas_kernels.whole_number"
     ),
     "pallas_kernels.rope_lanes": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.lane_code "
@@ -666,6 +666,17 @@ def test_no_kernel_asks_the_grid_for_its_block():
         if isinstance(node, ast.Attribute) and node.attr in ("block_idx", "block_id")
     }
     assert not asking
+
+
+def test_counters_of_a_launch_are_of_one_slice():
+    """Under vmap the blocks of all slices would count at the same words."""
+    named = {
+        module: {getattr(node, "attr", getattr(node, "id", None)) for node in nodes_of(path)}
+        for module, path in MODULES.items()
+    }
+    counting = {module for module, names in named.items() if "get_global" in names}
+    assert counting == {"pallas_kernels.flash_attention_backward_kernel"}
+    assert all("sequential_vmap" in named[module] for module in counting)
 
 
 def run_python(code: str, **environment: str) -> str:

@@ -120,8 +120,8 @@ def name_for(op: str, implementation: str | Mapping[str, str]) -> str:
         )
     if unknown := set(implementation) - set(OP_NAMES):
         raise ValueError(
-            f"implementation: the mapping names no op: {', '.join(sorted(unknown))}; there are "
-            f"{', '.join(OP_NAMES)}"
+            f"implementation: the mapping names no op: {', '.join(sorted(map(str, unknown)))}; "
+            f"there are {', '.join(OP_NAMES)}"
         )
     return implementation.get(op, "auto")
 

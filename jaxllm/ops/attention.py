@@ -107,6 +107,7 @@ def attention(
 
 
 def _check_codes(k, v, k_scale, v_scale) -> None:
+    check_arrays("attention", k_scale=k_scale, v_scale=v_scale)
     for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
         if scale is None:
             raise ValueError("attention: scales are given for one side; both or neither have them")
@@ -313,6 +314,8 @@ def _why_not_cudnn(
 ) -> str | None:
     del kv_segment_ids
     h, t, s = q.shape[-1], q.shape[1], k.shape[1]
+    if 0 in (*q.shape, *k.shape):
+        return f"nothing to attend to: q is {list(q.shape)}, k is {list(k.shape)}"
     if device.platform != "gpu":
         return f"needs an NVIDIA GPU, found {device.name or device.platform}"
     if device.capability < 8.0:

@@ -19,6 +19,7 @@ from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Norm, Rotary, write
 from pallas_kernels.gemv import check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
+from pallas_kernels.options import check_arrays
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantized_matmul import FEW_ROWS, quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
@@ -79,6 +80,7 @@ def fused_linear(
         "cache": cache,
     }
     plain = not isinstance(weight, Packed)
+    check_arrays("fused_linear", weight=weight if plain else weight.codes)
     shape: Any = jax.ShapeDtypeStruct(weight.shape, weight.dtype if plain else x.dtype)
     who = {"who": "fused_linear", "gates": tuple(GATES)}
     check(x, shape, bias=bias, out_dtype=None, **around, **who)

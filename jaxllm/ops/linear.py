@@ -56,10 +56,13 @@ def linear(
     the ternary weight.
     Raises: ValueError for an x that is no float or has no axis, a weight whose inputs are not x's
     width, a packed one whose parts do not fit each other, a bias that is not one number an output,
-    or an `out_dtype` that is no dtype.
+    or an `out_dtype` that is no float's.
     """
-    check_arrays("linear", x=x, bias=bias)
+    numbers = weight.codes if isinstance(weight, Packed) else weight
+    check_arrays("linear", x=x, weight=numbers, bias=bias)
     check_dtype("linear", "out_dtype", out_dtype)
+    if out_dtype is not None and not jnp.issubdtype(out_dtype, jnp.floating):
+        raise ValueError(f"linear: out_dtype must be a float's, got {jnp.dtype(out_dtype)}")
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"linear: x must be floats [.., I], got {x.dtype}{list(x.shape)}")
     if isinstance(weight, Packed) and (reason := weight.problem()) is not None:
@@ -270,6 +273,7 @@ def _as_array(table: Array | Packed) -> Any:
 def _embedding_xla(table, ids, *, scale, dtype):
     if not isinstance(table, Packed):
         return embedding_reference(table, ids, scale=scale, dtype=dtype)
+    table = jax.lax.stop_gradient(table)
     rows = dequantize(take_rows(table, ids.reshape(-1)), dtype)
     rows = rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
     return rows.reshape(*ids.shape, table.shape[1])

@@ -33,7 +33,7 @@ CHUNK_LOGITS = 2**27
 CHUNK_TOKENS = (1024, 8192)  # least and most
 
 # What the gradients by logits are multiplied by before they are rounded to float16: of 2**-36 a bit
-# is left, and the largest are between -1 and 1 + 2 z_loss lse
+# is left, and the largest are between -1 and 1; less where 1 + 2 z_loss lse lifts them beyond
 FLOAT16_SCALE = 2.0**12
 
 
@@ -213,7 +213,11 @@ def _gradients(static: _Static, hidden, head, targets, saved, want_hidden, want_
     d_logits = jnp.exp(logits - lse[:, None]) * weight[:, None] - hit.astype(jnp.float32)
     if slope is not None:
         d_logits = d_logits * slope
-    scale = FLOAT16_SCALE if hidden.dtype == jnp.float16 else 1.0
+    scale: Any = 1.0
+    if hidden.dtype == jnp.float16:
+        scale = FLOAT16_SCALE
+        if static.z_loss:
+            scale = scale / jnp.maximum(1.0, jnp.max(jnp.abs(weight)))
     d_logits = (d_logits * scale).astype(hidden.dtype)
     d_hidden = _dot(d_logits, head, (1, 0)) / scale if want_hidden else None
     d_head = _dot(d_logits, hidden, (0, 0)) / scale if want_head else None
@@ -278,6 +282,7 @@ def _backward(static: _Static, saved, cotangents):
 
 _loss = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _loss.defvjp(_forward, _backward, symbolic_zeros=True)
+_loss = jax.jit(_loss, static_argnums=0)  # calls alike share one compiled program
 
 
 def _rows(hidden, targets) -> tuple[Any, Any]:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import pytest
 import tiny_models
 from absent_device import absent
 from flax import nnx
+from kernels import equations
 from numerics import assert_as_accurate
 from tiny_models import ALL, LONGROPE, SLIDING, TINY
 
@@ -323,19 +323,6 @@ def attention_calls(remat: str, implementation: str) -> int:
         primitive == "dot_product_attention_fwd_wrapper" or name == "flash_attention"
         for primitive, name in names
     )
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """All of a jaxpr's, those of what it calls included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(inner):
-                yield from equations(getattr(inner, "jaxpr", inner))
-
-
-def is_jaxpr(x: Any) -> bool:
-    return hasattr(x, "eqns")
 
 
 @pytest.mark.aot

@@ -16,6 +16,7 @@ from numerics import assert_as_accurate
 
 from jaxllm import aot
 from pallas_kernels import device as device_lib
+from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention_backward import (
     Config,
     backward,
@@ -298,6 +299,25 @@ def test_two_runs_give_the_same_bits(width: int):
     for _ in range(50):
         for x, y in zip(call(*inputs), first, strict=True):
             assert jnp.array_equal(x, y)
+
+
+@pytest.mark.gpu
+def test_vmap_on_a_gpu():
+    """Blocks count at words of their own slice, or a part of dQ is put where it should be added."""
+    rng = np.random.default_rng(0)
+    shapes = ((8, 1, 2048, n, 64) for n in (4, 2, 2))
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), BF16) for shape in shapes)
+
+    def total(q, k, v):
+        return jnp.sum(flash_attention(q, k, v).astype(F32) ** 2)
+
+    pull = jax.grad(total, (0, 1, 2))
+    slices = [jax.jit(pull)(q[i], k[i], v[i]) for i in range(8)]
+    wanted = [jnp.stack(parts) for parts in zip(*slices, strict=True)]
+    many = jax.jit(jax.vmap(pull))
+    for _ in range(5):
+        for ours, exact in zip(many(q, k, v), wanted, strict=True):
+            np.testing.assert_array_equal(ours, exact)
 
 
 @pytest.mark.gpu

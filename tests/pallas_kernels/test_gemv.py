@@ -121,6 +121,13 @@ def test_results_of_another_dtype_and_leading_dimensions():
     assert_as_accurate(y[0], gemv_reference(x, weight, out_dtype=jnp.float32), *truth(x, weight))
 
 
+def test_eps_may_be_a_number_of_jax():
+    x, weight, around = CASES["float16"]
+    norm = around["norm"]._replace(eps=jnp.float32(around["norm"].eps))
+    run = lambda x, w, norm: gemv(x, w, **{**around, "norm": norm}, interpret=True)  # noqa: E731
+    np.testing.assert_array_equal(run(x, weight, norm), run(x, weight, around["norm"]))
+
+
 def with_cache(slot: int) -> tuple[Any, ...]:
     x, weight, around = CASES["rope"]
     rng = np.random.default_rng(1)

@@ -15,9 +15,9 @@ import numpy as np
 import oracles
 import pytest
 from absent_device import H200
-from kernels import interpreted
+from kernels import equations, interpreted
 
-from jaxllm import aot
+from jaxllm import aot, ops
 from pallas_kernels import device as device_lib
 from pallas_kernels import ternary_matmul_kernel as kernel
 from pallas_kernels.quantize import dequantize, quantize
@@ -283,6 +283,17 @@ def test_arguments_that_cannot_be():
         floats(xq)
     with pytest.raises(ValueError, match=r"norm \[64\] is not \[I\] = \[128\]"):
         floats(jnp.ones((2, 128)), norm=jnp.ones(64))
+    with pytest.raises(ValueError, match=r"^ternary_linear: x \[2, 64\] is \[.., I\]"):
+        floats(jnp.ones((2, 64)))
+
+
+def test_a_weight_without_row_scale_is_left_to_xla():
+    x, packed = floats()
+    bare, ones = (dataclasses.replace(packed, row_scale=s) for s in (None, jnp.ones(48)))
+    assert "has no row_scale" in (why_not(x, bare, device=H200) or "")
+    for implementation in ("xla", "auto"):
+        run = functools.partial(ops.linear, x, implementation=implementation)
+        np.testing.assert_array_equal(run(bare), run(ones))
 
 
 @pytest.mark.parametrize(("m", "k", "within"), [(4, 53248, True), (4, 65536, False), (1, 2**16, 1)])
@@ -328,6 +339,18 @@ def test_gradients_pass_the_rounding():
     np.testing.assert_array_equal(d_residual, d_y)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(d_x, np.asarray(d_y) @ (1.01 * dequantize(packed)), atol=1e-5)
+
+
+def test_gradients_of_float32_are_of_float32():
+    """A GPU would otherwise round operands to 10 bits."""
+    x, packed = floats()
+    pull = jax.grad(lambda x: jnp.sum(ternary_linear(x, packed, interpret=True)))
+    made = equations(jax.make_jaxpr(pull)(x).jaxpr)
+    products = [each for each in made if each.primitive.name == "dot_general"]
+    assert products
+    for each in products:
+        exact = each.invars[0].aval.dtype == jnp.int8
+        assert exact or set(each.params["precision"]) == {jax.lax.Precision.HIGHEST}
 
 
 def test_what_the_door_of_all_packed_weights_refuses():

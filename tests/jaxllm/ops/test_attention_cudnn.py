@@ -53,6 +53,11 @@ def test_cudnn_runs(kwargs):
     assert why_not(**kwargs) is None
 
 
+@pytest.mark.parametrize("sizes", [{"T": 0}, {"S": 0}])
+def test_cudnn_is_not_asked_to_attend_to_nothing(sizes):
+    assert "nothing to attend to: q is [1, " in (why_not(**sizes) or "")
+
+
 def test_cudnn_needs_a_gpu():
     assert why_not(device=Device("cpu", "cpu")) == "needs an NVIDIA GPU, found cpu"
     assert why_not(device=Device("tpu", "TPU v5")) == "needs an NVIDIA GPU, found TPU v5"

@@ -253,6 +253,26 @@ def test_what_cannot_be_is_refused(x, bias, sentence, implementation):
             linear(jnp.ones((2, 64), jnp.int32), weight, implementation=implementation)
 
 
+@pytest.mark.own_errors
+def test_results_are_floats_and_weights_are_arrays():
+    x, weight = jnp.ones((2, 64)), jnp.ones((8, 64))
+    for w in (weight, quantize(weight, "int8")):
+        for dtype in (jnp.int32, jnp.int8, bool, jnp.complex64):
+            sentence = f"^linear: out_dtype must be a float's, got {jnp.dtype(dtype)}$"
+            with pytest.raises(ValueError, match=sentence):
+                linear(x, w, out_dtype=jnp.dtype(dtype))
+    for run, name in ((linear, "linear"), (ops.fused_linear, "fused_linear")):
+        with pytest.raises(ValueError, match=rf"^{name}: weight must be an array, got \[\[1.0\]\]"):
+            run(x, [[1.0]])
+
+
+def test_a_packed_table_has_no_gradient():
+    table = quantize(jnp.ones((8, 64)), "int8")
+    total = lambda table: jnp.sum(embedding(table, jnp.asarray([3, 3])))  # noqa: E731
+    gradient = jax.grad(total, allow_int=True)(table)
+    assert not np.any(gradient.row_scale)
+
+
 def test_a_weight_of_other_inputs_is_refused():
     sentence = r"^linear: x has 8 inputs, but the weight is \[8, 5\], and not \[outputs, 8\]$"
     with pytest.raises(ValueError, match=sentence):

@@ -205,6 +205,30 @@ def test_small_probabilities_have_gradients_in_float16():
     np.testing.assert_allclose(gradient[1, 0], 2.0**15 * np.exp(-20), rtol=0.01)  # 7 bits are left
 
 
+@pytest.mark.parametrize("z_loss", [1e-2, 1.0, 300.0])
+def test_a_large_z_loss_has_gradients_in_float16(z_loss):
+    hidden, head, targets = hidden_case(jnp.float16)
+    _, *ours = with_gradients(hidden, head, targets, z_loss=z_loss)
+    wide = (hidden.astype(jnp.float32), head.astype(jnp.float32), targets)
+    _, *exact = with_gradients(*wide, z_loss=z_loss)
+    for mine, true in zip(ours, exact, strict=True):
+        np.testing.assert_allclose(mine, true, rtol=4e-3, atol=2e-3 * float(jnp.abs(true).max()))
+
+
+def test_calls_alike_are_compiled_once(caplog):
+    operands = hidden_case(width=13)
+    f = lambda *x: linear_cross_entropy(*x, operands[2])[0]  # noqa: E731
+
+    def compiled() -> int:
+        caplog.clear()
+        with jax.log_compiles():
+            jax.block_until_ready(jax.value_and_grad(f, (0, 1))(*operands[:2]))
+        return sum("Compiling" in record.getMessage() for record in caplog.records)
+
+    assert compiled()
+    assert not compiled()
+
+
 def dots(f, *args) -> int:
     return str(jax.make_jaxpr(f)(*args)).count("dot_general")
 
