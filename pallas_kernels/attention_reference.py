@@ -9,7 +9,6 @@ sinks: gpt-oss, arXiv:2508.10925.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from pallas_kernels.matmul_finish import precision
 from pallas_kernels.options import check_arrays, check_flags, check_number, check_scale
 from pallas_kernels.whole_number import is_whole
 
-LOG2E = math.log2(math.e)  # kernels have powers of two where the mathematics has those of e
 UNSEEN = -1e30  # a score that no query sees: finite, so that no row gives NaN
 
 

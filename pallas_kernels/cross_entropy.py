@@ -40,8 +40,8 @@ from jaxtyping import Array, Float, Int, Integer
 from pallas_kernels import _compat, soft_cap
 from pallas_kernels import cross_entropy_kernel as kernels
 from pallas_kernels import device as device_lib
-from pallas_kernels.cross_entropy_kernel import LOG2E, TILE_K, TILE_M, TILE_N
-from pallas_kernels.device import Device
+from pallas_kernels.cross_entropy_kernel import TILE_K, TILE_M, TILE_N
+from pallas_kernels.device import LOG2E, Device
 from pallas_kernels.matmul_finish import precision
 from pallas_kernels.options import check_arrays, check_number, check_options
 from pallas_kernels.packed import Packed

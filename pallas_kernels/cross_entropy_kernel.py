@@ -25,10 +25,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, soft_cap
+from pallas_kernels.device import LOG2E
 from pallas_kernels.ring import Ring
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
-LOG2E = 1.4426950408889634
 CONSUMERS = 2
 TILE_M, TILE_N, TILE_K = CONSUMERS * WGMMA_ROWS, 256, 64
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 40 + 2 * 232 of the 512 that three share

@@ -23,7 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, soft_cap
 from pallas_kernels import decode_attention_bytes as of_bytes
-from pallas_kernels.attention_reference import LOG2E
 from pallas_kernels.cluster import meet_blocks
 from pallas_kernels.decode_attention_parts import (
     LINE,
@@ -34,6 +33,7 @@ from pallas_kernels.decode_attention_parts import (
     put,
     read,
 )
+from pallas_kernels.device import LOG2E
 from pallas_kernels.wgmma_tiles import rows_as_copied, wgmma_transforms
 
 LOWEST = -1e30  # no score is lower; finite, so that what sees nothing gives no NaN

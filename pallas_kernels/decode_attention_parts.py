@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
-from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.device import LOG2E
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 HEADS = 8  # the least that a matrix product has

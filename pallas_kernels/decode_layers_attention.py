@@ -18,9 +18,9 @@ from typing import Any
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from pallas_kernels.attention_reference import LOG2E, UNSEEN
+from pallas_kernels.attention_reference import UNSEEN
 from pallas_kernels.decode_layers_config import KEYS, SPAN, Attend
-from pallas_kernels.device import ACCESS_BYTES, LANES
+from pallas_kernels.device import ACCESS_BYTES, LANES, LOG2E
 from pallas_kernels.lane_arithmetic import all_floats, larger, number, shuffled, words_of_floats
 from pallas_kernels.lane_code import (
     accesses_of_thread,

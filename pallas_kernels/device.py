@@ -7,6 +7,7 @@ before the one that is here. Nothing is read at import and nothing is kept.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -21,6 +22,7 @@ THREADS = WARPS * LANES  # likewise
 MAX_BOX = 256  # numbers a dimension that one copy takes
 REGISTERS, THREAD_REGISTERS = 65536, 255  # of 32 bits; a thread has so many at most
 SHARED_BYTES = 227 * 1024  # of shared memory that blocks may have
+LOG2E = math.log2(math.e)  # kernels have powers of two where the mathematics has those of e
 
 # An abstract device tells its name but not its capability.
 # Source: https://developer.nvidia.com/cuda-gpus

@@ -25,8 +25,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import device as device_lib
-from pallas_kernels.attention_reference import LOG2E
-from pallas_kernels.device import SHARED_BYTES, Device
+from pallas_kernels.device import LOG2E, SHARED_BYTES, Device
 from pallas_kernels.flash_attention_backward_kernel import (
     ADDERS,
     ROWS,

@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, soft_cap
-from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.device import LOG2E
 from pallas_kernels.wgmma_tiles import LINE_BYTES, WGMMA_ROWS, rows_as_copied, wgmma_transforms
 
 ROWS = WGMMA_ROWS  # also the columns of 16 bits that the widest swizzle takes

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.device import LOG2E
 from pallas_kernels.flash_attention_blocks import block_ranges
 from pallas_kernels.flash_attention_schedule import schedule, section, steps
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS

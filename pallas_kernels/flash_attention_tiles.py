@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, soft_cap
-from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.device import LOG2E
 from pallas_kernels.flash_attention_plan import Plan
 from pallas_kernels.ring import Ring
 from pallas_kernels.wgmma_tiles import WGMMA_ROWS, rows_as_copied

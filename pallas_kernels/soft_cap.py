@@ -16,7 +16,7 @@ import numpy as np
 from jax._src.lib.mlir.dialects import arith, vector
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention_reference import LOG2E
+from pallas_kernels.device import LOG2E
 from pallas_kernels.lane_code import array_of
 
 WRONG = 8e-7  # a bent score over its cap, at most; half of that where none shares a reciprocal

@@ -20,11 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, rows
 from pallas_kernels.cluster import meet_blocks
-from pallas_kernels.device import THREADS
+from pallas_kernels.device import LOG2E, THREADS
 from pallas_kernels.rows import Part, Staged
 from pallas_kernels.softmax_tiles import KEPT, NUMBERS, Mask, Plan, Static, Tile, accesses, plan_of
 
-LOG2_E = math.log2(math.e)  # the GPU has powers of two
 SMALLEST, LARGEST = (float(x) for x in (jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).max))
 
 
@@ -196,7 +195,7 @@ def left_to_exponent(scale: float | None) -> float | None:
 
     One that float32 has as 0 or as infinite would make NaN of what is masked, or of the maximum.
     """
-    factor = LOG2_E * (scale or 0.0)
+    factor = LOG2E * (scale or 0.0)
     return factor if SMALLEST <= factor <= LARGEST else None
 
 
@@ -207,7 +206,7 @@ def forward(static: Static, x, number, mask):
     plan = plan_of(static, width, itemsize, itemsize + (mask is not None))
     groups = plan.tile.groups(_at_once(plan, 1) if plan.cluster else NUMBERS)
     left = left_to_exponent(static.scale)
-    is_left, factor = left is not None, left or LOG2_E
+    is_left, factor = left is not None, left or LOG2E
 
     def scores(part, index, arrays, mask, scale):
         if static.queries and not plan.stages:

@@ -244,16 +244,16 @@ MAY_IMPORT = {
     "pallas_kernels.attention_reference": (
         "pallas_kernels.matmul_finish pallas_kernels.options pallas_kernels.whole_number"
     ),
-    "pallas_kernels.soft_cap": "pallas_kernels.attention_reference pallas_kernels.lane_code",
+    "pallas_kernels.soft_cap": "pallas_kernels.device pallas_kernels.lane_code",
     "pallas_kernels.attention_fp8": "pallas_kernels.attention_reference pallas_kernels.options",
     "pallas_kernels.flash_attention_blocks": "",
     "pallas_kernels.flash_attention_schedule": "",
     "pallas_kernels.flash_attention_plan": (
-        "pallas_kernels.attention_reference pallas_kernels.flash_attention_blocks "
+        "pallas_kernels.device pallas_kernels.flash_attention_blocks "
         "pallas_kernels.flash_attention_schedule pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_tiles": (
-        "pallas_kernels._compat pallas_kernels.attention_reference "
+        "pallas_kernels._compat pallas_kernels.device "
         "pallas_kernels.flash_attention_plan pallas_kernels.ring pallas_kernels.soft_cap "
         "pallas_kernels.wgmma_tiles"
     ),
@@ -266,11 +266,11 @@ MAY_IMPORT = {
         "pallas_kernels.flash_attention_tiles pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_backward_kernel": (
-        "pallas_kernels._compat pallas_kernels.attention_reference pallas_kernels.soft_cap "
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.soft_cap "
         "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.flash_attention_backward": (
-        "pallas_kernels.attention_reference pallas_kernels.device "
+        "pallas_kernels.device "
         "pallas_kernels.flash_attention_backward_kernel "
         "pallas_kernels.flash_attention_blocks"
     ),
@@ -283,10 +283,10 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.decode_attention_bytes": "pallas_kernels._compat pallas_kernels.wgmma_tiles",
     "pallas_kernels.decode_attention_parts": (
-        "pallas_kernels._compat pallas_kernels.attention_reference pallas_kernels.wgmma_tiles"
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.decode_attention_kernel": (
-        "pallas_kernels._compat pallas_kernels.attention_reference "
+        "pallas_kernels._compat pallas_kernels.device "
         "pallas_kernels.cluster pallas_kernels.decode_attention_bytes "
         "pallas_kernels.decode_attention_parts pallas_kernels.soft_cap "
         "pallas_kernels.wgmma_tiles"
@@ -302,7 +302,7 @@ MAY_IMPORT = {
         "pallas_kernels.soft_cap pallas_kernels.tuned pallas_kernels.whole_number"
     ),
     "pallas_kernels.cross_entropy_kernel": (
-        "pallas_kernels._compat pallas_kernels.ring pallas_kernels.soft_cap "
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.ring pallas_kernels.soft_cap "
         "pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.cast_transpose": (
