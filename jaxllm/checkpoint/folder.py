@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,6 +21,7 @@ from jaxllm.families import from_hf
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+STAGE = ".save-"  # how folders begin in which a save writes
 # What is taken from the hub: no second copy of the weights in another format.
 HUB_FILES: list[str] = [
     *("config.json", "generation_config.json", HF_QUANT_CONFIG),
@@ -167,9 +170,9 @@ def stated_dtype(hf: Mapping[str, Any]) -> str | None:
 
 def check_new(folder: Path) -> None:
     """Before the work whose result goes there. Raises: ValueError if something is there but an
-    empty folder; OSError as `check_writable`.
+    empty folder, or one that a save that was cut short has left so; OSError as `check_writable`.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(map(_is_kept, folder.iterdir()))):
         raise ValueError(f"{folder} is there already; give a new folder")
     check_writable(folder)
 
@@ -190,6 +193,42 @@ def check_writable(folder: Path) -> None:
         for path in absent:
             with contextlib.suppress(OSError):  # it was not made, or is another's by now
                 path.rmdir()
+
+
+@contextlib.contextmanager
+def replacing(
+    folder: Path, config: str, outdated: Callable[[], Iterable[str]] = tuple
+) -> Iterator[Path]:
+    """A folder to write files into, which then take their names in `folder`; of those that are
+    `outdated` there, and not written, none is kept.
+
+    Nothing is changed before all are written. From then on `config`, without which nothing is
+    loaded, is the first to go and the last to come: a folder that is cut short is refused.
+    """
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.iterdir():
+        if not _is_kept(left):
+            shutil.rmtree(left)
+    stage = Path(tempfile.mkdtemp(prefix=STAGE, dir=folder))
+    try:
+        yield stage
+        files = (file for file in sorted(stage.rglob("*")) if file.is_file())
+        names = [file.relative_to(stage).as_posix() for file in files]
+        (folder / config).unlink(missing_ok=True)
+        for name in set(outdated()) - set(names):
+            (folder / name).unlink()
+        for name in sorted(names, key=lambda name: name == config):
+            (folder / name).parent.mkdir(exist_ok=True)
+            os.replace(stage / name, folder / name)
+    finally:
+        shutil.rmtree(stage)
+        if new and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _is_kept(path: Path) -> bool:
+    return not (path.name.startswith(STAGE) and path.is_dir())
 
 
 def weights_digest(folder: Path) -> str:

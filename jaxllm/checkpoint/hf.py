@@ -8,8 +8,6 @@ import functools
 import json
 import os
 import re
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +30,7 @@ from jaxllm.checkpoint.folder import (
     read_config,
     read_generation,
     read_quantization,
+    replacing,
     stated_dtype,
 )
 from jaxllm.checkpoint.packed_modules import PackedModule, Rows, find, put
@@ -238,8 +237,9 @@ def save(
     scales plain rows. Transformers unpacks nvfp4, mxfp4 and mxfp8 to bfloat16, and so reads
     them beside float32 weights only if it is given dtype=torch.bfloat16. More than
     `max_shard_size` (bytes, or a size such as "500MB") goes to several files. Files get their
-    names only when all are written; what other weights the folder had under those names is
-    removed, and with a tokenizer what else it had of another one.
+    names only when all are written, config.json last, so that a folder is refused in which that was
+    cut short; what other weights the folder had under those names is removed, and with a tokenizer
+    what else it had of another one.
     Raises: ValueError if the model is no Transformer or has adapters, its parameters or modules are
     not those that its config asks for, the path is a file or empty, or the config cannot be said in
     a config.json; NotImplementedError if a parameter is spread over several processes, or a packed
@@ -286,30 +286,18 @@ def save(
         sources, config = sources + more, {**config, "quantization_config": quantization}
     if table is not None:
         sources.append(_unpacked(table))
-    new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(prefix=".save-", dir=folder))
-    try:
+
+    def outdated() -> list[str]:
+        """What a reader would take for the new model's."""
+        weights = [file.name for file in folder.iterdir() if _WEIGHT_FILE.fullmatch(file.name)]
+        return weights + (tokenizer_files(folder) if tokenizer is not None else [])
+
+    with replacing(folder, "config.json", outdated) as stage:
         _write_weights(stage, sources, shard_bytes)
         if tokenizer is not None:
             tokenizer.save(stage)
         _write_json(stage / "generation_config.json", ids | _sampling(model.generation))
         _write_json(stage / "config.json", config)
-        new_files = [file for file in sorted(stage.rglob("*")) if file.is_file()]
-        names = [file.relative_to(stage).as_posix() for file in new_files]
-        for file, name in zip(new_files, names, strict=True):
-            (folder / name).parent.mkdir(exist_ok=True)
-            os.replace(file, folder / name)
-        # A reader would take the old weights, or templates, for the new model's
-        old = [file.name for file in folder.iterdir() if _WEIGHT_FILE.fullmatch(file.name)]
-        if tokenizer is not None:
-            old += tokenizer_files(folder)
-        for name in set(old) - set(names):
-            (folder / name).unlink()
-    finally:
-        shutil.rmtree(stage)
-        if new and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def check_packed(model: Transformer) -> None:

@@ -11,10 +11,7 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint.folder import enumerate_some, read_json
+from jaxllm.checkpoint.folder import enumerate_some, read_json, replacing
 from jaxllm.checkpoint.safetensors_file import Source, Tensor, read, read_header, write
 from jaxllm.checkpoint.tensor_names import LAYOUTS, Shape, stored_tensors
 
@@ -240,7 +237,8 @@ def write_folder(
     """Write a folder that `read_folder`, and PEFT, read. Arguments as there.
 
     In a fused family, parts with factors of their own become one module of the sum of their ranks;
-    parts that share `a` keep their rank. Files get their names only when both are written.
+    parts that share `a` keep their rank. Files get their names only when both are written, the
+    config last.
     Raises: NotImplementedError if PEFT cannot say it: DoRA beside LoRA, or on a part of a fused
     module alone; ValueError if the path is a file.
     """
@@ -290,18 +288,9 @@ def write_folder(
         for name, array in arrays.items():
             make = functools.partial(lambda array: [array], array)
             sources.append(Source(f"{_PREFIX}{module}.{name}", array.dtype, array.shape, make))
-    new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(prefix=".save-", dir=folder))
-    try:
+    with replacing(folder, CONFIG) as stage:
         write(stage / TENSORS, sources)
         (stage / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name in (TENSORS, CONFIG):
-            os.replace(stage / name, folder / name)
-    finally:
-        shutil.rmtree(stage)
-        if new and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def _fuse(

@@ -1,6 +1,8 @@
 """A Hugging Face folder to a model and back: values, files, and what is refused."""
 
 import json
+import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -728,6 +730,37 @@ def test_saving_over_a_checkpoint_leaves_none_of_its_weights(folder):
         "notes.safetensors",
     ]
     load(folder)
+
+
+def killed_after(replaced: int, monkeypatch) -> None:
+    """What a save has written stays, too, as where its process is killed."""
+    done = iter(range(replaced))
+
+    def replace(old, new):
+        if next(done, None) is None:
+            raise KeyboardInterrupt
+        Path(old).rename(new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)
+
+
+@pytest.mark.parametrize("size", ["5GB", "0.04MB"])
+@pytest.mark.parametrize("replaced", range(3))
+def test_a_folder_in_which_a_save_was_cut_short_is_refused(folder, monkeypatch, replaced, size):
+    model, tokenizer = load(folder)
+    other, _ = load(folder)
+    nnx.update(other, jax.tree.map(lambda x: -x, nnx.state(other)))
+    with monkeypatch.context() as patch:
+        killed_after(replaced, patch)
+        with pytest.raises(KeyboardInterrupt):
+            save(other, tokenizer, folder, max_shard_size=size)
+    with pytest.raises(FileNotFoundError, match=r"there is no config.json; give a checkpoint's f"):
+        load(folder)
+    assert list(folder.glob(".save-*"))
+    save(model, tokenizer, folder)
+    load(folder)
+    assert not list(folder.glob(".save-*"))
 
 
 def test_saving_over_a_checkpoint_leaves_none_of_its_templates(folder):

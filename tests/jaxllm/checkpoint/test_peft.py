@@ -1,7 +1,11 @@
 """What a PEFT folder may hold beside the adapter; `test_lora.py` has the rest."""
 
+import dataclasses
 import json
+import os
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,3 +53,26 @@ def test_a_failed_save_leaves_no_folder(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_folder(tmp_path / "new", {"lm_head": ONE}, SHAPES, fused=False)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_a_folder_in_which_a_save_was_cut_short_is_refused(folder, monkeypatch, replaced):
+    """Of two adapters of one shape, the tensors of one would go with the alpha of the other."""
+    done = iter(range(replaced))
+
+    def replace(old, new):
+        if next(done, None) is None:
+            raise KeyboardInterrupt
+        Path(old).rename(new)
+
+    other = dataclasses.replace(ONE, a=-ONE.a, alpha=8.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        patch.setattr(shutil, "rmtree", lambda path: None)  # as where the process is killed
+        with pytest.raises(KeyboardInterrupt):
+            write_folder(folder, {"lm_head": other}, SHAPES, fused=False)
+    with pytest.raises(FileNotFoundError, match="there is no adapter_config.json; give a folder"):
+        read_folder(folder, SHAPES, fused=False)
+    write_folder(folder, {"lm_head": other}, SHAPES, fused=False)
+    assert read_folder(folder, SHAPES, fused=False)["lm_head"].alpha == 8.0
+    assert sorted(file.name for file in folder.iterdir()) == [peft.CONFIG, peft.TENSORS]
