@@ -320,7 +320,8 @@ def make_train_step(
     """A compiled `step(state, batch) -> (state, metrics)` that donates the state.
 
     What is trained, and the scale of the loss, are the state's. The batch's rows are worked on in
-    `micro_batches` equal parts, one after the other: less memory, same result up to rounding, since
+    `micro_batches` equal parts, one after the other (all its arrays then have the rows of `tokens`;
+    a number is every part's): less memory, same result up to rounding, since
     the gradient is that of the loss's sum over all parts divided by its count over all parts (or by
     the sum of its weights, if a loss of your own returns that). An optimiser that takes `value` is
     given that quotient; one that calls the loss itself (a line search) is refused by the step.
@@ -415,15 +416,21 @@ def _accumulate(gradient: Callable[[Batch], Any], batch: Batch, parts: int) -> A
     if parts < 1 or rows % parts:
         raise ValueError(f"train: {rows} rows cannot be split into {parts} equal micro-batches")
 
-    def part(x: Any) -> Array:
+    def part(path: Any, x: Any) -> Array:
         """Every parts-th row, so that a part of a preference batch holds pairs, chosen ones first;
         a number without rows whole.
         """
         if not jnp.ndim(x):
             return jnp.broadcast_to(x, (parts,))
+        if len(x) != rows:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"train: {name} has {len(x)} rows and tokens {rows}; micro_batches cuts a batch by "
+                "rows, so that all its arrays must have as many"
+            )
         return jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:])).swapaxes(0, 1)
 
-    split = jax.tree.map(part, batch)
+    split = jax.tree.map_with_path(part, batch)
     first = jax.tree.map(lambda x: x[0], split)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, first))
 

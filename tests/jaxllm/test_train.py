@@ -1,4 +1,5 @@
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
@@ -533,6 +534,23 @@ def test_a_number_of_the_batch_is_every_parts(parts):
         for w in (np.float32(1), 3.0)
     ]
     assert losses[1] == pytest.approx(3 * losses[0], rel=1e-6)
+
+
+def test_what_has_other_rows_than_the_tokens_cannot_be_cut():
+    """A weight a token of a vocabulary, say, of which each part would get a part."""
+
+    def scaled(model, batch):
+        total, count = train.token_loss(model, {k: batch[k] for k in ("tokens", "targets")})
+        return total * jnp.sum(batch["more"]["by_token"]), count
+
+    batch = {k: make_batch()[k] for k in ("tokens", "targets")}
+    batch["more"] = {"by_token": np.ones(8, np.float32)}
+    optimizer = optax.sgd(0.1)
+    for parts in (1, 2):
+        step = train.make_train_step(make_model(), optimizer, scaled, micro_batches=parts)
+        words = "^train: more.by_token has 8 rows and tokens 4; micro_batches cuts a batch by rows"
+        with pytest.raises(ValueError, match=words) if parts > 1 else contextlib.nullcontext():
+            step(train.init_state(make_model(), optimizer), batch)
 
 
 def test_an_optimiser_is_given_the_loss():
