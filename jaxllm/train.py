@@ -56,7 +56,7 @@ class TrainState:
     params: what is trained, by dotted name, in the dtype that the optimiser updates.
     frozen: the model's other parameters, by dotted name; no step changes them.
     step: how many batches were taken. skipped: how many of them changed no parameter, because a
-    gradient was not finite. scale: the scale of the loss.
+    gradient was not finite or no target counted. scale: the scale of the loss.
     """
 
     params: Params
@@ -265,6 +265,7 @@ def train_step(
     grads = jax.tree.map(lambda g: g * (nominal / tokens), state.scale.unscale(grads))
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(total)  # a sum is finite only if each part is
+    moves = finite & (count != 0)  # without targets weight decay would move weights all the same
 
     value = total / tokens  # which some optimisers want, `optax.contrib.reduce_on_plateau`
     takes = inspect.signature(optimizer.update).parameters.values()
@@ -289,7 +290,7 @@ def train_step(
         params = optax.apply_updates(state.params, updates)
 
     def keep(new, old):
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        return jax.tree.map(lambda n, o: jnp.where(moves, n, o), new, old)
 
     after = TrainState(
         cast(Params, keep(params, state.params)),
@@ -297,7 +298,7 @@ def train_step(
         keep(opt_state, state.opt_state),
         state.step + 1,
         state.scale.adjust(finite),
-        state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
+        state.skipped + jnp.where(moves, 0, 1).astype(jnp.int32),
     )
     metrics = {
         "loss": value,
@@ -325,10 +326,10 @@ def make_train_step(
     the gradient is that of the loss's sum over all parts divided by its count over all parts (or by
     the sum of its weights, if a loss of your own returns that). An optimiser that takes `value` is
     given that quotient; one that calls the loss itself (a line search) is refused by the step.
-    A step whose loss or gradient is not finite changes neither parameters nor the optimiser's
-    state, and is counted. What is spread over devices stays spread as it was. With
-    `stochastic_rounding`, bfloat16 weights are rounded up or down by chance, so that steps smaller
-    than their last digit are not lost.
+    A step whose loss or gradient is not finite, or whose count is 0 (a sum of weights may be below
+    it), changes neither parameters nor the optimiser's state, and is counted as skipped. What is
+    spread over devices stays spread as it was. With `stochastic_rounding`, bfloat16 weights are
+    rounded up or down by chance, so that steps smaller than their last digit are not lost.
     Metrics, scalars on the device: `loss` (that quotient), `tokens` (the count), `grad_norm`
     (before any clipping), `scale` (what the loss was multiplied by) and `skipped` (steps so far
     that changed nothing).

@@ -45,6 +45,7 @@ SMOOTHED = 20  # steps that a speed is the mean of
 # Steps in a row that changed nothing, at a scale of the loss that fell no further: what differs
 # from one to the next is the batch alone
 IDLE_SAID, IDLE_ENDS = 10, 200
+WHY_IDLE = "for a loss or gradient was not finite, or no target counted"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +203,8 @@ class Trainer:
         beside it.
         Raises: ValueError, with nothing overwritten, if the folder holds a run and `resume` is not
         set, or if it holds one with other settings, another model or optimiser; if what is held out
-        has no target, or a loss that is not finite before training; if no step changed anything,
-        for no loss and gradient was finite; and, the last step being saved first, if that goes on
+        has no target, or a loss that is not finite before training; if no step changed anything
+        (`WHY_IDLE`); and, the last step being saved first, if that goes on
         for `IDLE_ENDS` steps of this call, if the batches end early, have rows that `micro_batches`
         does not divide, or (in the host's memory) tokens, targets or positions that the model has
         not. FileNotFoundError if there is none to resume. StoppedError after Ctrl-C.
@@ -282,8 +283,8 @@ class Trainer:
                 again = idle > IDLE_SAID and row["step"] % self.eval_every == 0
                 if idle == IDLE_SAID or again:
                     self._say(
-                        f"step {row['step']}: the last {idle} steps changed nothing, for a loss or "
-                        f"gradient was not finite; after {IDLE_ENDS} of them the run ends"
+                        f"step {row['step']}: the last {idle} steps changed nothing, {WHY_IDLE}; "
+                        f"after {IDLE_ENDS} of them the run ends"
                     )
 
         def tell(row: dict[str, Any]) -> None:
@@ -363,9 +364,9 @@ class Trainer:
                     if not saves:
                         save(place, None)
                     raise ValueError(
-                        f"trainer: the last {idle} steps changed nothing, for no loss and gradient "
-                        "was finite; look at the data, or take a wider precision or a lower "
-                        f"learning rate ({StoppedError(checkpoints.latest_step)})"
+                        f"trainer: the last {idle} steps changed nothing, {WHY_IDLE}; look at the "
+                        "data, or take a wider precision or a lower learning rate "
+                        f"({StoppedError(checkpoints.latest_step)})"
                     )
 
     def _next_batch(self, i: int) -> tuple[Batch, _Work, dict[str, Any]]:
@@ -419,13 +420,11 @@ class Trainer:
         skipped, steps = int(self.state.skipped), int(self.state.step)
         if skipped == steps:
             raise ValueError(
-                f"trainer: none of the {steps} steps changed anything, for no loss and gradient "
-                "was finite; look at the data, or take a wider precision"
+                f"trainer: none of the {steps} steps changed anything, {WHY_IDLE}; look at the "
+                "data, or take a wider precision"
             )
         if skipped:
-            self._say(
-                f"{skipped} of {steps} steps changed nothing, for a loss or gradient was not finite"
-            )
+            self._say(f"{skipped} of {steps} steps changed nothing, {WHY_IDLE}")
 
     def _measure(self, i: int) -> dict[str, Any]:
         """The held-out loss of the parameters as they are, if anything is held out."""

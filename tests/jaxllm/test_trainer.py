@@ -488,7 +488,7 @@ def test_steps_that_changed_nothing_are_said_and_count_for_no_schedule(tmp_path,
     assert "2 of 8 steps changed nothing, for a loss or gradient was not finite" in said.text
     rows = rows_of(tmp_path / "some")[1:]
     assert [row["learning_rate"] for row in rows] == [0, 1, 1, 1, 2, 3, 4, 5]
-    with pytest.raises(ValueError, match="none of the 8 steps changed anything, for no loss and"):
+    with pytest.raises(ValueError, match="none of the 8 steps changed anything, for a loss or gr"):
         trainer(tmp_path / "all", batches=Flagged(lambda step: True), **options).fit()
 
 
