@@ -37,6 +37,7 @@ _SHALLOW = frozenset(
     + ("rejectattr", "reverse", "select", "selectattr", "slice")
 )
 _MARKS = ("_generation_begins", "_generation_ends")  # variables that a generation block prints
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # of several the first counts
 _WIDE = re.compile(  # "%9999d", "%*d", "{:9999}", "{:{}}"
     r"%[^a-zA-Z%]*(\d{4}|\*)|\{[^{}]*:[^{}]*(\d{4}|\{)"
 )
@@ -45,7 +46,9 @@ _WIDE = re.compile(  # "%9999d", "%*d", "{:9999}", "{:{}}"
 def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     """`messages` as the template `source` writes them; it sees plain JSON values only.
 
-    Entries of a message that are None are dropped, as transformers drops them.
+    Entries of a message that are None are dropped, and what a model thought has the names
+    reasoning_content and thinking where a message has it as one of `_REASONING`: as transformers
+    does both.
     Raises: ValueError if the messages are not JSON objects, or if the template has a syntax error,
     calls raise_exception, fails, or asks for what the sandbox refuses.
     """
@@ -245,7 +248,7 @@ def _render(source, messages, variables, marks: Sequence[str]) -> str:
         raise ValueError("chat template: messages must be a list of dicts with role and content")
     if not messages:
         raise ValueError("chat template: the list of messages is empty; at least one is needed")
-    chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    chat = [_as_read(message) for message in messages]
     for i, message in enumerate(chat):
         if not isinstance(message.get("role"), str):
             raise ValueError(f"chat template: message {i} has no role: {message!r:.80}")
@@ -267,6 +270,14 @@ def _render(source, messages, variables, marks: Sequence[str]) -> str:
         if type(error) is TemplateError:  # what raise_exception raises
             raise ValueError(f"chat template: refuses these messages: {reason}") from None
         raise ValueError(f"chat template: refused: {type(error).__name__}: {reason}") from None
+
+
+def _as_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    said = {key: value for key, value in message.items() if value is not None}
+    for key in _REASONING:
+        if key in said:
+            return {"thinking": said[key], **said, "reasoning_content": said[key]}
+    return said
 
 
 @functools.lru_cache(maxsize=32)

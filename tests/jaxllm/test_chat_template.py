@@ -36,6 +36,42 @@ def test_as_transformers(transformers, row):
     assert golden_text(row["template"]) == theirs
 
 
+THOUGHTS = [
+    {"reasoning": "r"},
+    {"thinking": "t"},
+    {"reasoning_content": "c"},
+    {"reasoning": "r", "thinking": "t", "reasoning_content": "c"},
+    {"reasoning": "r", "thinking": "", "reasoning_content": None},
+    {"reasoning": None},
+]
+READS = """{% for m in messages %}{% for k, v in m.items() %}{{ k }}={{ v }};{% endfor %}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("thought", "text"),
+    [
+        (THOUGHTS[0], "thinking=r;role=a;reasoning=r;content=x;reasoning_content=r;"),
+        (THOUGHTS[1], "thinking=t;role=a;content=x;reasoning_content=t;"),
+        (THOUGHTS[2], "thinking=c;role=a;reasoning_content=c;content=x;"),
+        (THOUGHTS[3], "thinking=t;role=a;reasoning=r;reasoning_content=c;content=x;"),
+        (THOUGHTS[4], "thinking=;role=a;reasoning=r;content=x;reasoning_content=;"),
+        (THOUGHTS[5], "role=a;content=x;"),
+    ],
+)
+def test_what_a_model_thought_has_every_name(thought, text):
+    assert render(READS, [{"role": "a", **thought, "content": "x"}]) == text
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("thought", THOUGHTS)
+def test_what_a_model_thought_as_transformers(transformers, thought):
+    chat = [{"role": "a", **thought, "content": "x"}]
+    there = [{k: v for k, v in chat[0].items() if v is not None}]
+    render_theirs = transformers.utils.chat_template_utils.render_jinja_template
+    assert render(READS, chat) == render_theirs([there], chat_template=READS)[0][0]
+
+
 def test_the_goldens_can_fail():
     # Jinja as it comes keeps the space around blocks, escapes HTML in tojson and knows no `break`
     import jinja2
