@@ -22,14 +22,16 @@ class Family:
     """One row of the table: what a `model_type` computes, where its file does not say it plainly.
 
     `fields` returns the `ModelConfig` fields that differ from Llama's; `fused` says that q/k/v and
-    gate/up are stored as one tensor each; `write` returns the keys that only this family's
-    `config.json` has.
+    gate/up are stored as one tensor each; `own_keys` that each query head has keys of its own where
+    num_key_value_heads is absent, which is another number in other families; `write` returns the
+    keys that only this family's `config.json` has.
     """
 
     architecture: str
     fields: Callable[[Keys], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     fused: bool = False
+    own_keys: bool = False
     tied_by_default: bool = False
     head_dim_by_default: int | None = None
     rope: RopeRules = dataclasses.field(default_factory=RopeRules)
@@ -205,6 +207,7 @@ FAMILIES: dict[str, Family] = {
         "LlamaForCausalLM",
         _llama,
         write=lambda config: {"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias},
+        own_keys=True,
     ),
     "mistral": Family(
         "MistralForCausalLM", lambda hf: _window_everywhere(hf, 4096), write=_write_window
@@ -227,6 +230,7 @@ FAMILIES: dict[str, Family] = {
             or config.max_position_embeddings,
         },
         fused=True,
+        own_keys=True,
         rope=RopeRules(
             part_of_head=True,
             kinds=("default", "longrope"),
@@ -347,6 +351,7 @@ def from_hf(hf: Mapping[str, Any], *, owner: str = "config.json") -> ModelConfig
         )
     family = FAMILIES[model_type]
     heads, width = keys.size("num_attention_heads"), keys.size("hidden_size")
+    all_heads = heads if family.own_keys or "num_key_value_heads" in hf else None  # null: all
     values: dict[str, Any] = {
         "model_type": model_type,
         "vocab_size": keys.size("vocab_size"),
@@ -354,7 +359,7 @@ def from_hf(hf: Mapping[str, Any], *, owner: str = "config.json") -> ModelConfig
         "intermediate_size": keys.size("intermediate_size"),
         "num_hidden_layers": keys.size("num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.size("num_key_value_heads", heads),
+        "num_key_value_heads": keys.size("num_key_value_heads", all_heads),
         "head_dim": keys.size("head_dim", family.head_dim_by_default or width // heads),
         "max_position_embeddings": keys.size("max_position_embeddings"),
         "rms_norm_eps": keys.number("rms_norm_eps"),

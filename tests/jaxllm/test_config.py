@@ -700,6 +700,27 @@ def test_a_bad_file_is_named_with_what_is_wrong(hf, sentence):
         from_hf(hf, owner="x/config.json")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_how_many_key_heads_there_are_is_not_made_up(family):
+    """Llama and Phi-3 have all; what others have without the key, 8 or 32 or 4, no file means."""
+    hf = {**LLAMA, "model_type": family, "hidden_act": "relu2" if family == "bitnet" else None}
+    assert from_hf({**hf, "num_key_value_heads": None}).num_key_value_heads == 4
+    del hf["num_key_value_heads"]
+    if family in ("llama", "phi3"):
+        assert from_hf(hf).num_key_value_heads == 4
+    else:
+        with pytest.raises(ValueError, match="^config.json: the key 'num_key_value_heads' is miss"):
+            from_hf(hf)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("family", FAMILIES)
+def test_key_heads_by_default_as_transformers(transformers, family):
+    sizes = {"num_attention_heads": 40, "hidden_size": 640, "pad_token_id": 0}
+    theirs = transformers.AutoConfig.for_model(family, **sizes)
+    assert (theirs.num_key_value_heads == 40) == FAMILIES[family].own_keys
+
+
 # ------------------------------------------------------------------------------ impossible models
 
 
