@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -172,6 +173,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("layer_types", "modules_to_not_convert"):
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))  # a list has no hash
+        for name in self.modules_to_not_convert:
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(
+                    f"config: modules_to_not_convert has {name!r:.60}; it must be names of "
+                    "modules, or beginnings or ends of those: no other expressions are read"
+                )
         sizes = (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
             "num_key_value_heads"
@@ -263,11 +270,11 @@ class ModelConfig:
         """Whether the module of this path ("layers.0.mlp.up_proj") is a `BitLinear`; no head is.
 
         A name of `modules_to_not_convert` is the beginning of the path with "model." before it, or
-        its end: as transformers reads them, without their regular expressions.
+        its end: as transformers reads them, for which a dot at the beginning is any character.
         """
         path = f"model.{module}"
         kept = any(
-            f"{path}.".startswith(f"{name}.") or path.endswith(name)
+            re.match(rf"{name}(?:(?<=\.)|(?=\.|$))", path) or path.endswith(name)
             for name in self.modules_to_not_convert
         )
         return self.bit_linear and module.startswith("layers.") and not kept

@@ -1,5 +1,6 @@
 """BitNet checkpoints: the hub's packing and ours into each other; three forms of one tiny model."""
 
+import dataclasses
 import json
 import warnings
 
@@ -238,6 +239,19 @@ def test_weights_that_are_not_packed_where_the_config_says_so(tmp_path):
         jaxllm.load(folder, dtype="float32")
 
 
+NAMES = ["model.layers.1", "model.layers.1.", "model.layers.1.mlp", "layers.1.mlp", "mlp.up_proj"]
+NAMES += ["up_proj", "_proj", "proj.", "model", "model.layers.1.mlp.up"]
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_converted_as_transformers(transformers, name):
+    config = dataclasses.replace(tiny_models.TINY, bit_linear=True, modules_to_not_convert=(name,))
+    converts = transformers.quantizers.quantizers_utils.should_convert_module
+    for module in ("layers.1.mlp.up_proj", "layers.11.mlp.up_proj", "layers.0.self_attn.q_proj"):
+        assert config.is_bit_linear(module) == converts(f"model.{module}", [name])
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -245,6 +259,10 @@ def test_weights_that_are_not_packed_where_the_config_says_so(tmp_path):
         ({"linear_class": "bitlinear"}, "quantization_mode is 'online'; supported of a bitlinear"),
         ({"use_rms_norm": True}, "use_rms_norm is True; supported are False"),
         ({"modules_to_not_convert": ["o_proj"]}, "a list must name lm_head, too"),
+        (
+            {"modules_to_not_convert": ["lm_head", "model.layers.*.mlp"]},
+            r"modules_to_not_convert has 'model.layers.\*.mlp'; it must be names of modules",
+        ),
         ({"bits": 2}, "could change the result: bits=2"),
     ],
 )
