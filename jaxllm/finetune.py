@@ -33,11 +33,10 @@ from jaxllm.checkpoint.folder import (
     read_config,
     read_generation,
     read_quantization,
-    stated_dtype,
     weights_digest,
 )
 from jaxllm.checkpoint.native import Checkpoints
-from jaxllm.config import DTYPES, REMAT, ModelConfig, Runtime
+from jaxllm.config import REMAT, ModelConfig, Runtime
 from jaxllm.console import Lines
 from jaxllm.generate import generate
 from jaxllm.model import Transformer
@@ -301,9 +300,9 @@ def export(
     """Writes what a run has learnt at its best step so far, and returns that step: the last one
     saved, which is said, where none has a finite held-out loss.
 
-    A Hugging Face folder in the dtype of the base, with adapters merged into the weights of the
-    original model (also where they were trained beside int4 ones); or, with `adapter`, a PEFT
-    folder.
+    A Hugging Face folder in the dtype of `load(base, dtype=None)`, with adapters merged into the
+    weights of the original model (also where they were trained beside int4 ones); or, with
+    `adapter`, a PEFT folder.
     Raises: FileNotFoundError if there is no run, or it has saved nothing; ValueError if `folder` is
     not empty, `adapter` is asked of a full run, what was learnt is not finite, or adapters were
     trained beside other weights than the base has now; NotImplementedError for adapters beside
@@ -593,10 +592,9 @@ def _writers(log: str | None, out: Path, settings: dict[str, Any]) -> list[metri
 
 
 def _cast(model: Transformer, base: str | os.PathLike[str]) -> None:
-    """The parameters in the dtype that the base is stored in."""
-    stated = stated_dtype(read_config(find_folder(base))[1])
-    if stated in DTYPES:
-        train.update(model, {n: x.astype(stated) for n, x in train.parameters(model).items()})
+    """The parameters in the dtype of an export, which loads the base with dtype=None."""
+    dtype = hf.said_dtype(find_folder(base))
+    train.update(model, {n: x.astype(dtype) for n, x in train.parameters(model).items()})
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -199,11 +199,20 @@ def _with_weight_dtype(
             f"load: dtype is {asked!r}, but the runtime's param_dtype is {runtime.param_dtype!r}; "
             "give one of them, or both the same"
         )
-    asked = asked or runtime.param_dtype or stated_dtype(hf)
-    if asked not in DTYPES:
-        stored = {FLOATS[tensor.dtype] for tensor in tensors.values() if tensor.dtype in FLOATS}
-        asked = _widest(stored) if stored else "float32"
+    asked = asked or runtime.param_dtype or _said_dtype(hf, tensors)
     return dataclasses.replace(runtime, param_dtype=asked)
+
+
+def said_dtype(folder: Path) -> str:
+    """The dtype of `load(folder, dtype=None)`. Raises: as it does for config and headers."""
+    return _said_dtype(read_config(folder)[1], list_tensors(folder))
+
+
+def _said_dtype(hf: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    if (stated := stated_dtype(hf)) in DTYPES:
+        return stated
+    stored = {FLOATS[tensor.dtype] for tensor in tensors.values() if tensor.dtype in FLOATS}
+    return _widest(stored) if stored else "float32"
 
 
 def _widest(dtypes: Collection[np.dtype]) -> str:

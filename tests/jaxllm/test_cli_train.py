@@ -456,6 +456,21 @@ def test_the_learning_rate_goes_with_method_and_width():
 
 
 @pytest.mark.slow
+def test_a_base_that_names_no_dtype_is_written_as_its_files_are(run, tune, folder, tmp_path):
+    base, out = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(folder, base)
+    config = json.loads((base / "config.json").read_text())
+    assert config.pop("dtype") == "bfloat16"
+    (base / "config.json").write_text(json.dumps(config))
+    code, _, err = tune(out, "--full", model=base)
+    assert code == 0, err
+    code, _, err = run("export", out, "--out", tmp_path / "whole")
+    assert code == 0, err
+    for written in (out / "model", tmp_path / "whole"):
+        assert json.loads((written / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.slow
 def test_what_an_export_refuses_and_says(run, tune, folder, tmp_path, monkeypatch):
     """A base with other weights than the run had; and steps that no loss speaks for."""
     base, out = tmp_path / "base", tmp_path / "run"
