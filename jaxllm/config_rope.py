@@ -113,7 +113,8 @@ def _rope(hf: Keys, spec: Mapping[str, Any], *, theta: float, rules: RopeRules) 
             values["factor"] = factor
             for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
                 values[key] = rope.number(key, default) or default
-            values["truncate"] = rope.flag("truncate", True)
+            # Transformers looks for it beside the dictionaries of a family that has two
+            values["truncate"] = rope.flag("truncate", True) or rules.two
             scales = [rope.number(key, 0.0) for key in YARN_SCALES]
             if min(scales) < 0:
                 raise ValueError(

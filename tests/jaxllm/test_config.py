@@ -513,6 +513,30 @@ def test_gemma3_may_have_an_older_key_that_scales_nothing():
     assert (rope.rope_type, rope.factor) == ("linear", 1.0)
 
 
+NESTED_YARN = {
+    "full_attention": {**YARN_ROPE, "factor": 8.0, "truncate": False},
+    "sliding_attention": {"rope_type": "default"},
+}
+
+
+def test_gemma3_does_not_read_whether_yarn_truncates():
+    assert from_hf({**GEMMA3, "rope_parameters": NESTED_YARN}).rope.truncate
+    with pytest.raises(ValueError, match="the yarn rope: truncate must be true or false, got 'n"):
+        from_hf({**GEMMA3, "rope_scaling": {**YARN_ROPE, "truncate": "no"}})
+
+
+@pytest.mark.reference
+def test_transformers_does_not_either(transformers):
+    def frequencies(truncate):
+        full = {**NESTED_YARN["full_attention"], "rope_theta": 1e4, "truncate": truncate}
+        nested = {**NESTED_YARN, "full_attention": full}
+        config = transformers.AutoConfig.for_model("gemma3_text", rope_parameters=nested)
+        rotary = transformers.models.gemma3.modeling_gemma3.Gemma3RotaryEmbedding(config)
+        return rotary.full_attention_inv_freq.numpy()
+
+    np.testing.assert_array_equal(frequencies(False), frequencies(True))
+
+
 def test_a_wrapped_gemma3_has_no_cap_of_logits():
     text = {**TEXT_4B, "final_logit_softcapping": None}
     assert from_hf({**WRAPPED, "text_config": text}) == from_hf(WRAPPED)
