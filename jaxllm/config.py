@@ -172,9 +172,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("layer_types", "modules_to_not_convert"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))  # a list has no hash
+            names: Any = () if getattr(self, name) is None else getattr(self, name)
+            if isinstance(names, str) or not isinstance(names, Iterable):
+                raise ValueError(f"config: {name} must be a tuple of names, got {names!r:.60}")
+            object.__setattr__(self, name, tuple(names))  # a list has no hash
         for name in self.modules_to_not_convert:
-            if not re.fullmatch(r"[\w.-]+", name):
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
                 raise ValueError(
                     f"config: modules_to_not_convert has {name!r:.60}; it must be names of "
                     "modules, or beginnings or ends of those: no other expressions are read"

@@ -813,6 +813,13 @@ def test_key_heads_by_default_as_transformers(transformers, family):
         ),
         ({"sliding_window": "4"}, "config: sliding_window must be a whole number, got '4'"),
         ({"sliding_window": True}, "config: sliding_window must be a whole number, got True"),
+        ({"layer_types": 5}, "config: layer_types must be a tuple of names, got 5"),
+        ({"layer_types": "full_attention"}, "layer_types must be a tuple of names, got 'full_att"),
+        (
+            {"modules_to_not_convert": "o_proj"},
+            "config: modules_to_not_convert must be a tuple of names, got 'o_proj'",
+        ),
+        ({"modules_to_not_convert": [5]}, "config: modules_to_not_convert has 5; it must be names"),
         ({"rms_norm_eps": math.inf}, "rms_norm_eps must be positive and finite, got inf"),
         ({"rms_norm_eps": True}, "rms_norm_eps must be positive and finite, got True"),
         (
