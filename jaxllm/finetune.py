@@ -115,6 +115,9 @@ class Recipe:
         for name in ("model", "data", "held_out"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
+        for name in ("model", "data", "targets"):
+            if not isinstance(value := getattr(self, name), str) or not value:
+                raise ValueError(f"finetune: {name} must be a text, not empty, got {value!r:.60}")
         for name, names in (
             ("method", METHODS),
             ("kind", lora.KINDS),
@@ -146,7 +149,7 @@ class Recipe:
                 raise ValueError(
                     f"finetune: {_named(name)} must be positive and finite, got {value!r}"
                 )
-        for name in ("targets", "kind", "alpha") if self.method == "full" else ():
+        for name in ("rank", "targets", "kind", "alpha") if self.method == "full" else ():
             if (value := getattr(self, name)) != getattr(Recipe, name):
                 raise ValueError(
                     f"finetune: {_named(name)} {value!r} is of adapters, and method 'full' has none"
@@ -283,7 +286,8 @@ def finetune(
         )
     with _naming(out / ("model" if recipe.method == "full" else "adapter")) as result:
         if recipe.method == "full":
-            _cast(model, recipe.model)
+            dtype = hf.said_dtype(folder)  # as an export, which loads the base with dtype=None
+            train.update(model, {n: x.astype(dtype) for n, x in train.parameters(model).items()})
             hf.save(model, tokenizer, result)
         else:
             lora.save_peft(model, result, base_model_name=os.fspath(recipe.model))
@@ -392,6 +396,8 @@ def _read_run(out: Path) -> tuple[Recipe, str | None]:
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
         base = content.pop(BASE, None)
+        if absent := [name for name in ("model", "data") if name not in content]:
+            raise ValueError(f"it has no {' and no '.join(absent)}")
         recipe = Recipe(**content)
         alpha = recipe.alpha or _usual_alpha(recipe)  # an older version wrote none
         return dataclasses.replace(recipe, alpha=alpha), base
@@ -589,12 +595,6 @@ def _writers(log: str | None, out: Path, settings: dict[str, Any]) -> list[metri
     if log == "tensorboard":
         return [metrics.tensorboard(out / "tensorboard")]
     return [metrics.wandb(out, settings)]
-
-
-def _cast(model: Transformer, base: str | os.PathLike[str]) -> None:
-    """The parameters in the dtype of an export, which loads the base with dtype=None."""
-    dtype = hf.said_dtype(find_folder(base))
-    train.update(model, {n: x.astype(dtype) for n, x in train.parameters(model).items()})
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

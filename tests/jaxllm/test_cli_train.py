@@ -510,6 +510,19 @@ def test_a_recipe_takes_paths(tmp_path):
             Recipe("m", "d", **{name: wrong})
     with pytest.raises(ValueError, match="learning_rate .* must be positive and finite, got '1'"):
         Recipe("m", "d", learning_rate="1")
+    for name, wrong in (("model", 5), ("data", None), ("targets", ("q_proj",)), ("model", "")):
+        with pytest.raises(ValueError, match=f"^finetune: {name} must be a text, not empty, got "):
+            Recipe(**{"model": "m", "data": "d", name: wrong})
+    words = r"rank \(--lora\) 64 is of adapters, and method 'full' has none"
+    with pytest.raises(ValueError, match=words):
+        Recipe("m", "d", method="full", rank=64)
+
+
+def test_a_recipe_without_a_model_says_so(tmp_path):
+    (tmp_path / "run.json").write_text('{"rank": 4, "data": "d"}')
+    words = "run.json: this is no recipe of jaxllm finetune: it has no model$"
+    with pytest.raises(ValueError, match=words):
+        finetune.read_recipe(tmp_path)
 
 
 def test_int4_beside_adapters_has_groups_that_divide():
