@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from jaxllm.record_files import Record
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.tokenizer import Tokenizer, check_tokenizer
 
 IGNORE = -100  # a target that is not counted, as in jaxllm.train
 ON_LONG = ("truncate", "split", "drop")
@@ -128,6 +128,7 @@ def encode_records(
     Raises: ValueError as `encode`; if on_long is another word, if a token is outside the
     vocabulary, or if no record is left.
     """
+    check_tokenizer("data", tokenizer)
     _check_on_long(on_long, ON_LONG)
 
     def cut(example: Example) -> list[Example]:
@@ -152,6 +153,7 @@ def encode_preferences(
 
     A pair cannot be split. It is left out if either answer has nothing to learn within `length`.
     """
+    check_tokenizer("data", tokenizer)
     _check_on_long(on_long, ("truncate", "drop"))
 
     def cut(pair: PreferenceExample) -> list[PreferenceExample]:
@@ -295,8 +297,10 @@ def encode(
     of fields, all of which must be there: "Question: {question}\nAnswer:". Or a list of names,
     which are joined by a line break, those that are absent or empty left out:
     ["instruction", "input"] (`check_keys` refuses names that no record has).
-    Raises: ValueError, with the record's place, if fields are missing or hold something else.
+    Raises: ValueError, with the record's place, if fields are missing or hold something else; and
+    if the tokenizer is none of ours.
     """
+    check_tokenizer("data", tokenizer)
     with _place(record):
         stop = _stop_id(tokenizer, stop_id)
         completes = _present(record, prompt_key) and _present(record, completion_key)
@@ -345,6 +349,7 @@ def encode_preference(
     Raises: ValueError, with the record's place, as `encode`; also if chosen and rejected are equal.
     """
     keys = (chosen_key, rejected_key)
+    check_tokenizer("data", tokenizer)
     with _place(record):
         stop = _stop_id(tokenizer, stop_id)
         for key in keys:

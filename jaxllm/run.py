@@ -36,7 +36,7 @@ from jaxllm.programs import (
 from jaxllm.prompts import encode_prompts
 from jaxllm.results import GenerationResult, Row, Timings
 from jaxllm.sampling import Sampling
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.tokenizer import Tokenizer, check_tokenizer
 
 SMALLEST_CHUNK, SMALLEST_CACHE, STOP_IDS_BUCKET = 16, 128, 8
 SMALLEST_DISPATCH = 64  # one program for the 64 tokens of `generate` and the 16 of `stream`
@@ -76,12 +76,7 @@ class Run:
                 "generate: it runs on the host and cannot be a part of a function that JAX "
                 "transforms; jaxllm.prefill and jaxllm.decode_step can"
             )
-        if not isinstance(tokenizer, Tokenizer | None):
-            kind = type(tokenizer)
-            raise ValueError(
-                "generate: tokenizer must be a jaxllm.Tokenizer or None, not "
-                f"{kind.__module__}.{kind.__qualname__}"
-            )
+        check_tokenizer("generate", tokenizer, optional=True)
         config = self.config = model.config
         limit = config.max_position_embeddings
         self.steps = min(integer("steps_per_dispatch", steps_per_dispatch, 1), limit)

@@ -38,6 +38,16 @@ def tokenizer_files(folder: str | Path) -> list[str]:
     return found + [file.relative_to(folder).as_posix() for file in templates if file.is_file()]
 
 
+def check_tokenizer(who: str, tokenizer: Any, *, optional: bool = False) -> None:
+    """Raises: ValueError by `who` for another library's, or what else is none."""
+    if not isinstance(tokenizer, Tokenizer) and not (optional and tokenizer is None):
+        kind = type(tokenizer)
+        raise ValueError(
+            f"{who}: tokenizer must be a jaxllm.Tokenizer{' or None' * optional}, not "
+            f"{kind.__module__}.{kind.__qualname__}"
+        )
+
+
 class Tokenizer:
     """The tokenizer of a checkpoint.
 

@@ -52,7 +52,7 @@ from jaxllm.families import FAMILIES, to_hf
 from jaxllm.layers import BitLinear, Embedding, Linear, computes_as
 from jaxllm.model import Transformer
 from jaxllm.quantize import PackedEmbedding, PackedLinear, packed_weights
-from jaxllm.tokenizer import Tokenizer, tokenizer_files
+from jaxllm.tokenizer import Tokenizer, check_tokenizer, tokenizer_files
 from pallas_kernels.packed import Packed
 from pallas_kernels.whole_number import is_whole
 
@@ -249,13 +249,15 @@ def save(
     names only when all are written, config.json last, so that a folder is refused in which that was
     cut short; what other weights the folder had under those names is removed, and with a tokenizer
     what else it had of another one.
-    Raises: ValueError if the model is no Transformer or has adapters, its parameters or modules are
+    Raises: ValueError if the model is no Transformer or has adapters, the tokenizer is none of
+    ours, the model's parameters or modules are
     not those that its config asks for, the path is a file or empty, or the config cannot be said in
     a config.json; NotImplementedError if a parameter is spread over several processes, or a packed
     weight is one that compressed-tensors cannot say, or has an order of inputs.
     """
     if not isinstance(model, Transformer):
         raise ValueError(f"save: model must be a Transformer, not {type(model).__name__}")
+    check_tokenizer("save", tokenizer, optional=True)
     if not os.fspath(path):
         raise ValueError("save: the path is empty; give a folder")
     shard_bytes = byte_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size

@@ -616,3 +616,18 @@ def test_shipped_data_suits_the_shipped_model(name, count, read):
     assert (found.long, found.untaught) == (0, 0)
     assert len({json.dumps(row) for row in rows}) == count
     assert f"| `{name}` | {count} of" in (REPO / "examples" / "data" / "README.md").read_text()
+
+
+@pytest.mark.own_errors
+def test_the_tokenizer_of_another_library_is_refused():
+    other = tiny_tokenizers.byte_level()
+    record, pair = {"text": "a"}, {"prompt": "a", "chosen": "b", "rejected": "c"}
+    for call in (
+        lambda: encode(record, other),
+        lambda: encode_preference(pair, other),
+        lambda: encode_records([record, record], other, length=8),
+        lambda: records.encode_preferences([pair, pair], other, length=8),
+    ):
+        words = "^data: tokenizer must be a jaxllm.Tokenizer, not tokenizers.Tokenizer$"
+        with pytest.raises(ValueError, match=words):
+            call()

@@ -694,17 +694,16 @@ def test_a_top_k_of_0_stays_said(folder, tmp_path, said):
 
 
 def test_a_failed_save_leaves_the_folder_as_it_was(folder, tmp_path):
-    class Broken:
-        bos_id = eos_id = None
-
+    class Broken(Tokenizer):
         def save(self, folder):
             raise OSError("disk full")
 
     model, _ = load(folder)
+    broken = Broken(tiny_tokenizers.files(tiny_tokenizers.byte_level()))
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     for target in (folder, tmp_path / "new"):
         with pytest.raises(OSError, match="disk full"):
-            save(model, Broken(), target)  # type: ignore[arg-type]
+            save(model, broken, target)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert not (tmp_path / "new").exists()
 
@@ -801,6 +800,11 @@ def test_saving_where_a_file_is(folder, tmp_path, monkeypatch):
 def test_saving_what_is_no_model(tmp_path):
     with pytest.raises(ValueError, match="^save: model must be a Transformer, not NoneType$"):
         save(None, None, tmp_path / "x")  # type: ignore[arg-type]
+    for wrong in ("x", tiny_tokenizers.byte_level()):  # a path, or another library's
+        words = "^save: tokenizer must be a jaxllm.Tokenizer or None, not (builtins.str|tokenizers)"
+        with pytest.raises(ValueError, match=words):
+            save(tiny_models.build(tiny_models.TINY), wrong, tmp_path / "x")  # type: ignore[arg-type]
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.reference
