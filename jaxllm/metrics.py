@@ -27,6 +27,15 @@ COLUMNS: Sequence[str] = (
 ).split()
 
 
+def check_writers(writers: Any) -> None:
+    """Raises: ValueError if it is anything else than a list or tuple of functions."""
+    if not isinstance(writers, list | tuple) or not all(map(callable, writers)):
+        raise ValueError(
+            "trainer: writers must be a list of functions, as metrics.tensorboard(folder) is one, "
+            f"got {writers!r:.60}"
+        )
+
+
 class Rows:
     """`metrics.jsonl` and `metrics.csv` of a run: a row a step, each written at once.
 

@@ -120,9 +120,9 @@ def init_state(
     and lie where their parameter does. Of a model that was put on devices (`load(sharding=)`) the
     rest of the state, and trained adapters that were added to it, are on all of those.
     Of a model of shapes alone (`nnx.eval_shape`) it is a state of shapes, to compile steps for.
-    Raises: ValueError if trainable is no function or the optimizer has no init and update; if
-    nothing is to be trained, or a packed weight, or something else that is no
-    floating-point array; or if the model has variables that are no `nnx.Param`.
+    Raises: ValueError if trainable is no function, the optimizer has no init and update, or the
+    scale no scale_loss and adjust; if nothing is to be trained, or a packed weight, or something
+    else that is no floating-point array; or if the model has variables that are no `nnx.Param`.
     """
     if trainable is not None and not callable(trainable):
         raise ValueError(
@@ -133,6 +133,11 @@ def init_state(
         raise ValueError(
             "train: the optimizer must have init and update, as optax.adamw(1e-3) has, got "
             f"{optimizer!r:.60}"
+        )
+    if not hasattr(scale, "scale_loss") or not hasattr(scale, "adjust"):
+        raise ValueError(
+            "train: scale must be one of jaxllm.precision, as StaticScale(1024.0) is, got "
+            f"{scale!r:.60}"
         )
     _check_variables(model)
     every = {
@@ -461,6 +466,10 @@ def _functional(model: Transformer, loss: Loss) -> Callable[[Params, Batch], Any
     """The loss as a function of parameters by name. The module is split here, and merged only while
     a program is traced.
     """
+    if not callable(loss):
+        raise ValueError(
+            f"train: loss must be a function of a model and a batch, as token_loss is, got {loss!r}"
+        )
     _check_variables(model)
     graph, state = nnx.split(model, nnx.Param)
     names = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}

@@ -99,11 +99,11 @@ class Trainer:
         alike.
     writers: `metrics.tensorboard(...)` and the like; one with a `close` is closed after `fit`.
     profile: how many steps, from the third on, are traced into `out/profile`; 0: none.
-    Raises: ValueError for numbers that are no integers or below what they must be, batches that
-    cannot say how far they have got, a held_out that has no end or tokens or targets that the model
-    has not, a schedule that cannot be traced or is not one number a count, settings that JSON
-    cannot say or that contradict the trainer's own, without matplotlib, and for what
-    `train.init_state` refuses.
+    Raises: ValueError for numbers that are no integers or below what they must be, what is no
+    function (a loss, sample or writer), batches that cannot say how far they have got, a held_out
+    that has no end or tokens or targets that the model has not, a schedule that cannot be traced or
+    is not one number a count, settings that JSON cannot say or that contradict the trainer's own,
+    without matplotlib, and for what `train.init_state` refuses.
     """
 
     def __init__(
@@ -138,8 +138,7 @@ class Trainer:
             ("keep", keep, 1),
             ("profile", profile, 0),
         ):
-            default = value is None and name in ("eval_every", "save_every")
-            if not default:
+            if value is not None or name not in ("eval_every", "save_every"):
                 integer(name, value, least, who="trainer")
         if not isinstance(batches, Batches):
             raise ValueError(
@@ -158,6 +157,9 @@ class Trainer:
             )
         for i, batch in enumerate(held_out, 1):
             check_batch(batch, f"held-out batch {i}", model, loss)
+        if not (sample is None or callable(sample)):
+            raise ValueError(f"trainer: sample must be a function of the model, got {sample!r:.60}")
+        metrics.check_writers(writers)
         try:  # as a checkpoint will have them
             said = json.loads(json.dumps(dict(settings or {}), allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -170,8 +172,7 @@ class Trainer:
         self.model, self.loss, self.batches, self.out = model, loss, batches, Path(out)
         steps = int(steps)
         self.steps, self.keep, self.profile = steps, int(keep), int(profile)
-        self.micro_batches = micro_batches
-        self.eval_every = eval_every or -(-steps // 10)
+        self.micro_batches, self.eval_every = micro_batches, eval_every or -(-steps // 10)
         self.save_every = save_every or self.eval_every
         self.held_out, self.sample = held_out, sample
         self.rates, self.writers = self._rates(schedule, steps), writers

@@ -163,6 +163,11 @@ def test_what_cannot_be_trained_is_named():
         train.init_state(model, optax.sgd(1), trainable=["norm.weight"])
     with pytest.raises(ValueError, match=r"the optimizer must have init and update, .*, got 0.1"):
         train.init_state(model, 0.1)
+    for scale in (None, 2.0):
+        with pytest.raises(ValueError, match=rf"^train: scale must be one of .*, got {scale}$"):
+            train.init_state(model, optax.sgd(1), scale=scale)
+    with pytest.raises(ValueError, match="^train: loss must be a function of a .*, got None$"):
+        train.make_evaluate(model, None)
     with pytest.raises(ValueError, match="none of the 21 parameters is to be trained"):
         train.init_state(model, optax.sgd(0.5), trainable=lambda name: False)
     model.norm.weight.set_value(jnp.ones(24, jnp.int8))

@@ -400,6 +400,23 @@ def test_a_schedule_must_be_one_that_jax_can_trace(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.own_errors
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("scale", 2.0, "train: scale must be one of jaxllm.precision, .*, got 2.0"),
+        ("loss", None, "train: loss must be a function of a model and a batch, .*, got None"),
+        ("sample", "x", "trainer: sample must be a function of the model, got 'x'"),
+        ("writers", 5, "trainer: writers must be a list of functions, .*, got 5"),
+        ("writers", [5], r"trainer: writers must be a list of functions, .*, got \[5\]"),
+    ],
+)
+def test_what_is_no_function_is_refused_before_a_folder_is_made(tmp_path, name, value, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        trainer(tmp_path / "run", **{name: value})
+    assert not (tmp_path / "run").exists()
+
+
 def test_batches_must_say_how_far_they_are(tmp_path):
     with pytest.raises(ValueError, match=r"state\(\) and restore\(\), .*, got a list_iterator$"):
         trainer(tmp_path, batches=iter([1]))
@@ -534,7 +551,7 @@ def test_a_scale_that_still_falls_is_waited_for(tmp_path, said, monkeypatch):
 def test_stochastic_rounding_reaches_the_step(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(train, "make_train_step", lambda *_, **options: seen.append(options))
-    trainer(tmp_path, loss=object(), stochastic_rounding=True)
+    trainer(tmp_path, loss=lambda *_: None, stochastic_rounding=True)
     assert seen == [{"micro_batches": 1, "stochastic_rounding": True}]
 
 
