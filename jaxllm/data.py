@@ -241,7 +241,7 @@ class _Batches(Iterator[Batch]):
         rows = integer(unit, rows, 1, who="data")
         length = integer("length", length, 1, who="data")
         seed = integer("seed", seed, 0, who="data")
-        prefetch = integer("prefetch", prefetch, 0, who="data")
+        prefetch = integer("prefetch", prefetch, 1, who="data")
         epochs = None if epochs is None else integer("epochs", epochs, 1, who="data")
         if not units:
             raise ValueError("data: there are no examples to load")
@@ -259,9 +259,7 @@ class _Batches(Iterator[Batch]):
         dataset = (
             grain.MapDataset.source(self._order)
             .map(self._make)
-            .to_iter_dataset(
-                grain.ReadOptions(num_threads=1, prefetch_buffer_size=max(1, prefetch))
-            )
+            .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch))
         )
         self._iterator = iter(dataset)
 
@@ -331,7 +329,8 @@ class Loader(_Batches):
     Every example is in one batch of every epoch. Rows are packed once (`pack=False`: one example a
     row); an epoch draws their order anew and spreads them evenly over its batches, so that a batch
     may hold rows of padding. Endless if `epochs` is None. All processes together see what one
-    process with all their rows would see. `prefetch` batches are made ahead, in a thread.
+    process with all their rows would see. `prefetch` batches, one at least, are made ahead, in a
+    thread.
     Raises: ValueError for examples longer than a row and numbers out of range.
     """
 

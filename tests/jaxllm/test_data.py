@@ -273,7 +273,8 @@ def test_another_run_is_refused(changes, sentence):
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
         ({"rows": 4.0}, "rows must be an integer of at least 1, got 4.0"),
         ({"epochs": 1.5}, "epochs must be an integer of at least 1, got 1.5"),
-        ({"prefetch": None}, "prefetch must be an integer of at least 0, got None"),
+        ({"prefetch": None}, "prefetch must be an integer of at least 1, got None"),
+        ({"prefetch": 0}, "prefetch must be an integer of at least 1, got 0"),  # it was 1 then
         ({"process_index": 2, "process_count": 2}, r"process_index must be in \[0, 2\), got 2"),
     ],
 )
