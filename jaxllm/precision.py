@@ -9,12 +9,16 @@ is written once for all three.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.options import is_number
 
 Tree = TypeVar("Tree")
 
@@ -127,6 +131,35 @@ class DynamicScale:
     @property
     def value(self) -> Float[Array, ""]:
         return jnp.asarray(self.scale, jnp.float32)
+
+
+_BETWEEN = {"growth": (1.0, math.inf), "backoff": (0.0, 1.0), "good": (-1.0, math.inf)}
+
+
+def check_scale(scale: Any) -> None:
+    """Of `train.init_state`, and not where one is made: JAX makes pytrees of anything.
+
+    Raises: ValueError for what is no scale, and for numbers that cannot be one's.
+    """
+    if not hasattr(scale, "scale_loss") or not hasattr(scale, "adjust"):
+        raise ValueError(
+            "precision: a scale is one of jaxllm.precision's, as StaticScale(1024.0), got "
+            f"{scale!r:.60}"
+        )
+    if not isinstance(scale, StaticScale | DynamicScale):
+        return  # one of its caller's own
+    shapes = Tracer | jax.ShapeDtypeStruct
+    known = {n: np.asarray(x).tolist() for n, x in vars(scale).items() if not isinstance(x, shapes)}
+    for name, x in known.items():
+        low, high = _BETWEEN.get(name, (0.0, math.inf))
+        if not is_number(x) or not low < x < high:
+            raise ValueError(
+                f"precision: {name} of a {type(scale).__name__} must be above {low:g} and "
+                f"{'finite' if high == math.inf else f'below {high:g}'}, got {x!r:.60}"
+            )
+    low, high = known.get("min_scale", 0), known.get("max_scale", math.inf)
+    if low > high:
+        raise ValueError(f"precision: min_scale {low} is above max_scale {high}")
 
 
 @dataclasses.dataclass(frozen=True)

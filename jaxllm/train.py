@@ -33,7 +33,7 @@ from jaxllm.layers import Embedding, Linear
 from jaxllm.meshes import mesh_problem
 from jaxllm.model import Transformer
 from jaxllm.optimizers import apply_updates_stochastically
-from jaxllm.precision import NoScale, Scale
+from jaxllm.precision import NoScale, Scale, check_scale
 from jaxllm.quantize import PackedEmbedding, PackedLinear, packed_weights
 from pallas_kernels.packed import Packed
 
@@ -121,7 +121,7 @@ def init_state(
     rest of the state, and trained adapters that were added to it, are on all of those.
     Of a model of shapes alone (`nnx.eval_shape`) it is a state of shapes, to compile steps for.
     Raises: ValueError if trainable is no function, the optimizer has no init and update, or the
-    scale no scale_loss and adjust; if nothing is to be trained, or a packed weight, or something
+    scale is none or cannot be one; if nothing is to be trained, or a packed weight, or something
     else that is no floating-point array; or if the model has variables that are no `nnx.Param`.
     """
     if trainable is not None and not callable(trainable):
@@ -134,11 +134,7 @@ def init_state(
             "train: the optimizer must have init and update, as optax.adamw(1e-3) has, got "
             f"{optimizer!r:.60}"
         )
-    if not hasattr(scale, "scale_loss") or not hasattr(scale, "adjust"):
-        raise ValueError(
-            "train: scale must be one of jaxllm.precision, as StaticScale(1024.0) is, got "
-            f"{scale!r:.60}"
-        )
+    check_scale(scale)
     _check_variables(model)
     every = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x

@@ -417,7 +417,7 @@ MAY_IMPORT = {
         "jaxllm.integers jaxllm.model jaxllm.prompts jaxllm.results jaxllm.run jaxllm.tokenizer"
     ),
     "jaxllm.optimizers": "",
-    "jaxllm.precision": "",
+    "jaxllm.precision": "pallas_kernels.options",
     "jaxllm.record_files": "",
     "jaxllm.records": "jaxllm.record_files jaxllm.tokenizer",
     "jaxllm.data": "jaxllm.integers jaxllm.record_files jaxllm.records",

@@ -1,6 +1,7 @@
 """Loss scales by the script of the specs; half precision trains as float32 does."""
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -59,6 +60,31 @@ def test_growth_needs_good_steps_in_a_row_and_is_bounded_both_ways():
     assert run_script(DynamicScale(scale=4.0, min_scale=2.0), "xxx") == [2, 2, 2]
     assert run_script(DynamicScale(scale=4.0, max_scale=8.0, interval=1), "...") == [8, 8, 8]
     assert run_script(DynamicScale(scale=1.0, growth=4.0, backoff=0.25, interval=1), ".x") == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (StaticScale(0.0), "scale of a StaticScale must be above 0 and finite, got 0.0"),
+        (StaticScale(-2.0), "scale of a StaticScale must be above 0 and finite, got -2.0"),
+        (StaticScale(math.inf), "scale of a StaticScale must be above 0 and finite, got inf"),
+        (StaticScale("8"), "scale of a StaticScale must be above 0 and finite, got '8'"),
+        (DynamicScale(math.nan), "scale of a DynamicScale must be above 0 and finite, got nan"),
+        (DynamicScale(growth=1.0), "growth of a DynamicScale must be above 1 and finite, got 1"),
+        (DynamicScale(backoff=1.0), "backoff of a DynamicScale must be above 0 and below 1, got "),
+        (DynamicScale(interval=0), "interval of a DynamicScale must be above 0 and finite, got "),
+        (DynamicScale(min_scale=8.0, max_scale=4.0), "min_scale 8.0 is above max_scale 4.0$"),
+    ],
+)
+def test_numbers_that_cannot_be_a_scales(scale, words):
+    model = make_model("fp32")
+    with pytest.raises(ValueError, match=f"^precision: {words}"):
+        train.init_state(model, optax.sgd(0.1), scale=scale)
+
+
+def test_a_tree_of_sizes_has_the_scales_classes():
+    """So that what is made cannot be checked where it is made."""
+    assert jax.tree.map(lambda x: 0 * x.nbytes, StaticScale(8.0)) == StaticScale(0)
 
 
 @pytest.mark.parametrize("scale", [NoScale(), StaticScale(2.0**10), DynamicScale()], ids=type)

@@ -164,7 +164,7 @@ def test_what_cannot_be_trained_is_named():
     with pytest.raises(ValueError, match=r"the optimizer must have init and update, .*, got 0.1"):
         train.init_state(model, 0.1)
     for scale in (None, 2.0):
-        with pytest.raises(ValueError, match=rf"^train: scale must be one of .*, got {scale}$"):
+        with pytest.raises(ValueError, match=rf"^precision: a scale is one of .*, got {scale}$"):
             train.init_state(model, optax.sgd(1), scale=scale)
     with pytest.raises(ValueError, match="^train: loss must be a function of a .*, got None$"):
         train.make_evaluate(model, None)

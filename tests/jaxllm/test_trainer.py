@@ -404,7 +404,7 @@ def test_a_schedule_must_be_one_that_jax_can_trace(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("scale", 2.0, "train: scale must be one of jaxllm.precision, .*, got 2.0"),
+        ("scale", 2.0, "precision: a scale is one of jaxllm.precision's, .*, got 2.0"),
         ("loss", None, "train: loss must be a function of a model and a batch, .*, got None"),
         ("sample", "x", "trainer: sample must be a function of the model, got 'x'"),
         ("writers", 5, "trainer: writers must be a list of functions, .*, got 5"),
