@@ -20,6 +20,8 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt8
 
+from pallas_kernels.options import is_number
+
 BLOCK = 256  # numbers that share a scale
 MIN_SIZE = 4096  # a smaller parameter keeps its moments in float32
 
@@ -152,6 +154,7 @@ def scale_by_adam_8bit(
     `min_size` is static, so `optax.inject_hyperparams` needs it among its `static_args`.
     Within a step the moments are float32, and so are the updates: one parameter's at a time, but
     where `jax.shard_map` is, in which XLA may hold those of all.
+    Raises: ValueError for a b1 or b2 outside [0, 1), and a traced `min_size`.
     Source: Dettmers et al. 2021, arXiv:2110.02861; blocks of 256, of the last axis only.
     """
     if isinstance(min_size, Tracer):
@@ -159,6 +162,10 @@ def scale_by_adam_8bit(
             "scale_by_adam_8bit: min_size is a traced number, but state depends on it; give "
             "optax.inject_hyperparams static_args=('min_size',)"
         )
+    for name, b in (("b1", b1), ("b2", b2)):
+        traced = isinstance(b, jax.Array)  # of optax.inject_hyperparams
+        if not traced and not (is_number(b) and 0 <= b < 1):
+            raise ValueError(f"scale_by_adam_8bit: {name} must be in [0, 1), got {b!r:.60}")
 
     def small(param: Any) -> bool:
         return param.ndim < 2 or param.size < min_size

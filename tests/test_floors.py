@@ -416,7 +416,7 @@ MAY_IMPORT = {
     "jaxllm.generate": (
         "jaxllm.integers jaxllm.model jaxllm.prompts jaxllm.results jaxllm.run jaxllm.tokenizer"
     ),
-    "jaxllm.optimizers": "",
+    "jaxllm.optimizers": "pallas_kernels.options",
     "jaxllm.precision": "pallas_kernels.options",
     "jaxllm.record_files": "",
     "jaxllm.records": "jaxllm.record_files jaxllm.tokenizer",

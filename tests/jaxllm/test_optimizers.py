@@ -241,6 +241,15 @@ def test_an_update_that_is_not_compiled_is_compiled_once(caplog):
     assert [line for line in caplog.messages if "ompil" in line]  # the log says it
 
 
+@pytest.mark.own_errors
+@pytest.mark.parametrize("wrong", [{"b1": 2.0}, {"b2": 1.0}, {"b1": -0.1}, {"b2": "0.9"}])
+def test_a_moment_that_would_not_fade_is_refused(wrong):
+    ((name, value),) = wrong.items()
+    words = rf"^scale_by_adam_8bit: {name} must be in \[0, 1\), got {value!r}$"
+    with pytest.raises(ValueError, match=words):
+        optimizers.adamw_8bit(1e-2, **wrong)
+
+
 def test_optax_may_inject_its_settings():
     inject = optax.inject_hyperparams(optimizers.adamw_8bit, static_args=("min_size",))
     params = {"a": jnp.ones((64, 256)), "b": jnp.ones(3)}
