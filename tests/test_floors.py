@@ -452,7 +452,7 @@ MAY_IMPORT = {
     ),
     "jaxllm.checkpoint.folder": (
         "jaxllm.checkpoint.bitnet jaxllm.checkpoint.quantization_config "
-        "jaxllm.checkpoint.safetensors_file jaxllm.config jaxllm.families"
+        "jaxllm.checkpoint.safetensors_file jaxllm.config jaxllm.config_keys jaxllm.families"
     ),
     "jaxllm.checkpoint.tensor_names": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.safetensors_file"

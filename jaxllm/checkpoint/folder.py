@@ -17,6 +17,7 @@ from jaxllm.checkpoint import bitnet, quantization_config
 from jaxllm.checkpoint.quantization_config import HF_QUANT_CONFIG, Quantization
 from jaxllm.checkpoint.safetensors_file import Tensor, read_header
 from jaxllm.config import GenerationDefaults, ModelConfig
+from jaxllm.config_keys import Keys
 from jaxllm.families import from_hf
 
 WEIGHTS = "model.safetensors"
@@ -349,14 +350,16 @@ def read_generation(folder: Path, hf: Mapping[str, Any]) -> GenerationDefaults:
             )
         return value
 
+    if type(top_k := said.get("top_k")) not in (int, type(None)):
+        raise ValueError(f"{file}: top_k must be a whole number, got {top_k!r}")
     off = GenerationDefaults()
     return GenerationDefaults(
         stop_ids=ids("eos_token_id"),
         bos_id=next(iter(ids("bos_token_id")), None),
         pad_id=next(iter(ids("pad_token_id")), None),
-        do_sample=bool(said.get("do_sample")),
+        do_sample=Keys(said, str(file)).flag("do_sample", False),
         temperature=float(number("temperature", off.temperature)),
-        top_k=None if said.get("top_k") is None else int(number("top_k", 0)),
+        top_k=None if top_k is None else int(number("top_k", 0)),
         top_p=float(number("top_p", off.top_p)),
         min_p=float(number("min_p", off.min_p)),
         repetition_penalty=float(number("repetition_penalty", off.repetition_penalty)),

@@ -645,6 +645,10 @@ def test_generation_defaults(folder):
         ("top_p", "high"),
         ("top_k", True),
         ("top_k", float("nan")),
+        ("top_k", 50.9),
+        ("top_k", 10**39),
+        ("do_sample", "false"),
+        ("do_sample", 1),
         ("temperature", float("inf")),
     ],
 )
