@@ -44,13 +44,14 @@ _WIDE = re.compile(  # "%9999d", "%*d", "{:9999}", "{:{}}"
 
 
 def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-    """`messages` as the template `source` writes them; it sees plain JSON values only.
+    """`messages` as the template `source` writes them; it sees plain JSON values only, and so a
+    tuple as a list.
 
     Entries of a message that are None are dropped, and what a model thought has the names
     reasoning_content and thinking where a message has it as one of `_REASONING`: as transformers
     does both.
-    Raises: ValueError if the messages are not JSON objects, or if the template has a syntax error,
-    calls raise_exception, fails, or asks for what the sandbox refuses.
+    Raises: ValueError if the messages are not JSON objects, whose keys are texts, or if the
+    template has a syntax error, calls raise_exception, fails, or asks for what the sandbox refuses.
     """
     return _render(source, messages, variables, ("", ""))
 
@@ -260,6 +261,10 @@ def _render(source, messages, variables, marks: Sequence[str]) -> str:
         raise ValueError(
             f"chat template: messages must be made of plain JSON values: {error}"
         ) from None
+    if strange := [key for key in _keys(chat) if not isinstance(key, str)]:
+        raise ValueError(
+            f"chat template: the keys of a message and within it must be texts, got {strange[0]!r}"
+        )
     values = json.loads(plain) | dict(zip(_MARKS, marks, strict=True))
     try:
         sandbox, template = _template(source)
@@ -270,6 +275,15 @@ def _render(source, messages, variables, marks: Sequence[str]) -> str:
         if type(error) is TemplateError:  # what raise_exception raises
             raise ValueError(f"chat template: refuses these messages: {reason}") from None
         raise ValueError(f"chat template: refused: {type(error).__name__}: {reason}") from None
+
+
+def _keys(value: Any) -> Iterator[Any]:
+    """Of all dictionaries within."""
+    if isinstance(value, Mapping):
+        yield from value
+        value = list(value.values())
+    for part in value if isinstance(value, list | tuple) else ():
+        yield from _keys(part)
 
 
 def _as_read(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -223,6 +223,11 @@ def test_templates_that_fail(template, reason):
         ([{"role": "user"}], "message 0 has no content: "),
         ([{"role": "user", "content": None}], "message 0 has no content: "),
         ([{"role": "user", "content": b"hi"}], "plain JSON values"),
+        ([{"role": "user", "content": "a", 1: "b"}], "keys of a message .* must be texts, got 1"),
+        (
+            [{"role": "user", "content": [{"type": "text", "meta": ({None: 1},)}]}],
+            "keys of a message and within it must be texts, got None",
+        ),
     ],
 )
 def test_wrong_messages(messages, reason):
