@@ -31,6 +31,7 @@ from jaxllm.records import (
     encode_preferences,
     encode_records,
 )
+from pallas_kernels.options import is_number
 
 __all__ = [
     "IGNORE",
@@ -95,6 +96,8 @@ def _rows(examples: Sequence[Example], length: int, packed: bool) -> list[list[i
 
 def _by_length(examples: Sequence[Example], length: int) -> list[int]:
     """The indices of the examples, the longest first."""
+    integer("length", length, 1, who="data")
+    _check_kind(examples, Example)
     sizes = [len(example) for example in examples]
     for i, size in enumerate(sizes):
         if not 1 <= size <= length:
@@ -103,6 +106,12 @@ def _by_length(examples: Sequence[Example], length: int) -> list[int]:
                 "encode_records cuts longer ones"
             )
     return sorted(range(len(sizes)), key=lambda i: -sizes[i])
+
+
+def _check_kind(examples: Sequence[Any], kind: type) -> None:
+    for i, example in enumerate(examples):
+        if not isinstance(example, kind):
+            raise ValueError(f"data: example {i} is no {kind.__name__}, but {example!r:.60}")
 
 
 def row_batch(examples: Sequence[Example], rows: Sequence[Sequence[int]], length: int) -> Batch:
@@ -167,10 +176,11 @@ def hold_out(items: Sequence[Any], *, fraction: float, seed: int = 0) -> tuple[l
 
     Raises: ValueError if fraction is not between 0 and 1, or nothing is left to train on.
     """
-    if not 0 < fraction < 1:
+    if not is_number(fraction) or not 0 < fraction < 1:
         raise ValueError(
-            f"data: the fraction to hold out must be above 0 and below 1, got {fraction}"
+            f"data: the fraction to hold out must be above 0 and below 1, got {fraction!r:.60}"
         )
+    seed = integer("seed", seed, 0, who="data")
     count = max(1, round(fraction * len(items)))
     if count >= len(items):
         raise ValueError(
@@ -392,6 +402,7 @@ class PreferenceLoader(_Batches):
         self._reference = (
             None if reference is None else _checked_reference(reference, len(examples))
         )
+        _check_kind(examples, PreferenceExample)
         _by_length([side for pair in examples for side in (pair.chosen, pair.rejected)], length)
         self._examples = examples
         super().__init__(

@@ -27,6 +27,8 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     parquet or not UTF-8, or if something in it is no JSON object; the sentence has the line, or the
     place in the array.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"data: a file of records is a path, got {path!r:.60}")
     path = Path(os.path.expanduser(path))
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"

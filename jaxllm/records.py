@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from jaxllm.integers import integer
 from jaxllm.record_files import Record
 from jaxllm.tokenizer import Tokenizer, check_tokenizer
 
@@ -205,8 +206,7 @@ def _encode_all(
     on_long: str,
     vocab_size: int | None,
 ) -> Encoded[Kind]:
-    if length < 1:
-        raise ValueError(f"data: length must be 1 or more tokens, got {length}")
+    integer("length", length, 1, who="data")
 
     def encoded(i: int, record: Any) -> Kind:
         if not isinstance(record, Mapping):

@@ -419,8 +419,8 @@ MAY_IMPORT = {
     "jaxllm.optimizers": "pallas_kernels.options",
     "jaxllm.precision": "pallas_kernels.options",
     "jaxllm.record_files": "",
-    "jaxllm.records": "jaxllm.record_files jaxllm.tokenizer",
-    "jaxllm.data": "jaxllm.integers jaxllm.record_files jaxllm.records",
+    "jaxllm.records": "jaxllm.integers jaxllm.record_files jaxllm.tokenizer",
+    "jaxllm.data": "jaxllm.integers jaxllm.record_files jaxllm.records pallas_kernels.options",
     "jaxllm.fusion": (
         "jaxllm.checkpoint.tensor_names jaxllm.layers jaxllm.quantize pallas_kernels.quantize"
     ),

@@ -283,6 +283,26 @@ def test_arguments_out_of_range(changes, sentence):
         Loader(**{"examples": numbered(3), "rows": 4, "length": 8, "seed": 0} | changes)
 
 
+@pytest.mark.own_errors
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: data.pack(numbered(3), "a"), "length must be an integer of at least 1, got 'a'"),
+        (lambda: Loader([1], rows=1, length=8, seed=0), "example 0 is no Example, but 1"),
+        (
+            lambda: data.PreferenceLoader(numbered(1), pairs=1, length=8, seed=0),
+            "example 0 is no PreferenceExample, but Example",
+        ),
+        (lambda: data.hold_out(range(3), fraction="a"), "the fraction to hold out must .* got 'a'"),
+        (lambda: data.hold_out(range(3), fraction=0.5, seed=-1), "seed must be an integer of at "),
+        (lambda: data.read_records(None), "a file of records is a path, got None"),
+    ],
+)
+def test_arguments_of_another_kind(call, sentence):
+    with pytest.raises(ValueError, match=f"^data: {sentence}"):
+        call()
+
+
 def test_all_at_once_for_evaluation():
     examples = make_examples(*range(1, 12))
     found = data.batches(examples, rows=2, length=16)

@@ -523,6 +523,7 @@ def test_longer_records_are_truncated_split_or_left_out():
         encode_records(TEXTS, TINY, length=10, on_long="cut")
 
 
+@pytest.mark.own_errors
 def test_the_summary_counts():
     rows = [{"prompt": "abcdefghijkl", "completion": "m"}, {"prompt": "ab", "completion": "cd"}]
     found = encode_records(rows, TINY, length=10)
@@ -532,8 +533,10 @@ def test_the_summary_counts():
     )
     with pytest.raises(ValueError, match="data: there is nothing to learn; 1 record: 0 examples"):
         encode_records(rows[:1], TINY, length=10)
-    with pytest.raises(ValueError, match="data: length must be 1 or more tokens, got 0"):
-        encode_records(rows, TINY, length=0)
+    for length in (0, 8.5, "8"):
+        words = f"^data: length must be an integer of at least 1, got {length!r}$"
+        with pytest.raises(ValueError, match=words):
+            encode_records(rows, TINY, length=length)  # type: ignore[arg-type]
 
 
 def test_records_of_ones_own_are_told_by_their_number():
