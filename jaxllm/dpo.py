@@ -25,6 +25,7 @@ from jaxllm.data import PreferenceExample, preference_batch
 from jaxllm.integers import integer
 from jaxllm.model import Transformer
 from jaxllm.train import IGNORE, Batch, Loss, head_factors
+from pallas_kernels.options import is_number
 
 KINDS = ("sigmoid", "ipo")
 
@@ -137,10 +138,10 @@ def cache_reference(
 def _check(beta: float, kind: str, label_smoothing: float) -> None:
     if kind not in KINDS:
         raise ValueError(f"dpo: kind {kind!r} is not one of {', '.join(KINDS)}")
-    if not beta > 0:
-        raise ValueError(f"dpo: beta must be positive, got {beta}")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"dpo: label_smoothing must be in [0, 0.5), got {label_smoothing}")
+    if not is_number(beta) or not beta > 0:
+        raise ValueError(f"dpo: beta must be positive, got {beta!r}")
+    if not is_number(label_smoothing) or not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"dpo: label_smoothing must be in [0, 0.5), got {label_smoothing!r}")
     if kind == "ipo" and label_smoothing:
         raise ValueError("dpo: label_smoothing is for kind 'sigmoid'")
 

@@ -348,6 +348,10 @@ class Block(nnx.Module):
         runtime: Runtime = Runtime(),
         rngs: nnx.Rngs,
     ):
+        if layer not in range(config.num_hidden_layers):
+            raise ValueError(
+                f"layers: the config has layers 0 to {config.num_hidden_layers - 1}, got {layer!r}"
+            )
         norm = {
             "eps": config.rms_norm_eps,
             "zero_centered": config.zero_centered_norm,

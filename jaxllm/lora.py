@@ -177,6 +177,8 @@ def add_adapters(
     alpha = 2 * rank if alpha is None else alpha
     if not is_number(alpha) or not 0 < alpha < math.inf:
         raise ValueError(f"lora: alpha must be a positive number, got {alpha!r}")
+    if not isinstance(rngs, nnx.Rngs):
+        raise ValueError(f"lora: rngs must be an nnx.Rngs, as nnx.Rngs(0), got {rngs!r:.60}")
     linears = _linears(model)
     names = _match(targets, linears, tied=getattr(model, "lm_head", model) is None)
     widest = max(max(_base_weight(linears[name]).shape) for name in names)

@@ -58,6 +58,8 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, runtime: Runtime = Runtime(), *, rngs: nnx.Rngs):
+        if not isinstance(config, ModelConfig):
+            raise ValueError(f"model: config must be a ModelConfig, got {config!r:.60}")
         ops.check_names(runtime.implementation)  # a Runtime knows no op
         both = {"runtime": runtime, "rngs": rngs}
         scale = config.hidden_size**0.5 if config.scale_embedding else None

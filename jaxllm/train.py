@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxtyping import Array, Float, Int, Num
 
 from jaxllm import ops
+from jaxllm.integers import integer
 from jaxllm.layers import Embedding, Linear
 from jaxllm.meshes import mesh_problem
 from jaxllm.model import Transformer
@@ -335,6 +336,7 @@ def make_train_step(
     (before any clipping), `scale` (what the loss was multiplied by) and `skipped` (steps so far
     that changed nothing).
     """
+    micro_batches = integer("micro_batches", micro_batches, 1, who="train")
     step = functools.partial(
         train_step,
         model=model,
@@ -517,6 +519,8 @@ def draw_windows(
 
     Raises: ValueError if the text is too short for one and its last target.
     """
+    for name, value in (("rows", rows), ("length", length)):
+        integer(name, value, 1, who="train")
     if len(tokens) <= length:
         raise ValueError(
             f"train: windows of {length} tokens and a target need a text of at least {length + 1} "

@@ -425,8 +425,8 @@ MAY_IMPORT = {
         "jaxllm.checkpoint.tensor_names jaxllm.layers jaxllm.quantize pallas_kernels.quantize"
     ),
     "jaxllm.train": (
-        "jaxllm.layers jaxllm.meshes jaxllm.model jaxllm.ops jaxllm.optimizers jaxllm.precision "
-        "jaxllm.quantize pallas_kernels.packed"
+        "jaxllm.integers jaxllm.layers jaxllm.meshes jaxllm.model jaxllm.ops jaxllm.optimizers "
+        "jaxllm.precision jaxllm.quantize pallas_kernels.packed"
     ),
     "jaxllm.quantize": f"{KERNELS} jaxllm.config jaxllm.layers jaxllm.ops",
     "jaxllm.fp8": (
@@ -489,7 +489,10 @@ MAY_IMPORT = {
         "jaxllm.aot jaxllm.byte_size jaxllm.checkpoint.hf jaxllm.config jaxllm.fp8 jaxllm.integers "
         "jaxllm.lora jaxllm.model jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.train"
     ),
-    "jaxllm.dpo": "jaxllm.data jaxllm.integers jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train",
+    "jaxllm.dpo": (
+        "jaxllm.data jaxllm.integers jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train "
+        "pallas_kernels.options"
+    ),
     "jaxllm.finetune": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.checkpoint.native jaxllm.config "
         "jaxllm.console jaxllm.data jaxllm.fp8 jaxllm.generate jaxllm.lora jaxllm.metrics "

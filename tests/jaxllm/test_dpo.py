@@ -164,6 +164,8 @@ def test_the_loader_carries_the_reference():
     [
         ({"kind": "hinge"}, "dpo: kind 'hinge' is not one of sigmoid, ipo"),
         ({"beta": 0}, "dpo: beta must be positive, got 0"),
+        ({"beta": "a"}, "dpo: beta must be positive, got 'a'"),
+        ({"label_smoothing": None}, "dpo: label_smoothing must be in [0, 0.5), got None"),
         ({"label_smoothing": 0.5}, "dpo: label_smoothing must be in [0, 0.5), got 0.5"),
         ({"kind": "ipo", "label_smoothing": 0.1}, "dpo: label_smoothing is for kind 'sigmoid'"),
     ],

@@ -52,6 +52,11 @@ def foreign() -> tuple[Foreign, jax.Array, jax.Array]:
     return model, x, y
 
 
+def test_a_layer_that_the_config_has_not_is_refused():
+    with pytest.raises(ValueError, match="^layers: the config has layers 0 to 1, got 99$"):
+        Block(TINY, 99, rngs=nnx.Rngs(0))
+
+
 def test_in_a_foreign_module(foreign):
     """Under nnx.jit and nnx.value_and_grad; split once, under jax.jit, jax.grad and jax.vmap."""
     model, x, y = foreign

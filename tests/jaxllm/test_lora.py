@@ -210,6 +210,7 @@ def test_targets(targets, names):
         ({"targets": ["lm_head"]}, NotImplementedError, "the head is tied to the embedding"),
         ({"targets": "embed_tokens"}, NotImplementedError, "is a table and no Linear"),
         ({"targets": []}, ValueError, "lora: targets is empty; name modules, or give 'all-linear'"),
+        ({"rngs": 0}, ValueError, "lora: rngs must be an nnx.Rngs, as nnx.Rngs(0), got 0"),
         ({"rank": 0}, ValueError, "lora: rank must be an integer of at least 1, got 0"),
         ({"rank": 2.5}, ValueError, "lora: rank must be an integer of at least 1, got 2.5"),
         ({"rank": True}, ValueError, "lora: rank must be an integer of at least 1, got True"),
@@ -228,7 +229,7 @@ def test_targets(targets, names):
 def test_what_cannot_be_is_one_sentence(options, error, words):
     model = build(dataclasses.replace(TINY, tie_word_embeddings=True))
     with pytest.raises(error, match=re.escape(words)) as raised:
-        lora.add_adapters(model, rngs=nnx.Rngs(0), **options)
+        lora.add_adapters(model, **{"rngs": nnx.Rngs(0), **options})
     assert "\n" not in str(raised.value)
     assert not lora.adapters(model)
 

@@ -58,6 +58,11 @@ def step(graph, state, tokens, cache, segment_ids):
 # ------------------------------------------------------------------------------------- one forward
 
 
+def test_what_is_no_config_is_refused():
+    with pytest.raises(ValueError, match="^model: config must be a ModelConfig, got None$"):
+        Transformer(None, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits(name):
     model = tiny_models.build(CONFIGS[name])

@@ -103,6 +103,8 @@ def test_micro_batches_must_divide_the_rows():
     step = train.make_train_step(model, optax.sgd(0.5), micro_batches=3)
     with pytest.raises(ValueError, match="4 rows cannot be split into 3 equal micro-batches"):
         step(train.init_state(model, optax.sgd(0.5)), make_batch())
+    with pytest.raises(ValueError, match="^train: micro_batches must be an integer of at least 1"):
+        train.make_train_step(model, optax.sgd(0.5), micro_batches=0)
 
 
 def test_a_step_of_ones_own_is_the_same_step():
@@ -735,6 +737,10 @@ def test_windows_are_refused_that_cannot_be():
     for count in (0, 1, 8):
         with pytest.raises(ValueError, match=f"a text of at least 9 tokens, got {count}"):
             train.draw_windows(jnp.arange(count), jax.random.key(0), rows=1, length=8)
+    for name in ("rows", "length"):
+        sizes = {"rows": 1, "length": 8, name: 0}
+        with pytest.raises(ValueError, match=f"^train: {name} must be an integer of at least 1, g"):
+            train.draw_windows(jnp.arange(20), jax.random.key(0), **sizes)
 
 
 def test_windows_may_be_drawn_of_numpys_text_where_the_key_is_traced():
