@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
         held_out=evaluation,
         sample=sample,
         schedule=schedule,
-        settings={k: getattr(args, k) for k in ("learning_rate", "beta", "loss", "rank")},
+        settings={k: getattr(args, k) for k in "learning_rate beta loss rank dtype".split()},
     )
     try:
         with loader:

@@ -71,7 +71,7 @@ def main(
         held_out=evaluation,
         sample=sample,
         schedule=schedule,
-        settings={"learning_rate": args.learning_rate},
+        settings={"learning_rate": args.learning_rate, "dtype": args.dtype},
     )
     try:
         with loader:

@@ -49,6 +49,7 @@ def test_it_writes_a_peft_folder(monkeypatch, tmp_path, capsys):
 
 def test_one_step_and_a_loss_that_is_not_finite(monkeypatch, tmp_path):
     def fit(self, *, resume):
+        assert self.settings["dtype"] == "float32"  # which --resume must have alike
         return Fitted({}, 1, 2.0, None, "b", "a")
 
     monkeypatch.setattr(Trainer, "fit", fit)
