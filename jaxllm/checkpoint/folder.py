@@ -23,11 +23,13 @@ from jaxllm.families import from_hf
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STAGE = ".save-"  # how folders begin in which a save writes
-# What is taken from the hub: no second copy of the weights in another format.
+# What is taken from the hub: no second copy of the weights in another format. Tokenizers that are
+# not read are told from a model without one.
 HUB_FILES: list[str] = [
     *("config.json", "generation_config.json", HF_QUANT_CONFIG),
     *(WEIGHTS, INDEX, "model-*.safetensors"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json"),
     *("chat_template.jinja", "additional_chat_templates/*.jinja"),
 ]
 _OTHER_FOLDERS = {  # by a file that tells them
@@ -75,7 +77,10 @@ def _download(hub_id: str) -> Path:
             "huggingface_hub is needed: pip install huggingface_hub"
         ) from None
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
+        folder = Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
+        if others := _listed_elsewhere(folder):
+            huggingface_hub.snapshot_download(hub_id, allow_patterns=others)
+        return folder
     except errors.GatedRepoError:
         reason = "its licence must be accepted on its page there first; then run: hf auth login"
     except errors.RepositoryNotFoundError:
@@ -86,6 +91,16 @@ def _download(hub_id: str) -> Path:
     raise FileNotFoundError(
         f"there is no folder {hub_id}, and the Hugging Face hub does not give it: {reason}"
     )
+
+
+def _listed_elsewhere(folder: Path) -> list[str]:
+    """The files that the index names and that are not there: `HUB_FILES` has the usual names."""
+    places = None
+    with contextlib.suppress(OSError, ValueError):  # `list_tensors` says what is wrong with it
+        places = read_json(folder / INDEX).get("weight_map")
+    names = places.values() if isinstance(places, dict) else ()
+    absent = {name for name in names if isinstance(name, str) and not (folder / name).exists()}
+    return sorted(absent)
 
 
 def read_json(file: Path) -> dict[str, Any]:

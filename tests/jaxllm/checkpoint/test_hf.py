@@ -584,10 +584,25 @@ def test_a_hub_id_is_downloaded(hub, folder, monkeypatch, tmp_path):
     assert find_folder("org/name-1.5_b") == folder
     name, patterns = hub.asked
     assert name == "org/name-1.5_b"
-    assert {"config.json", "tokenizer.json", "model-*.safetensors", INDEX} <= set(patterns)
+    wanted = {"config.json", "tokenizer.json", "tokenizer.model", "model-*.safetensors", INDEX}
+    assert wanted <= set(patterns)
     assert not any("bin" in pattern or pattern == "*.safetensors" for pattern in patterns)
     (tmp_path / "org/name-1.5_b").mkdir(parents=True)
     assert find_folder("org/name-1.5_b") == Path("org/name-1.5_b")
+
+
+def test_weights_of_other_names_are_downloaded_too(hub, folder, monkeypatch, tmp_path):
+    """Those that the index names, which "download it again" would not bring."""
+    monkeypatch.chdir(tmp_path)
+    hub.answer = folder
+    (folder / WEIGHTS).rename(folder / "part-1.safetensors")
+    names = safetensors.numpy.load_file(folder / "part-1.safetensors")
+    weight_map = dict.fromkeys(names, "part-1.safetensors") | {"x": "part-2.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert find_folder("org/name") == folder
+    assert hub.asked == ("org/name", ["part-2.safetensors"])
+    (folder / INDEX).write_text("{")
+    assert find_folder("org/name") == folder
 
 
 @pytest.mark.parametrize(
