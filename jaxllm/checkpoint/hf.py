@@ -250,10 +250,10 @@ def save(
     cut short; what other weights the folder had under those names is removed, and with a tokenizer
     what else it had of another one.
     Raises: ValueError if the model is no Transformer or has adapters, the tokenizer is none of
-    ours, the model's parameters or modules are
-    not those that its config asks for, the path is a file or empty, or the config cannot be said in
-    a config.json; NotImplementedError if a parameter is spread over several processes, or a packed
-    weight is one that compressed-tensors cannot say, or has an order of inputs.
+    ours, the model's parameters or modules are not those that its config asks for, the path is a
+    file or empty, or the config cannot be said in a config.json; NotImplementedError if a parameter
+    is spread over several processes, or a packed weight is one that compressed-tensors cannot say,
+    or has an order of inputs.
     """
     if not isinstance(model, Transformer):
         raise ValueError(f"save: model must be a Transformer, not {type(model).__name__}")
