@@ -19,6 +19,7 @@ def main(args: argparse.Namespace) -> None:
     folder = jaxllm.shipped_checkpoint() if args.folder is None else args.folder
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     model, tokenizer = jaxllm.load(folder, dtype=dtype)
+    jaxllm.fuse(model)  # for the fastest kernels of a Hopper GPU; the command does it too
 
     pieces = jaxllm.stream(
         model,

@@ -161,7 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "model", nargs="?", metavar="MODEL", help="a folder or a hub id (default: the shipped one)"
     )
-    inspect.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
+    text = "of the weights in memory; auto: bfloat16 on a GPU, float32 on a CPU"
+    inspect.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help=text)
     cli_quantize.add_options(inspect)
     inspect.set_defaults(run=_inspect)
     cli_quantize.add_command(commands)
@@ -206,7 +207,8 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> No
     group = parser.add_argument_group(
         "sampling (what is not given: greedy; chat: as the checkpoint says)"
     )
-    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N")
+    text = f"to write at most (default {max_new_tokens})"
+    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=text)
     for name, kind, value, text in (
         ("temperature", float, "T", "0 takes the likeliest token"),
         ("top-k", int, "K", "keep the K likeliest; 0 keeps all"),

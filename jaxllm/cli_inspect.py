@@ -177,6 +177,7 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
     if gated:
         named = {"epilogue": ops.EPILOGUES[mlp.activation]}
         gate = ("fused_linear", "prefill, gate", (x, weight), named)
+    sliced = {"sliced": model.layers[-1].self_attn.slices}
     ids = array(1, t, dtype="int32")
     filtered = [
         array(*shape, dtype=kind) for shape in ((1, v), (1,)) for kind in ("int32", "float32")
@@ -184,7 +185,7 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
     for op, call, operands, named in (
         ("embedding", "prefill", (_weight(model.embed_tokens), ids), {}),
         ("rms_norm", "prefill", (x, array(d)), {"eps": config.rms_norm_eps}),
-        ("rope", "prefill", (array(1, t, n, h), array(1, t, k, h), rotary, rotary), {}),
+        ("rope", "prefill", (array(1, t, n, h), array(1, t, k, h), rotary, rotary), sliced),
         gate,
         ("sampling_threshold", "top-k, top-p", filtered, {}),
         ("linear_cross_entropy", "training", (x, head, ids), {}),

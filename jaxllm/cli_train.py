@@ -89,7 +89,8 @@ def _add_plan(commands: Any) -> None:
         help="tokens a row (default 1024, or the positions of a model with fewer)",
     )
     add("--micro-batches", type=int, default=1, metavar="N", help="parts of a batch (default 1)")
-    add("--card", default="h200", metavar="NAME|SIZE", help="such as 24GB (default h200)")
+    text = "h200, h100, a100, rtx4090, or a size such as 24GB (default h200)"
+    add("--card", default="h200", metavar="NAME|SIZE", help=text)
     _add_method(parser)
     _add_memory(parser, precision="bf16", remat="auto")
     cli_quantize.add_options(parser)
@@ -174,7 +175,8 @@ def _add_finetune(commands: Any) -> None:
         "--seq",
         type=int,
         metavar="T",
-        help="tokens a row (default: by the longest record)",
+        help="tokens a row; what is longer is cut (default: the power of two that holds the "
+        "longest record, 1024 at most)",
     )
     add(
         "--on-long",
@@ -197,7 +199,8 @@ def _add_finetune(commands: Any) -> None:
         metavar="R",
         help="at the end of the warm-up (default: by method and width)",
     )
-    add("--micro-batches", type=int, metavar="N", help="compute a batch in so many parts")
+    text = "compute a batch in so many parts (default: 1 on a GPU, one a row on a CPU)"
+    add("--micro-batches", type=int, metavar="N", help=text)
     add("--eval-every", type=int, metavar="N", help="steps (default: ten times in all)")
     add("--save-every", type=int, metavar="N", help="steps (default: with each evaluation)")
     add("--seed", type=int, metavar="N", help="of adapters and of the order of the data")

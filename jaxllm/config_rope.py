@@ -67,12 +67,20 @@ def read_ropes(hf: Keys, rules: RopeRules) -> dict[str, Rope]:
 
 
 def written_ropes(config: ModelConfig, rules: RopeRules) -> dict[str, Any]:
-    """The `rope_parameters` that say the config's ropes."""
-    rope = _written(config.rope, rules)
-    if not rules.two:
-        return rope
-    ropes = (rope, _written(config.sliding_rope or config.rope, rules))
-    return dict(zip(LAYER_TYPES, ropes, strict=True))
+    """The keys that say the config's ropes: `rope_parameters`, and those that transformers 4 and
+    what is built on it read in its place.
+    """
+    rope, sliding = config.rope, config.sliding_rope or config.rope
+    said: dict[str, Any] = {"rope_parameters": _written(rope, rules), "rope_theta": rope.rope_theta}
+    if rope.rope_type != "default":
+        said["rope_scaling"] = _written(rope, rules)
+    if rules.part_of_head:
+        said["partial_rotary_factor"] = rope.partial_rotary_factor
+    if rules.two:
+        ropes = (_written(each, rules) for each in (rope, sliding))
+        said["rope_parameters"] = dict(zip(LAYER_TYPES, ropes, strict=True))
+        said["rope_local_base_freq"] = sliding.rope_theta
+    return said
 
 
 def _rope(hf: Keys, spec: Mapping[str, Any], *, theta: float, rules: RopeRules) -> Rope:

@@ -414,7 +414,8 @@ def _refuse_unread(keys: Keys, *, also_inert: frozenset[str] = frozenset()) -> N
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` that says this config, in the spelling of transformers 5.
+    """The `config.json` that says this config, in the spelling of transformers 5; its ropes also in
+    that of 4.
 
     Its dtype and its token ids are not a config's: whoever writes the file adds them.
 
@@ -440,7 +441,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "hidden_act": config.hidden_act,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "rope_parameters": written_ropes(config, family.rope),
+        **written_ropes(config, family.rope),
         **family.write(config),
         **_write_bit_linears(config),
     }

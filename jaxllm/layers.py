@@ -230,6 +230,11 @@ class Attention(nnx.Module):
         self.window = config.window(layer)
         self.implementation = runtime.implementation
 
+    @property
+    def slices(self) -> bool:
+        """Whether queries and keys are cut out of one product's result, as `ops.rope` asks."""
+        return self.qkv_proj is not None and self.q_norm is None
+
     def __call__(
         self,
         x: Float[Array, "B T D"],
@@ -252,13 +257,12 @@ class Attention(nnx.Module):
         else:
             every = self.qkv_proj(x).reshape(b, t, -1, self.width)
             q, k, v = jnp.split(every, (self.heads, self.heads + self.kv_heads), axis=2)
-        sliced = self.qkv_proj is not None and self.q_norm is None
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is None:
             start = jnp.zeros((b,), jnp.int32) if cache is None else cache.lengths
             rotary = self.rotary(start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :])
-        q, k = ops.rope(q, k, *rotary, sliced=sliced, implementation=self.implementation)
+        q, k = ops.rope(q, k, *rotary, sliced=self.slices, implementation=self.implementation)
         if cache is None:
             entry = None
             keys = {"k": k, "v": v, "q_segment_ids": segment_ids, "kv_segment_ids": segment_ids}

@@ -172,9 +172,10 @@ def quantize(
         own, and for int4 the largest of 128, 64 and 32 that divides, or else the largest even one
         below 128 that does.
     keep: projections that stay: the last part of a name, or a pattern of whole dotted names.
-    from_host: of a model that was loaded into the host's memory (with `on_host()`). Each weight is
-        brought to the default device to be packed there, and then all that stays as it is: the
-        device never holds more than the packed model and one weight in work.
+    from_host: of a model that was loaded into the host's memory, with `on_host()` (of this module:
+        `from jaxllm.quantize import on_host`). Each weight is brought to the default device to be
+        packed there, and then all that stays as it is: the device never holds more than the packed
+        model and one weight in work.
     Raises: ValueError for an unknown scheme, a group size that does not divide a weight's inputs,
     weights that are NaN or infinite (it names the first), a name in `keep` that is nobody's or
     the head's where `head` packs it, a projection that is BitNet's or packed in another way and not

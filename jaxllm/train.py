@@ -99,7 +99,10 @@ def update(model: Transformer, params: Params) -> None:
     }
     for name, param in own.items():
         if name not in params:
-            raise ValueError(f"train: there is no parameter {name} to put back into the model")
+            raise ValueError(
+                f"train: there is no parameter {name} to put back into the model; of a state of "
+                "which a part is trained, give all_params"
+            )
         if (shape := jnp.shape(params[name])) != param.shape:
             raise ValueError(f"train: {name} has shape {shape}, the model's {param.shape}")
     for name, param in own.items():

@@ -1,4 +1,4 @@
-"""`Trainer`: the loop around a training step, for one device and a data set.
+"""`Trainer`: the loop around a training step, over a data set.
 
 It evaluates, shows a live bar, writes metrics, saves, and resumes bit for bit. The loop reads
 nothing back that the device still works on: numbers come `LAG` steps late, and the next batch is

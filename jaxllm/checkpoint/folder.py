@@ -59,7 +59,12 @@ def find_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{name} is a file; give the folder of the checkpoint")
     # A path such as checkpoints/typo looks like org/name too; its first part tells them apart.
     is_id = isinstance(path_or_hub_id, str) and _HUB_ID.fullmatch(name)
-    if not is_id or folder.parent.exists():
+    if is_id and folder.parent.exists():
+        raise FileNotFoundError(
+            f"there is no folder {name!r}; it is not looked for on the Hugging Face hub, since "
+            f"{folder.parent.name!r} is a folder here: rename that, or go to another one"
+        )
+    if not is_id:
         raise FileNotFoundError(
             f"there is no folder {name!r}; give a checkpoint's folder, or the id of a model on "
             "the Hugging Face hub (org/name)"

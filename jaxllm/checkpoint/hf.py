@@ -275,8 +275,9 @@ def save(
     strange = [path for path in arrays if path.rpartition(".")[2] not in ("weight", "bias")]
     if strange:
         raise ValueError(
-            f"save: a checkpoint has no {strange[0]}; jaxllm.lora.merge makes plain weights of "
-            "adapters and what is below them, or jaxllm.lora.save_peft writes the adapters alone"
+            f"save: a checkpoint has no {strange[0]}: of adapters and what is below them "
+            "jaxllm.lora.merge makes plain weights, and jaxllm.lora.save_peft writes them alone; a "
+            "module of your own no config.json can say"
         )
     if ordered := [name for name in packed if f"{name}.order" in owned]:
         raise NotImplementedError(

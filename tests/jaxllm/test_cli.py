@@ -449,6 +449,21 @@ def test_inspect_tells_fused_products_where_a_layer_decodes_with_them():
     }
 
 
+def test_inspect_asks_for_the_rope_that_runs():
+    """Queries and keys that are cut out of one product's result "auto" leaves to XLA."""
+    config = dataclasses.replace(TINY, head_dim=32, max_position_embeddings=4096)
+    said = []
+    for fused in (False, True):
+        model = tiny_models.build(config, Runtime("bfloat16"))
+        if fused:
+            jaxllm.fuse(model)
+        with absent():
+            rows = {op: reasons for op, _, reasons in cli_inspect.explained(model, "bfloat16")}
+        said.append(rows["rope"]["pallas"])
+    assert said[0] != said[1]
+    assert "it would need copies of the slices" in said[1]
+
+
 def test_inspect_tells_that_packed_gates_are_in_their_product():
     found = []
     for scheme in (None, "int4"):
@@ -516,6 +531,7 @@ def test_brackets_in_a_path_are_printed(capsys, monkeypatch):
     [
         (["generate", "no/such/folder"], "there is no folder 'no/such/folder'"),
         (["inspect", "no/such/folder"], "there is no folder 'no/such/folder'"),
+        (["inspect", "checkpoints/typo"], "since 'checkpoints' is a folder here: rename that"),
         (["generate", "{empty}"], "there is no config.json"),
         (["generate", "{stories}", "--prompt", ""], "prompt 0 is empty"),
         (["generate", "{stories}", "--temperature", "-1"], "temperature"),

@@ -944,3 +944,29 @@ def test_a_runtime_takes_dtypes_by_their_names():
         runtime = Runtime(dtype=dtype, param_dtype=dtype)
         assert runtime == Runtime(dtype="bfloat16", param_dtype="bfloat16")
         assert hash(runtime) == hash(Runtime(dtype="bfloat16", param_dtype="bfloat16"))
+
+
+LLAMA3_OF_4 = {"rope_theta": 5e5, "rope_scaling": {**LLAMA3_ROPE, "rope_theta": 5e5}}
+
+
+@pytest.mark.parametrize(
+    ("hf", "older"),
+    [
+        (LLAMA | {"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": None}),
+        (LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE}, LLAMA3_OF_4),
+        (
+            {
+                **WRAPPED["text_config"],
+                **GEMMA3_TEXT,
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e3,
+            },
+            {"rope_theta": 1e6, "rope_local_base_freq": 1e3},
+        ),
+    ],
+)
+def test_ropes_are_written_for_transformers_4_too(hf, older):
+    """4.57.6 computes what 5.24 does; without these keys it takes another theta, in silence."""
+    written = to_hf(from_hf(hf))
+    assert {key: written.get(key) for key in older} == older
+    assert from_hf({k: v for k, v in written.items() if k != "rope_parameters"}) == from_hf(hf)

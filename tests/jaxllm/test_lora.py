@@ -400,7 +400,10 @@ def test_beside_packed_weights(kind, tmp_path):
     train.update(model, {name: jnp.asarray(x) for name, x in start.items()})
     lora.save_peft(model, tmp_path / "adapter")
     same_sets(lora.read_peft(model, tmp_path / "adapter"), lora.adapters(model))
-    with pytest.raises(ValueError, match="save: a checkpoint has no .*; jaxllm.lora.merge makes"):
+    with pytest.raises(
+        ValueError,
+        match="save: a checkpoint has no .*jaxllm.lora.merge makes",
+    ):
         jaxllm.save(model, None, tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
     lora.merge(model)
