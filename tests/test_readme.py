@@ -23,7 +23,7 @@ DOCUMENTS += [REPO / "benchmarks" / name for name in ("README.md", "notes.md")]
 @pytest.mark.slow
 def test_the_python_of_the_readme_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     scope = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), scope)
@@ -31,6 +31,8 @@ def test_the_python_of_the_readme_runs(capsys):
     assert scope["out"].shape[-1] == scope["model"].config.hidden_size
     assert scope["logits"].shape == (1, scope["model"].config.vocab_size)
     assert scope["y"].shape == (8, 64)
+    assert scope["state"].step == 2
+    assert scope["state"].skipped == 0
     assert "'" in capsys.readouterr().out
 
 
