@@ -177,7 +177,7 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
     if gated:
         named = {"epilogue": ops.EPILOGUES[mlp.activation]}
         gate = ("fused_linear", "prefill, gate", (x, weight), named)
-    sliced = {"sliced": model.layers[-1].self_attn.slices}
+    sliced = {"sliced": model.layers[-1].self_attn.is_sliced}
     ids = array(1, t, dtype="int32")
     filtered = [
         array(*shape, dtype=kind) for shape in ((1, v), (1,)) for kind in ("int32", "float32")

@@ -175,8 +175,8 @@ def _add_finetune(commands: Any) -> None:
         "--seq",
         type=int,
         metavar="T",
-        help="tokens a row; what is longer is cut (default: the power of two that holds the "
-        "longest record, 1024 at most)",
+        help="tokens a row (default: the power of two that holds the longest record, 1024 at most; "
+        "what is longer goes by --on-long)",
     )
     add(
         "--on-long",

@@ -68,12 +68,16 @@ def read_ropes(hf: Keys, rules: RopeRules) -> dict[str, Rope]:
 
 def written_ropes(config: ModelConfig, rules: RopeRules) -> dict[str, Any]:
     """The keys that say the config's ropes: `rope_parameters`, and those that transformers 4 and
-    what is built on it read in its place.
+    what is built on it read in its place (where Gemma 3's windows have no other rope than the
+    default, and Phi-3's longrope has three keys: it refuses more).
     """
     rope, sliding = config.rope, config.sliding_rope or config.rope
     said: dict[str, Any] = {"rope_parameters": _written(rope, rules), "rope_theta": rope.rope_theta}
     if rope.rope_type != "default":
         said["rope_scaling"] = _written(rope, rules)
+    if rope.rope_type == "longrope":  # not looked for in a dictionary there
+        key = "original_max_position_embeddings"
+        said[key] = rope.original_max_position_embeddings
     if rules.part_of_head:
         said["partial_rotary_factor"] = rope.partial_rotary_factor
     if rules.two:

@@ -286,7 +286,7 @@ def finetune(
         )
     with _naming(out / ("model" if recipe.method == "full" else "adapter")) as result:
         if recipe.method == "full":
-            dtype = hf.said_dtype(folder)  # as an export, which loads the base with dtype=None
+            dtype = hf.default_dtype(folder)  # as an export, which loads the base with dtype=None
             train.update(model, {n: x.astype(dtype) for n, x in train.parameters(model).items()})
             hf.save(model, tokenizer, result)
         else:

@@ -231,7 +231,7 @@ class Attention(nnx.Module):
         self.implementation = runtime.implementation
 
     @property
-    def slices(self) -> bool:
+    def is_sliced(self) -> bool:
         """Whether queries and keys are cut out of one product's result, as `ops.rope` asks."""
         return self.qkv_proj is not None and self.q_norm is None
 
@@ -262,7 +262,7 @@ class Attention(nnx.Module):
         if rotary is None:
             start = jnp.zeros((b,), jnp.int32) if cache is None else cache.lengths
             rotary = self.rotary(start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :])
-        q, k = ops.rope(q, k, *rotary, sliced=self.slices, implementation=self.implementation)
+        q, k = ops.rope(q, k, *rotary, sliced=self.is_sliced, implementation=self.implementation)
         if cache is None:
             entry = None
             keys = {"k": k, "v": v, "q_segment_ids": segment_ids, "kv_segment_ids": segment_ids}

@@ -163,7 +163,7 @@ def scale_by_adam_8bit(
             "optax.inject_hyperparams static_args=('min_size',)"
         )
     for name, b in (("b1", b1), ("b2", b2)):
-        traced = isinstance(b, jax.Array)  # of optax.inject_hyperparams
+        traced = isinstance(b, Tracer)  # of optax.inject_hyperparams
         if not traced and not (is_number(b) and 0 <= b < 1):
             raise ValueError(f"scale_by_adam_8bit: {name} must be in [0, 1), got {b!r:.60}")
 

@@ -141,7 +141,8 @@ def check_scale(scale: Any) -> None:
 
     Raises: ValueError for what is no scale, and for numbers that cannot be one's.
     """
-    if not hasattr(scale, "scale_loss") or not hasattr(scale, "adjust"):
+    members = "scale_loss", "unscale", "adjust", "value"
+    if isinstance(scale, type) or not all(hasattr(scale, name) for name in members):
         raise ValueError(
             "precision: a scale is one of jaxllm.precision's, as StaticScale(1024.0), got "
             f"{scale!r:.60}"
@@ -158,8 +159,11 @@ def check_scale(scale: Any) -> None:
                 f"{'finite' if high == math.inf else f'below {high:g}'}, got {x!r:.60}"
             )
     low, high = known.get("min_scale", 0), known.get("max_scale", math.inf)
-    if low > high:
-        raise ValueError(f"precision: min_scale {low} is above max_scale {high}")
+    if not low <= known.get("scale", low) <= high:
+        raise ValueError(
+            f"precision: scale {known.get('scale', low)} is not between min_scale {low} and "
+            f"max_scale {high}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -294,15 +294,15 @@ def train_step(
     else:
         params = optax.apply_updates(state.params, updates)
 
-    def keep(new, old):
-        return jax.tree.map(lambda n, o: jnp.where(moves, n, o), new, old)
+    def keep(new, old, where=moves):
+        return jax.tree.map(lambda n, o: jnp.where(where, n, o), new, old)
 
     after = TrainState(
         cast(Params, keep(params, state.params)),
         state.frozen,
         keep(opt_state, state.opt_state),
         state.step + 1,
-        state.scale.adjust(finite),
+        keep(state.scale.adjust(finite), state.scale, count != 0),
         state.skipped + jnp.where(moves, 0, 1).astype(jnp.int32),
     )
     metrics = {
@@ -469,7 +469,8 @@ def _functional(model: Transformer, loss: Loss) -> Callable[[Params, Batch], Any
     """
     if not callable(loss):
         raise ValueError(
-            f"train: loss must be a function of a model and a batch, as token_loss is, got {loss!r}"
+            f"train: loss must be a function of a model and a batch, as token_loss is, got "
+            f"{loss!r:.60}"
         )
     _check_variables(model)
     graph, state = nnx.split(model, nnx.Param)

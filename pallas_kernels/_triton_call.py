@@ -75,7 +75,7 @@ def why_not(device: Device, **arrays: Any) -> str | None:
     """What keeps any kernel in Triton from a call with these arrays."""
     missing = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{' and '.join(missing)} cannot be imported: pip install '.[triton]'"
+        return f"{' and '.join(missing)} cannot be imported: pip install 'jax-triton>=0.3.1'"
     if device.platform != "gpu":
         return f"needs an NVIDIA GPU, found {device.name or device.platform}"
     if device.capability < 8.0:

@@ -386,4 +386,5 @@ def _has_gradient(plan: Plan, product: int | None, name: str) -> bool:
 
 
 _decode.defvjp(_forward, _backward)
+# Calls alike share one compiled kernel
 _decode = jax.jit(_decode, static_argnums=0)  # pyright: ignore[reportAssignmentType]

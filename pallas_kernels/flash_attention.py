@@ -33,7 +33,7 @@ from pallas_kernels.wgmma_tiles import WGMMA_ROWS
 
 DTYPES = (jnp.bfloat16, jnp.float16, FP8)
 WIDEST = 256
-MANY_QUERIES = 2**17  # of all heads: more tiles than multiprocessors, by some ten times
+MANY_QUERIES = 2**17  # of all heads: eight tiles a multiprocessor
 
 
 def flash_attention(

@@ -68,7 +68,6 @@ def sampling_threshold(
     return _search(_Static(1 if interpret else CLUSTER, interpret), keys, ratio, top_k, top_p)
 
 
-@jax.jit
 def sampling_threshold_reference(keys, ratio, top_k, top_p):
     """The mathematics in plain JAX; a search that no row needs is skipped at run time."""
     keys, ratio, top_k, top_p = vary_alike(keys, ratio, top_k, top_p)

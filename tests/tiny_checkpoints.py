@@ -6,6 +6,8 @@ A golden stores no weights: they are made again from a seed, the tensor's name a
 
 import functools
 import json
+import os
+import time
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,3 +107,21 @@ def write_checkpoint(folder: Path, golden: Golden, config: dict[str, Any] | None
     (folder / "config.json").write_text(json.dumps(golden.config if config is None else config))
     save_file(make_weights(golden), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def end_after(replaced: int, monkeypatch: Any) -> None:
+    """A save ends when so many of its files have their names, as where its process is killed."""
+    done = iter(range(replaced))
+
+    def replace(old, new):
+        if next(done, None) is None:
+            raise KeyboardInterrupt
+        Path(old).rename(new)
+
+    monkeypatch.setattr(os, "replace", replace)
+
+
+def let_pass(seconds: float, folder: Path) -> None:
+    """All in the folder was last written so long ago."""
+    for path in folder.rglob("*"):
+        os.utime(path, (time.time() - seconds,) * 2)

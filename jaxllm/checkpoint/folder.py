@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,6 +25,7 @@ from jaxllm.families import from_hf
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STAGE = ".save-"  # how folders begin in which a save writes
+DEAD_S = 600  # without a write; then a save was killed
 # What is taken from the hub: no second copy of the weights in another format. Tokenizers that are
 # not read are told from a model without one.
 HUB_FILES: list[str] = [
@@ -59,10 +62,10 @@ def find_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{name} is a file; give the folder of the checkpoint")
     # A path such as checkpoints/typo looks like org/name too; its first part tells them apart.
     is_id = isinstance(path_or_hub_id, str) and _HUB_ID.fullmatch(name)
-    if is_id and folder.parent.exists():
+    if is_id and folder.parent.is_dir():
         raise FileNotFoundError(
-            f"there is no folder {name!r}; it is not looked for on the Hugging Face hub, since "
-            f"{folder.parent.name!r} is a folder here: rename that, or go to another one"
+            f"there is no folder {name!r}; give a checkpoint's folder, or the id of a model on "
+            f"the Hugging Face hub (org/name) where there is no folder {folder.parent.name!r}"
         )
     if not is_id:
         raise FileNotFoundError(
@@ -83,8 +86,8 @@ def _download(hub_id: str) -> Path:
         ) from None
     try:
         folder = Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
-        if others := _listed_elsewhere(folder):
-            huggingface_hub.snapshot_download(hub_id, allow_patterns=others)
+        if others := _listed_elsewhere(folder):  # of the same commit, whose name the folder has
+            huggingface_hub.snapshot_download(hub_id, revision=folder.name, allow_patterns=others)
         return folder
     except errors.GatedRepoError:
         reason = "its licence must be accepted on its page there first; then run: hf auth login"
@@ -101,11 +104,13 @@ def _download(hub_id: str) -> Path:
 def _listed_elsewhere(folder: Path) -> list[str]:
     """The files that the index names and that are not there: `HUB_FILES` has the usual names."""
     places = None
+    if (folder / WEIGHTS).exists():  # which `list_tensors` takes
+        return []
     with contextlib.suppress(OSError, ValueError):  # `list_tensors` says what is wrong with it
         places = read_json(folder / INDEX).get("weight_map")
     names = places.values() if isinstance(places, dict) else ()
     absent = {name for name in names if isinstance(name, str) and not (folder / name).exists()}
-    return sorted(absent)
+    return sorted(map(glob.escape, absent))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -191,9 +196,11 @@ def stated_dtype(hf: Mapping[str, Any]) -> str | None:
 
 def check_new(folder: Path) -> None:
     """Before the work whose result goes there. Raises: ValueError if something is there but an
-    empty folder, or one that a save that was cut short has left so; OSError as `check_writable`.
+    folder that is empty, but for what saves were killed in; OSError as `check_writable`.
     """
-    if folder.exists() and (not folder.is_dir() or any(map(_is_kept, folder.iterdir()))):
+    if folder.exists() and (
+        not folder.is_dir() or any(not x.name.startswith(STAGE) for x in folder.iterdir())
+    ):
         raise ValueError(f"{folder} is there already; give a new folder")
     check_writable(folder)
 
@@ -218,7 +225,7 @@ def check_writable(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(
-    folder: Path, config: str, outdated: Callable[[], Iterable[str]] = tuple
+    folder: Path, config: str, outdated: Callable[[], Iterable[str]] = lambda: ()
 ) -> Iterator[Path]:
     """A folder to write files into, which then take their names in `folder`; of those that are
     `outdated` there, and not written, none is kept.
@@ -228,28 +235,26 @@ def replacing(
     """
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.iterdir():
-        if not _is_kept(left):
-            shutil.rmtree(left)
+    for left in folder.glob(f"{STAGE}*"):
+        if time.time() - max(x.stat().st_mtime for x in (left, *left.rglob("*"))) > DEAD_S:
+            shutil.rmtree(left, ignore_errors=True)
     stage = Path(tempfile.mkdtemp(prefix=STAGE, dir=folder))
     try:
         yield stage
-        files = (file for file in sorted(stage.rglob("*")) if file.is_file())
-        names = [file.relative_to(stage).as_posix() for file in files]
-        (folder / config).unlink(missing_ok=True)
-        for name in set(outdated()) - set(names):
-            (folder / name).unlink()
-        for name in sorted(names, key=lambda name: name == config):
-            (folder / name).parent.mkdir(exist_ok=True)
-            os.replace(stage / name, folder / name)
-    finally:
-        shutil.rmtree(stage)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
         if new and not any(folder.iterdir()):
             folder.rmdir()
-
-
-def _is_kept(path: Path) -> bool:
-    return not (path.name.startswith(STAGE) and path.is_dir())
+        raise
+    files = (file for file in sorted(stage.rglob("*")) if file.is_file())
+    names = [file.relative_to(stage).as_posix() for file in files]
+    (folder / config).unlink(missing_ok=True)
+    for name in set(outdated()) - set(names):
+        (folder / name).unlink()
+    for name in sorted(names, key=lambda name: name == config):
+        (folder / name).parent.mkdir(exist_ok=True)
+        os.replace(stage / name, folder / name)
+    shutil.rmtree(stage)  # not before all are in place: what is not can be moved by hand
 
 
 def weights_digest(folder: Path) -> str:

@@ -203,7 +203,7 @@ def _with_weight_dtype(
     return dataclasses.replace(runtime, param_dtype=asked)
 
 
-def said_dtype(folder: Path) -> str:
+def default_dtype(folder: Path) -> str:
     """The dtype of `load(folder, dtype=None)`. Raises: as it does for config and headers."""
     return _said_dtype(read_config(folder)[1], list_tensors(folder))
 
@@ -275,9 +275,9 @@ def save(
     strange = [path for path in arrays if path.rpartition(".")[2] not in ("weight", "bias")]
     if strange:
         raise ValueError(
-            f"save: a checkpoint has no {strange[0]}: of adapters and what is below them "
-            "jaxllm.lora.merge makes plain weights, and jaxllm.lora.save_peft writes them alone; a "
-            "module of your own no config.json can say"
+            f"save: a checkpoint has no {strange[0]}, only weights and biases of the model that "
+            "its config says; jaxllm.lora.merge makes such of adapters and what is below them, and "
+            "jaxllm.lora.save_peft writes adapters alone"
         )
     if ordered := [name for name in packed if f"{name}.order" in owned]:
         raise NotImplementedError(

@@ -159,7 +159,8 @@ class _Static:
 
 def _xla(hidden, head, targets, *, ignore_index, softcap, z_loss, chunk):
     cap = None if softcap is None else float(softcap)
-    static = _Static(ignore_index, cap, float(z_loss), chunk)
+    whole = None if chunk is None else int(chunk)
+    static = _Static(ignore_index, cap, float(z_loss), whole)
     return _loss(static, *vary_alike(hidden, head, as_int32(targets)))
 
 

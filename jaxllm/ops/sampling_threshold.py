@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
@@ -38,5 +39,5 @@ SAMPLING_THRESHOLD: Table = {
     # H200, [1, 151936], us with what is between kernels, top-k, top-p, both: 67, 63, 107 and by XLA
     # 592, 638, 1072, for a GPU's loop asks the host
     **pallas(sampling_threshold_kernel, why_not),
-    "xla": Implementation(sampling_threshold_reference),
+    "xla": Implementation(jax.jit(sampling_threshold_reference)),
 }

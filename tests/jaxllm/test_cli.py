@@ -531,7 +531,7 @@ def test_brackets_in_a_path_are_printed(capsys, monkeypatch):
     [
         (["generate", "no/such/folder"], "there is no folder 'no/such/folder'"),
         (["inspect", "no/such/folder"], "there is no folder 'no/such/folder'"),
-        (["inspect", "checkpoints/typo"], "since 'checkpoints' is a folder here: rename that"),
+        (["inspect", "checkpoints/typo"], "(org/name) where there is no folder 'checkpoints'"),
         (["generate", "{empty}"], "there is no config.json"),
         (["generate", "{stories}", "--prompt", ""], "prompt 0 is empty"),
         (["generate", "{stories}", "--temperature", "-1"], "temperature"),

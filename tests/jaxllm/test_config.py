@@ -946,6 +946,12 @@ def test_a_runtime_takes_dtypes_by_their_names():
         assert hash(runtime) == hash(Runtime(dtype="bfloat16", param_dtype="bfloat16"))
 
 
+LONGROPE_16 = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 3,
+    "long_factor": [2.0] * 3,
+}
 LLAMA3_OF_4 = {"rope_theta": 5e5, "rope_scaling": {**LLAMA3_ROPE, "rope_theta": 5e5}}
 
 
@@ -954,6 +960,7 @@ LLAMA3_OF_4 = {"rope_theta": 5e5, "rope_scaling": {**LLAMA3_ROPE, "rope_theta": 
     [
         (LLAMA | {"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": None}),
         (LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE}, LLAMA3_OF_4),
+        (LLAMA | {"rope_scaling": LONGROPE_16}, {"original_max_position_embeddings": 16}),
         (
             {
                 **WRAPPED["text_config"],

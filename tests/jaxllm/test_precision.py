@@ -73,7 +73,10 @@ def test_growth_needs_good_steps_in_a_row_and_is_bounded_both_ways():
         (DynamicScale(growth=1.0), "growth of a DynamicScale must be above 1 and finite, got 1"),
         (DynamicScale(backoff=1.0), "backoff of a DynamicScale must be above 0 and below 1, got "),
         (DynamicScale(interval=0), "interval of a DynamicScale must be above 0 and finite, got "),
-        (DynamicScale(min_scale=8.0, max_scale=4.0), "min_scale 8.0 is above max_scale 4.0$"),
+        (
+            DynamicScale(min_scale=8.0, max_scale=4.0),
+            "scale 32768.0 is not between min_scale 8.0 and max_scale 4.0$",
+        ),
     ],
 )
 def test_numbers_that_cannot_be_a_scales(scale, words):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import hypothesis
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from absent_device import absent
 from kernels import interpreted
 from numerics import assert_as_accurate
 
@@ -299,6 +301,17 @@ def test_two_runs_give_the_same_bits(width: int):
     for _ in range(50):
         for x, y in zip(call(*inputs), first, strict=True):
             assert jnp.array_equal(x, y)
+
+
+def test_under_vmap_a_slice_is_a_launch_of_its_own():
+    arrays = [jax.ShapeDtypeStruct((3, 1, 256, n, 64), BF16) for n in (4, 2, 2)]
+    total = lambda *x: jnp.sum(flash_attention(*x).astype(F32))  # noqa: E731
+    with absent():
+        program = str(jax.make_jaxpr(jax.vmap(jax.grad(total, (0, 1, 2))))(*arrays))
+    grids = re.findall(r"grid=\((.*?)\),[^)]*\).*?kernel_name='(\w+)'", program)
+    grids = {name: [int(n) for n in grid.split(",") if n] for grid, name in grids}
+    assert len(grids["flash_attention"]) == 2  # whose blocks wait for nobody: all slices at once
+    assert len(grids["flash_attention_backward"]) == 1
 
 
 @pytest.mark.gpu

@@ -78,7 +78,7 @@ def test_why_not_without_triton(monkeypatch, there, missing):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in there else None)
     assert (
         why_not(spec(2, 96), spec(96), eps=1e-6, device=A100)
-        == f"{missing} cannot be imported: pip install '.[triton]'"
+        == f"{missing} cannot be imported: pip install 'jax-triton>=0.3.1'"
     )
 
 

@@ -64,7 +64,7 @@ def test_why_not(x, device, reason):
 
 def test_why_not_without_triton(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    reason = "jax_triton and triton cannot be imported: pip install '.[triton]'"
+    reason = "jax_triton and triton cannot be imported: pip install 'jax-triton>=0.3.1'"
     assert why_not(spec(2, 96), device=A100) == reason
 
 

@@ -1,8 +1,6 @@
 """A Hugging Face folder to a model and back: values, files, and what is refused."""
 
 import json
-import os
-import shutil
 import sys
 import types
 from pathlib import Path
@@ -13,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiny_checkpoints
 import tiny_models
 import tiny_tokenizers
 from flax import nnx
@@ -561,8 +560,8 @@ def hub(monkeypatch):
     """A hub that answers with the value, or the exception, that the test sets as `answer`."""
     state = types.SimpleNamespace(answer=None, asked=None)
 
-    def snapshot_download(name, *, allow_patterns):
-        state.asked = (name, allow_patterns)
+    def snapshot_download(name, *, allow_patterns, revision=None):
+        state.asked, state.revision = (name, allow_patterns), revision
         if isinstance(state.answer, Exception):
             raise state.answer
         return str(state.answer)
@@ -601,6 +600,10 @@ def test_weights_of_other_names_are_downloaded_too(hub, folder, monkeypatch, tmp
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert find_folder("org/name") == folder
     assert hub.asked == ("org/name", ["part-2.safetensors"])
+    assert hub.revision == folder.name  # of one commit with the index
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "*"}}))
+    assert find_folder("org/name") == folder
+    assert hub.asked == ("org/name", ["[*]"])
     (folder / INDEX).write_text("{")
     assert find_folder("org/name") == folder
 
@@ -750,19 +753,6 @@ def test_saving_over_a_checkpoint_leaves_none_of_its_weights(folder):
     load(folder)
 
 
-def killed_after(replaced: int, monkeypatch) -> None:
-    """What a save has written stays, too, as where its process is killed."""
-    done = iter(range(replaced))
-
-    def replace(old, new):
-        if next(done, None) is None:
-            raise KeyboardInterrupt
-        Path(old).rename(new)
-
-    monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(shutil, "rmtree", lambda path: None)
-
-
 @pytest.mark.parametrize("size", ["5GB", "0.04MB"])
 @pytest.mark.parametrize("replaced", range(3))
 def test_a_folder_in_which_a_save_was_cut_short_is_refused(folder, monkeypatch, replaced, size):
@@ -770,12 +760,16 @@ def test_a_folder_in_which_a_save_was_cut_short_is_refused(folder, monkeypatch, 
     other, _ = load(folder)
     nnx.update(other, jax.tree.map(lambda x: -x, nnx.state(other)))
     with monkeypatch.context() as patch:
-        killed_after(replaced, patch)
+        tiny_checkpoints.end_after(replaced, patch)
         with pytest.raises(KeyboardInterrupt):
             save(other, tokenizer, folder, max_shard_size=size)
     with pytest.raises(FileNotFoundError, match=r"there is no config.json; give a checkpoint's f"):
         load(folder)
-    assert list(folder.glob(".save-*"))
+    assert len(list(folder.glob(".save-*"))) == 1
+    save(model, tokenizer, folder)  # beside what may be another save
+    load(folder)
+    assert len(list(folder.glob(".save-*"))) == 1
+    tiny_checkpoints.let_pass(700, folder)
     save(model, tokenizer, folder)
     load(folder)
     assert not list(folder.glob(".save-*"))

@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import os
 import re
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_checkpoints
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.checkpoint import peft
@@ -58,21 +56,14 @@ def test_a_failed_save_leaves_no_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_a_folder_in_which_a_save_was_cut_short_is_refused(folder, monkeypatch, replaced):
     """Of two adapters of one shape, the tensors of one would go with the alpha of the other."""
-    done = iter(range(replaced))
-
-    def replace(old, new):
-        if next(done, None) is None:
-            raise KeyboardInterrupt
-        Path(old).rename(new)
-
     other = dataclasses.replace(ONE, a=-ONE.a, alpha=8.0)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace)
-        patch.setattr(shutil, "rmtree", lambda path: None)  # as where the process is killed
+        tiny_checkpoints.end_after(replaced, patch)
         with pytest.raises(KeyboardInterrupt):
             write_folder(folder, {"lm_head": other}, SHAPES, fused=False)
     with pytest.raises(FileNotFoundError, match="there is no adapter_config.json; give a folder"):
         read_folder(folder, SHAPES, fused=False)
+    tiny_checkpoints.let_pass(700, folder)
     write_folder(folder, {"lm_head": other}, SHAPES, fused=False)
     assert read_folder(folder, SHAPES, fused=False)["lm_head"].alpha == 8.0
     assert sorted(file.name for file in folder.iterdir()) == [peft.CONFIG, peft.TENSORS]
