@@ -236,8 +236,9 @@ def replacing(
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"{STAGE}*"):
-        if time.time() - max(x.stat().st_mtime for x in (left, *left.rglob("*"))) > DEAD_S:
-            shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # of a save that goes on meanwhile
+            if time.time() - max(x.stat().st_mtime for x in (left, *left.rglob("*"))) > DEAD_S:
+                shutil.rmtree(left, ignore_errors=True)
     stage = Path(tempfile.mkdtemp(prefix=STAGE, dir=folder))
     try:
         yield stage
