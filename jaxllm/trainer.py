@@ -172,7 +172,8 @@ class Trainer:
         self.model, self.loss, self.batches, self.out = model, loss, batches, Path(out)
         steps = int(steps)
         self.steps, self.keep, self.profile = steps, int(keep), int(profile)
-        self.micro_batches, self.eval_every = micro_batches, eval_every or -(-steps // 10)
+        self.micro_batches = micro_batches
+        self.eval_every = eval_every or -(-steps // 10)
         self.save_every = save_every or self.eval_every
         self.held_out, self.sample = held_out, sample
         self.rates, self.writers = self._rates(schedule, steps), writers
@@ -204,11 +205,12 @@ class Trainer:
         beside it.
         Raises: ValueError, with nothing overwritten, if the folder holds a run and `resume` is not
         set, or if it holds one with other settings, another model or optimiser; if what is held out
-        has no target, or a loss that is not finite before training; if no step changed anything
-        (`WHY_IDLE`); and, the last step being saved first, if that goes on
-        for `IDLE_ENDS` steps of this call, if the batches end early, have rows that `micro_batches`
-        does not divide, or (in the host's memory) tokens, targets or positions that the model has
-        not. FileNotFoundError if there is none to resume. StoppedError after Ctrl-C.
+        has no target, or a loss that is not finite before training; if no step changed anything,
+        for a loss or gradient was not finite or no target counted; and, the last step being saved
+        first, if that goes on for `IDLE_ENDS` steps of this call, if the batches end early, have
+        rows that `micro_batches` does not divide, or (in the host's memory) tokens, targets or
+        positions that the model has not. FileNotFoundError if there is none to resume. StoppedError
+        after Ctrl-C.
         """
         if self._ended:
             raise ValueError(

@@ -62,15 +62,11 @@ def find_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{name} is a file; give the folder of the checkpoint")
     # A path such as checkpoints/typo looks like org/name too; its first part tells them apart.
     is_id = isinstance(path_or_hub_id, str) and _HUB_ID.fullmatch(name)
-    if is_id and folder.parent.is_dir():
+    if not is_id or folder.parent.is_dir():
+        where = f" where there is no folder {folder.parent.name!r}" if is_id else ""
         raise FileNotFoundError(
             f"there is no folder {name!r}; give a checkpoint's folder, or the id of a model on "
-            f"the Hugging Face hub (org/name) where there is no folder {folder.parent.name!r}"
-        )
-    if not is_id:
-        raise FileNotFoundError(
-            f"there is no folder {name!r}; give a checkpoint's folder, or the id of a model on "
-            "the Hugging Face hub (org/name)"
+            f"the Hugging Face hub (org/name){where}"
         )
     return _download(name)
 

@@ -64,8 +64,6 @@ def frequencies(
             f"rope: {rope_type} needs original_max_position_embeddings, got "
             f"{original_max_position_embeddings}"
         )
-    if rope_type == "yarn" and rope_theta <= 1:
-        raise ValueError(f"rope: yarn needs a rope_theta above 1, got {rope_theta}")
     original = float(original_max_position_embeddings or 0)  # only those two read it
     if rope_type == "llama3":
         wavelength = 2 * math.pi / f

@@ -307,6 +307,12 @@ def test_fields_are_named_as_their_options(capsys):
             assert set(named) <= set(options)
 
 
+def test_the_help_of_plan_names_its_cards(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    assert ", ".join(plan.CARDS) in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("method", [("--full",), ("--qlora", "int4")])
 def test_packed_weights_are_not_trained_nor_packed_again(run, tmp_path, method):
     packed, _ = quantised_checkpoints.write(tmp_path, "int4")
