@@ -17,7 +17,8 @@ from flax import nnx
 import jaxllm
 from jaxllm import data, dpo, lora, train
 from jaxllm.checkpoint.folder import check_writable
-from jaxllm.finetune import prompt_tokens, warmup_cosine
+from jaxllm.finetune import prompt_tokens
+from jaxllm.optimizers import learning_rates
 from jaxllm.trainer import StoppedError, Trainer
 
 
@@ -42,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
     with data.PreferenceLoader(measured.examples, **shape, seed=0, epochs=1) as all_once:
         evaluation = list(all_once)
 
-    schedule = warmup_cosine(args.learning_rate, args.steps, warm=args.steps // 10)
+    schedule = learning_rates(args.learning_rate, args.steps, warmup_steps=args.steps // 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
 
     prompt = prompt_tokens(measured.examples[0].chosen)

@@ -15,7 +15,8 @@ import optax
 import jaxllm
 from jaxllm import data, train
 from jaxllm.checkpoint.folder import check_writable
-from jaxllm.finetune import prompt_tokens, warmup_cosine
+from jaxllm.finetune import prompt_tokens
+from jaxllm.optimizers import learning_rates
 from jaxllm.trainer import StoppedError, Trainer
 
 
@@ -52,7 +53,7 @@ def main(
     loader = data.Loader(encoded.examples, **shape, seed=args.seed)
     evaluation = data.batches(measured.examples, **shape)
 
-    schedule = warmup_cosine(args.learning_rate, args.steps)
+    schedule = learning_rates(args.learning_rate, args.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
 
     prompt = prompt_tokens(measured.examples[0])

@@ -19,14 +19,14 @@ from jaxllm.config import REMAT, ModelConfig
 from jaxllm.console import Lines
 from jaxllm.families import from_hf
 from jaxllm.lora import KINDS, RANK
-from jaxllm.optimizers import BY_NAME
+from jaxllm.optimizers import BY_NAME, SCHEDULES
 from jaxllm.precision import POLICIES
 from jaxllm.records import ON_LONG
 
 # Options of finetune that are fields of its recipe, None where they are not given
 SAME_NAMES = (
-    "targets kind alpha learning_rate epochs steps micro_batches precision remat optimizer "
-    "eval_every save_every seed on_long"
+    "targets kind alpha learning_rate schedule warmup_steps weight_decay epochs steps "
+    "micro_batches precision remat optimizer eval_every save_every seed on_long"
 ).split()
 
 
@@ -199,6 +199,12 @@ def _add_finetune(commands: Any) -> None:
         metavar="R",
         help="at the end of the warm-up (default: by method and width)",
     )
+    text = "to a tenth by a cosine (default), linearly to 0, or constant"
+    add("--schedule", choices=SCHEDULES, help=text)
+    text = "steps until then (default: a twentieth of all)"
+    add("--warmup-steps", type=int, metavar="N", help=text)
+    text = "of matrices, not of norms and biases (default 0)"
+    add("--weight-decay", type=float, metavar="X", help=text)
     text = "compute a batch in so many parts (default: 1 on a GPU, one a row on a CPU)"
     add("--micro-batches", type=int, metavar="N", help=text)
     add("--eval-every", type=int, metavar="N", help="steps (default: ten times in all)")
@@ -225,7 +231,8 @@ def _add_finetune(commands: Any) -> None:
 
 def _finetune(args: argparse.Namespace) -> int:
     # Slow to import (Orbax, grain), and of no use to the other commands
-    from jaxllm.finetune import Recipe, finetune, read_recipe
+    from jaxllm.finetune import finetune
+    from jaxllm.recipe import Recipe, read_recipe
     from jaxllm.trainer import StoppedError
 
     given = {
@@ -300,7 +307,8 @@ def _key(text: str | None) -> str | list[str] | None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from jaxllm.finetune import export, read_recipe
+    from jaxllm.finetune import export
+    from jaxllm.recipe import read_recipe
 
     out = Path(args.out).expanduser()
     step = export(args.run_folder, out, adapter=args.adapter)

@@ -10,15 +10,12 @@ import contextlib
 import dataclasses
 import errno
 import importlib.util
-import json
-import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from flax import nnx
@@ -36,137 +33,30 @@ from jaxllm.checkpoint.folder import (
     weights_digest,
 )
 from jaxllm.checkpoint.native import Checkpoints
-from jaxllm.config import REMAT, ModelConfig, Runtime
+from jaxllm.config import Runtime
 from jaxllm.console import Lines
 from jaxllm.generate import generate
 from jaxllm.model import Transformer
 from jaxllm.quantize import on_host, qlora_group_size, quantize
-from jaxllm.records import ON_LONG
+from jaxllm.recipe import (
+    RUN,
+    Recipe,
+    read_run,
+    record_model,
+    resumed,
+    settings_of,
+    with_model,
+    with_steps,
+    write_recipe,
+)
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.trainer import Fitted, Trainer
 
-METHODS = ("lora", "qlora", "full")
 LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # and the package of each
-# Learning rates at a width of 4096, as they are in use for models of 7 to 8 billion parameters.
-# Adam's best step size falls as 1 / width (Yang et al. 2022, arXiv:2203.03466), and so does ours.
-RATES = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
-LEAST_STEPS = 100  # else a hundred records would be over before the warm-up is
 SHORTEST, LONGEST = 128, 1024  # tokens a row, where nobody says how many
 HELD_OUT = 256  # records held out at most, where no file of them is given
 SAMPLE = 64  # tokens of a sample
-RUN = "run.json"
-BASE = "base_weights"  # in it beside the recipe: what tells the weights that adapters are for
-# What `jaxllm finetune` calls a field, where it is no field's name with dashes
-OPTIONS = {
-    "method": "--lora, --qlora, --full",
-    "kind": "--adapter-kind",
-    "rank": "--lora",
-    "rows": "--batch",
-    "length": "--seq",
-}
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-FREE = ("model", "data", "held_out", "eval_every", "save_every")  # compared by content, or free
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How to fine-tune; None: chosen from the model, the data and the device. Paths become texts.
-
-    model: a folder or hub id. data: a file for `data.read_records`. held_out: another one, or the
-    fraction of the records whose loss is only measured (None: a tenth, 256 records at most).
-    method: "lora" and "qlora" (the base in int4) train adapters of `rank` beside all linears, or
-    those that `targets` names, of a `kind` and with an `alpha` (None: 2 * rank) as in
-    `lora.add_adapters`; "full" trains all.
-    learning_rate: after the warm-up, a twentieth of the steps; a cosine takes it down to nearly a
-    tenth (`warmup_cosine`). epochs, or else steps, of batches of `rows` rows of `length` tokens
-    (both None: three epochs, and 100 steps at least; the best step counts). length None: the power
-    of two that holds the longest record, 1024 and the model's positions at most. on_long: what is
-    done with records that are longer, as in `data.encode_records`.
-    micro_batches: parts that a batch is computed in (None: 1, and row by row on a CPU, where that
-    is fastest). precision, remat: by their names in `jaxllm.precision` and `Runtime`. seed: of
-    adapters and of the order of the data; which records are held out does not depend on it.
-    """
-
-    model: str | os.PathLike[str]
-    data: str | os.PathLike[str]
-    held_out: str | os.PathLike[str] | float | None = None
-    prompt_key: str | Sequence[str] = "prompt"
-    completion_key: str | Sequence[str] = "completion"
-    method: str = "lora"
-    rank: int = lora.RANK
-    targets: str = "all-linear"
-    kind: str = "lora"
-    alpha: float | None = None
-    learning_rate: float | None = None
-    epochs: int | None = None
-    steps: int | None = None
-    rows: int = 8
-    length: int | None = None
-    on_long: str = "truncate"
-    micro_batches: int | None = None
-    precision: str | None = None
-    remat: str = "none"
-    optimizer: str = "adamw"
-    eval_every: int | None = None
-    save_every: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("model", "data", "held_out"):
-            if isinstance(path := getattr(self, name), os.PathLike):
-                object.__setattr__(self, name, os.fspath(path))
-        for name in ("model", "data", "targets"):
-            if not isinstance(value := getattr(self, name), str) or not value:
-                raise ValueError(f"finetune: {name} must be a text, not empty, got {value!r:.60}")
-        for name, names in (
-            ("method", METHODS),
-            ("kind", lora.KINDS),
-            ("optimizer", optimizers.BY_NAME),
-            ("on_long", ON_LONG),
-            ("remat", REMAT),
-        ):
-            if getattr(self, name) not in names:
-                raise ValueError(
-                    f"finetune: {_named(name)} {getattr(self, name)!r} is not one of "
-                    f"{', '.join(names)}"
-                )
-        for name in "rank epochs steps rows length micro_batches eval_every save_every".split():
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(
-                    f"finetune: {_named(name)} must be a whole number (int), at least 1, got "
-                    f"{value!r}"
-                )
-        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
-            raise ValueError(
-                f"finetune: {_named('seed')} must be a whole number from 0 to 2**32 - 1, got "
-                f"{self.seed!r}"
-            )
-        for name in ("learning_rate", "alpha"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value < math.inf):
-                raise ValueError(
-                    f"finetune: {_named(name)} must be positive and finite, got {value!r}"
-                )
-        for name in ("rank", "targets", "kind", "alpha") if self.method == "full" else ():
-            if (value := getattr(self, name)) != getattr(Recipe, name):
-                raise ValueError(
-                    f"finetune: {_named(name)} {value!r} is of adapters, and method 'full' has none"
-                )
-        if self.epochs is not None and self.steps is not None:
-            raise ValueError(f"finetune: give {_named('epochs')} or {_named('steps')}, not both")
-        policy = None if self.precision is None else precision.policy(self.precision)
-        if policy is not None and policy.fp8 and self.method == "qlora":
-            raise ValueError(
-                f"finetune: {_named('precision')} {self.precision!r} is of plain weights, and "
-                "method 'qlora' packs them in int4; take precision 'bf16', or method 'lora'"
-            )
-
-
-def _named(field: str) -> str:
-    """A field, with the option of the command line that it is."""
-    return f"{field} ({OPTIONS.get(field, '--' + field.replace('_', '-'))})"
 
 
 def finetune(
@@ -204,7 +94,7 @@ def finetune(
         file = Path(os.path.expanduser(recipe.held_out)).resolve()
         recipe = dataclasses.replace(recipe, held_out=str(file))
     if resume:
-        recipe = _resumed(recipe, out, given)
+        recipe = resumed(recipe, out, given)
     folder = find_folder(recipe.model)
     config, said = read_config(folder)
     if recipe.method != "lora" and read_quantization(folder, config, said) is not None:
@@ -212,7 +102,7 @@ def finetune(
             f"finetune: the weights of {recipe.model} are packed, and stay as they are; take "
             f"method 'lora' (--lora 16), which trains adapters beside them, not {recipe.method!r}"
         )
-    recipe = _with_model(recipe, config)
+    recipe = with_model(recipe, config)
     assert recipe.precision is not None
     policy = precision.policy(recipe.precision)
 
@@ -247,13 +137,11 @@ def finetune(
         model = _build(recipe)
     console.print(f"trained: {_trained(model)}", soft_wrap=True)
     with data.Loader(encoded.examples, rows=recipe.rows, length=length, seed=recipe.seed) as loader:
-        steps = _steps(recipe, loader.batches_per_epoch)
-        if recipe.epochs is None:
-            recipe = dataclasses.replace(recipe, steps=steps)
+        recipe, steps = with_steps(recipe, loader.batches_per_epoch)
         assert recipe.micro_batches is not None
         schedule, optimizer = _optimizer(recipe, steps)
         prompt = prompt_tokens(measured.examples[0])
-        settings = {**_settings(recipe), "steps": steps}
+        settings = settings_of(recipe, steps)
         trainer = Trainer(
             model,
             optimizer,
@@ -275,9 +163,9 @@ def finetune(
         )
         with _naming(out):
             if resume:
-                _record_model(out, recipe.model, folder)
+                record_model(out, recipe.model, folder)
             else:
-                _write_json(out / RUN, {**dataclasses.asdict(recipe), BASE: weights_digest(folder)})
+                write_recipe(recipe, out, weights_digest(folder))
             fitted = trainer.fit(resume=resume)
     if fitted.loss is None:
         raise ValueError(
@@ -313,7 +201,7 @@ def export(
     ternary layers, which only `adapter` can write.
     """
     run, folder = Path(run).expanduser(), Path(folder).expanduser()
-    recipe, base = _read_run(run)
+    recipe, base = read_run(run)
     if adapter and recipe.method == "full":
         raise ValueError(f"{run}: a full fine-tuning has no adapter; leave --adapter out")
     check_new(folder)
@@ -381,105 +269,6 @@ def _check_out(out: Path, resume: bool) -> None:
             raise ValueError(f"{out} is not empty and holds no run; give a new folder")
 
 
-def read_recipe(run: str | os.PathLike[str]) -> Recipe:
-    """What a run is made by, so that it goes on alike where defaults have changed: nothing is left
-    open but how often it is evaluated and saved, and `steps` where there are `epochs`.
-
-    Raises: FileNotFoundError if there is no run; ValueError if it is of something else.
-    """
-    return _read_run(Path(run).expanduser())[0]
-
-
-def _read_run(out: Path) -> tuple[Recipe, str | None]:
-    """The recipe, and the digest of the base's weights (None: the run is of an older version)."""
-    file = out / RUN
-    try:
-        content = dict(json.loads(file.read_text(encoding="utf-8")))
-        base = content.pop(BASE, None)
-        if absent := [name for name in ("model", "data") if name not in content]:
-            raise ValueError(f"it has no {' and no '.join(absent)}")
-        recipe = Recipe(**content)
-        alpha = recipe.alpha or _usual_alpha(recipe)  # an older version wrote none
-        return dataclasses.replace(recipe, alpha=alpha), base
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{out}: there is no run here ({RUN} is missing)") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file}: this is no recipe of jaxllm finetune: {error}") from None
-
-
-def _resumed(recipe: Recipe, out: Path, given: Collection[str] | None) -> Recipe:
-    """The recipe that the run began with; what is said anew must agree."""
-    began = dataclasses.asdict(read_recipe(out))
-    if given is None:
-        plain = {field.name: field.default for field in dataclasses.fields(Recipe)}
-        given = [name for name, default in plain.items() if getattr(recipe, name) != default]
-    for name in (field.name for field in dataclasses.fields(Recipe) if field.name in given):
-        value = getattr(recipe, name)
-        value = list(value) if isinstance(value, tuple) else value
-        if name in FREE:
-            began[name] = value
-        elif value != began[name]:
-            raise ValueError(
-                f"{out}: the run began with {_named(name)} {began[name]}, and not {value}; resume "
-                "it with what it began with, or give another folder"
-            )
-    return Recipe(**began)
-
-
-def _record_model(out: Path, model: str | os.PathLike[str], folder: Path) -> None:
-    """Where the base of a resumed run is now, for its exports; not of other weights, with which the
-    trainer will refuse to go on.
-    """
-    began, base = _read_run(out)
-    if began.model != model and base == weights_digest(folder):
-        moved = dataclasses.replace(began, model=model)
-        _write_json(out / RUN, {**dataclasses.asdict(moved), BASE: base})
-
-
-def _with_model(recipe: Recipe, config: ModelConfig) -> Recipe:
-    """With what the model and the device decide."""
-    gpu, limit = jax.default_backend() == "gpu", config.max_position_embeddings
-    if recipe.length is not None and recipe.length > limit:
-        raise ValueError(
-            f"finetune: {_named('length')} {recipe.length} is more than the model's {limit} "
-            "positions"
-        )
-    if recipe.rows % (recipe.micro_batches or 1):
-        raise ValueError(
-            f"finetune: {_named('rows')} {recipe.rows} cannot be split into "
-            f"{recipe.micro_batches} equal micro-batches"
-        )
-    rate = float(f"{RATES[recipe.method] * 4096 / config.hidden_size:.2g}")
-    return dataclasses.replace(
-        recipe,
-        alpha=recipe.alpha or _usual_alpha(recipe),
-        learning_rate=recipe.learning_rate or rate,
-        precision=recipe.precision or ("bf16" if gpu else "fp32"),
-        micro_batches=recipe.micro_batches or (1 if gpu else recipe.rows),
-    )
-
-
-def _usual_alpha(recipe: Recipe) -> float | None:
-    return None if recipe.method == "full" else 2 * recipe.rank
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    """What a run that goes on must have alike; of adapters the kind and the alpha where they are
-    not the usual ones, of which checkpoints of an older version do not tell.
-    """
-    settings = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in FREE}
-    usual = {"kind": "lora", "alpha": _usual_alpha(recipe)}
-    return {k: v for k, v in settings.items() if k not in usual or v != usual[k]}
-
-
-def _steps(recipe: Recipe, batches_per_epoch: int) -> int:
-    if recipe.steps is not None:
-        return recipe.steps
-    if recipe.epochs is not None:
-        return recipe.epochs * batches_per_epoch
-    return max(LEAST_STEPS, 3 * batches_per_epoch)
-
-
 def _split(recipe: Recipe, records: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     if isinstance(recipe.held_out, str | os.PathLike):
         return records, data.read_records(recipe.held_out)
@@ -545,22 +334,14 @@ def _trained(model: Transformer) -> str:
     return f"{count:,} of {total:,} parameters, beside {beside}"
 
 
-def warmup_cosine(rate: float, steps: int, *, warm: int | None = None) -> optax.Schedule:
-    """The rates of `steps` updates: i / (warm + 1) of `rate` in the i-th, counted from 1, so that
-    the one after `warm` (None: a twentieth of all; 1 at least) has all of it. From there a cosine
-    goes down to a tenth, which the update after the last would have. An only one has a half.
-    """
-    warm = max(1, steps // 20 if warm is None else warm)
-    return optax.warmup_cosine_decay_schedule(
-        rate / (warm + 1), rate, warm, max(steps, warm + 1), rate / 10
-    )
-
-
 def _optimizer(recipe: Recipe, steps: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    rate = recipe.learning_rate
+    rate, warm = recipe.learning_rate, recipe.warmup_steps
     assert rate is not None
-    schedule = warmup_cosine(rate, steps)
-    adam = optimizers.BY_NAME[recipe.optimizer](schedule, weight_decay=0.0)
+    assert warm is not None
+    schedule = optimizers.learning_rates(rate, steps, warmup_steps=warm, schedule=recipe.schedule)
+    decay = recipe.weight_decay
+    mask = optimizers.matrices if decay else None  # without one checkpoints are as they were
+    adam = optimizers.BY_NAME[recipe.optimizer](schedule, weight_decay=decay, mask=mask)
     return schedule, optax.chain(optax.clip_by_global_norm(1.0), adam)
 
 
@@ -595,10 +376,3 @@ def _writers(log: str | None, out: Path, settings: dict[str, Any]) -> list[metri
     if log == "tensorboard":
         return [metrics.tensorboard(out / "tensorboard")]
     return [metrics.wandb(out, settings)]
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, file)

@@ -1,6 +1,7 @@
-"""AdamW with moments of eight bits, and the step of bfloat16 weights that rounds stochastically.
+"""AdamW with moments of eight bits, the step of bfloat16 weights that rounds stochastically, and
+learning rates with a warm-up.
 
-    optimizer = adamw_8bit(1e-4, weight_decay=0.1)
+    optimizer = adamw_8bit(learning_rates(1e-4, steps), weight_decay=0.1, mask=matrices)
     params = apply_updates_stochastically(params, updates, key)
 
 Moments cost 2 bytes a parameter instead of 8, plus a scale for each block.
@@ -244,6 +245,46 @@ def adamw_8bit(
 
 
 BY_NAME = {"adamw": optax.adamw, "adamw_8bit": adamw_8bit}
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+def usual_warmup(steps: int) -> int:
+    """A twentieth of all steps; 1 at least."""
+    return max(1, steps // 20)
+
+
+def learning_rates(
+    rate: float, steps: int, *, warmup_steps: int | None = None, schedule: str = "cosine"
+) -> optax.Schedule:
+    """The learning rates of `steps` updates, after a warm-up constant or less with each.
+
+    i / (warmup_steps + 1) of `rate` in the i-th, counted from 1, so that the one after the warm-up
+    (None: `usual_warmup`; 0: none) has all of it. From there "cosine" goes down to a tenth and
+    "linear" to nothing, which the update after the last would have; "constant" stays.
+    Raises: ValueError for another schedule.
+    """
+    warm = usual_warmup(steps) if warmup_steps is None else warmup_steps
+    left = max(steps - warm, 1)
+    if schedule == "cosine":
+        after = optax.cosine_decay_schedule(rate, left, alpha=0.1)
+    elif schedule == "linear":
+        after = optax.linear_schedule(rate, 0.0, left)
+    elif schedule == "constant":
+        after = optax.constant_schedule(rate)
+    else:
+        raise ValueError(
+            f"optimizers: schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r:.60}"
+        )
+    if not warm:
+        return after
+    return optax.join_schedules(
+        [optax.linear_schedule(rate / (warm + 1), rate, warm), after], boundaries=[warm]
+    )
+
+
+def matrices(params: optax.Params) -> optax.Params:
+    """Which parameters weight decay is usual for, as optax's `mask`: not norms and biases."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
 def apply_updates_stochastically(

@@ -493,10 +493,14 @@ MAY_IMPORT = {
         "jaxllm.data jaxllm.integers jaxllm.lora jaxllm.model jaxllm.ops jaxllm.train "
         "pallas_kernels.options"
     ),
+    "jaxllm.recipe": (
+        "jaxllm.checkpoint.folder jaxllm.config jaxllm.lora jaxllm.optimizers jaxllm.precision "
+        "jaxllm.records"
+    ),
     "jaxllm.finetune": (
         "jaxllm.checkpoint.folder jaxllm.checkpoint.hf jaxllm.checkpoint.native jaxllm.config "
         "jaxllm.console jaxllm.data jaxllm.fp8 jaxllm.generate jaxllm.lora jaxllm.metrics "
-        "jaxllm.model jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.records "
+        "jaxllm.model jaxllm.optimizers jaxllm.precision jaxllm.quantize jaxllm.recipe "
         "jaxllm.tokenizer jaxllm.train jaxllm.trainer"
     ),
     "jaxllm.cli_quantize": (
@@ -511,7 +515,7 @@ MAY_IMPORT = {
     "jaxllm.cli_train": (
         "jaxllm.checkpoint.folder jaxllm.cli_quantize jaxllm.config jaxllm.console "
         "jaxllm.families jaxllm.finetune jaxllm.lora jaxllm.optimizers jaxllm.plan "
-        "jaxllm.precision jaxllm.records jaxllm.trainer"
+        "jaxllm.precision jaxllm.recipe jaxllm.records jaxllm.trainer"
     ),
     "jaxllm.checkpoint": "jaxllm.checkpoint.*",
     "jaxllm": "jaxllm.*",
@@ -738,8 +742,8 @@ def test_submodules_come_when_they_are_asked_for():
 import sys
 import jaxllm
 assert {"lora", "load", "__version__"} <= set(dir(jaxllm))
-lazy = "aot data dpo finetune flops fp8 lora metrics optimizers plan precision records".split()
-lazy += ["train", "trainer"]
+lazy = "aot data dpo finetune flops fp8 lora metrics optimizers plan precision recipe".split()
+lazy += ["records", "train", "trainer"]
 assert not {f"jaxllm.{name}" for name in lazy} & sys.modules.keys()
 for name in lazy:
     assert getattr(jaxllm, name) is sys.modules[f"jaxllm.{name}"]

@@ -16,10 +16,11 @@ import quantised_checkpoints
 import tiny_models
 
 import jaxllm
-from jaxllm import cli, cli_train, finetune, lora, metrics, plan, train
+from jaxllm import cli, cli_train, finetune, lora, metrics, optimizers, plan, train
 from jaxllm.checkpoint import native
-from jaxllm.finetune import Recipe, _sample
+from jaxllm.finetune import _sample
 from jaxllm.quantize import qlora_group_size
+from jaxllm.recipe import Recipe, read_recipe
 from jaxllm.trainer import Fitted, StoppedError, Trainer
 
 pytest.importorskip("grain", reason="grain is not installed: pip install 'jaxllm[train]'")
@@ -291,22 +292,6 @@ def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_recipe_knows_what_may_be_computed_again():
-    with pytest.raises(ValueError, match=r"remat \(--remat\) 'foo' is not one of none, full, "):
-        Recipe("model", "data", remat="foo")
-
-
-def test_fields_are_named_as_their_options(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["finetune", "--help"])
-    options = re.findall(r"--[a-z-]+", capsys.readouterr().out)
-    for field in dataclasses.fields(Recipe):
-        if field.name != "model":
-            named = re.findall(r"--[a-z-]+", finetune._named(field.name))
-            assert named
-            assert set(named) <= set(options)
-
-
 def test_the_help_of_plan_names_its_cards(capsys):
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])
@@ -341,14 +326,14 @@ def test_a_run_goes_on_as_it_began_where_defaults_have_changed(
     command = "finetune", folder, "--data", records, "--out", out, "--no-compile-cache"
     assert run(*command)[0] == 130
     (out / "checkpoints" / "1").mkdir(parents=True)
-    recipe = dataclasses.asdict(finetune.read_recipe(out))
+    recipe = dataclasses.asdict(read_recipe(out))
     left = {name for name, value in recipe.items() if value is None}
     assert left == {"epochs", "eval_every", "save_every"}
-    monkeypatch.setattr(finetune, "LEAST_STEPS", 77)
+    monkeypatch.setattr("jaxllm.recipe.LEAST_STEPS", 77)
     monkeypatch.setattr(finetune, "HELD_OUT", 1)
     assert run(*command, "--resume")[0] == 130
     assert begun[0] == begun[1]
-    assert dataclasses.asdict(finetune.read_recipe(out)) == recipe
+    assert dataclasses.asdict(read_recipe(out)) == recipe
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tune, tmp_path):
@@ -449,18 +434,6 @@ def test_keys():
     assert [_held_out(x) for x in (None, "0.2", "a.jsonl")] == [None, 0.2, "a.jsonl"]
 
 
-def test_the_learning_rate_goes_with_method_and_width():
-    from jaxllm.finetune import _with_model
-
-    wide = dataclasses.replace(CONFIG, hidden_size=4096)
-    rates = [
-        _with_model(Recipe("m", "d", method=method), config).learning_rate
-        for method in ("full", "lora")
-        for config in (wide, CONFIG)
-    ]
-    assert rates == [2e-5, 1.3e-3, 2e-4, 1.3e-2]
-
-
 @pytest.mark.slow
 def test_a_base_that_names_no_dtype_is_written_as_its_files_are(run, tune, folder, tmp_path):
     base, out = tmp_path / "base", tmp_path / "run"
@@ -506,29 +479,6 @@ def test_what_an_export_refuses_and_says(run, tune, folder, tmp_path, monkeypatc
     code, _, err = run("export", out, "--out", tmp_path / "whole")
     assert code == 2
     assert "what was learnt until step 4 is not finite" in err
-
-
-def test_a_recipe_takes_paths(tmp_path):
-    recipe = Recipe(tmp_path, tmp_path / "data", held_out=tmp_path / "other")
-    assert recipe == Recipe(str(tmp_path), f"{tmp_path}/data", held_out=f"{tmp_path}/other")
-    for name, wrong in (("rows", "8"), ("rows", 4.0), ("rows", True), ("seed", 1.5)):
-        with pytest.raises(ValueError, match=f"{name} .* must be a whole number .*, got {wrong!r}"):
-            Recipe("m", "d", **{name: wrong})
-    with pytest.raises(ValueError, match="learning_rate .* must be positive and finite, got '1'"):
-        Recipe("m", "d", learning_rate="1")
-    for name, wrong in (("model", 5), ("data", None), ("targets", ("q_proj",)), ("model", "")):
-        with pytest.raises(ValueError, match=f"^finetune: {name} must be a text, not empty, got "):
-            Recipe(**{"model": "m", "data": "d", name: wrong})
-    words = r"rank \(--lora\) 64 is of adapters, and method 'full' has none"
-    with pytest.raises(ValueError, match=words):
-        Recipe("m", "d", method="full", rank=64)
-
-
-def test_a_recipe_without_a_model_says_so(tmp_path):
-    (tmp_path / "run.json").write_text('{"rank": 4, "data": "d"}')
-    words = "run.json: this is no recipe of jaxllm finetune: it has no model$"
-    with pytest.raises(ValueError, match=words):
-        finetune.read_recipe(tmp_path)
 
 
 def test_int4_beside_adapters_has_groups_that_divide():
@@ -637,7 +587,7 @@ def test_adapters_are_of_the_kind_and_alpha_that_are_told(
     assert code == 0, err
     said = json.loads((out / "adapter/adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["use_dora"]) == (2, 3, True)
-    recipe = finetune.read_recipe(out)
+    recipe = read_recipe(out)
     assert (recipe.kind, recipe.alpha) == (seen[0]["kind"], seen[0]["alpha"]) == ("dora", 3)
 
     (out / "checkpoints/4").mkdir(parents=True)
@@ -696,7 +646,7 @@ def test_a_run_of_before_kinds_goes_on(tune, fitted, tmp_path):
         code, _, err = tune(out, "--resume", *said)
         assert code == 0, err
         assert seen[-1] == seen[0]
-    assert finetune.read_recipe(out).alpha == 4
+    assert read_recipe(out).alpha == 4
 
 
 def test_a_base_that_has_moved_is_recorded_where_it_is(tune, fitted, folder, records, tmp_path):
@@ -715,7 +665,7 @@ def test_a_base_that_has_moved_is_recorded_where_it_is(tune, fitted, folder, rec
     model.norm.weight.set_value(2 * model.norm.weight[...])
     jaxllm.save(model, tokenizer, other)
     assert tune(out, "--resume", model=other)[0] == 0  # what the trainer refuses is not its own
-    assert finetune.read_recipe(out).model == str(moved)
+    assert read_recipe(out).model == str(moved)
 
 
 def test_a_held_out_file_is_recorded_with_its_whole_path(
@@ -727,7 +677,7 @@ def test_a_held_out_file_is_recorded_with_its_whole_path(
     monkeypatch.chdir(tmp_path)
     for out, file in (("relative", "held.jsonl"), ("home", "~/held.jsonl")):
         assert tune(tmp_path / out, "--held-out", file)[0] == 0
-        assert finetune.read_recipe(tmp_path / out).held_out == str(tmp_path / "held.jsonl")
+        assert read_recipe(tmp_path / out).held_out == str(tmp_path / "held.jsonl")
 
 
 def test_held_out_records_that_teach_nothing_are_told_apart(tune, tmp_path):
@@ -842,3 +792,25 @@ def test_a_run_may_count_epochs(run, fitted, folder, records, tmp_path):
     assert run("finetune", folder, *common)[0] == 0
     assert seen[0]["epochs"] == 2
     assert seen[0]["steps"] >= 2
+
+
+def test_rates_and_weight_decay_are_those_that_are_told(tune, tmp_path, monkeypatch):
+    """What Adam is given; the trainer's own record of the rates beside it."""
+    seen = []
+    adam = optimizers.BY_NAME["adamw"]
+
+    def watched(rates, **how):
+        seen.append(how)
+        return adam(rates, **how)
+
+    monkeypatch.setitem(optimizers.BY_NAME, "adamw", watched)
+    told = "--learning-rate 0.008 --schedule linear --warmup-steps 1 --weight-decay 0.1".split()
+    code, _, err = tune(tmp_path / "run", *told)
+    assert code == 0, err
+    assert seen == [{"weight_decay": 0.1, "mask": optimizers.matrices}]
+    rows = metrics.read_rows(tmp_path / "run" / "metrics.jsonl")
+    rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
+    np.testing.assert_allclose(rates, [4e-3, 8e-3, 8e-3 * 2 / 3, 8e-3 / 3], rtol=1e-6)
+    code, _, err = tune(tmp_path / "run", "--resume", "--schedule", "cosine")
+    assert code == 2
+    assert "the run began with schedule (--schedule) linear, and not cosine" in err

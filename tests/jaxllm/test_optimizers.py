@@ -274,3 +274,32 @@ def test_a_step_never_holds_the_moments_of_all_parameters_in_float32():
     program = aot.compile_for(step, *arguments)
     # Those of one parameter; of all six it would be twelve
     assert program.temporary_bytes < 2.5 * 4 * np.prod(shape)
+
+
+def test_learning_rates_warm_up_and_then_go_down():
+    def rates(**how):
+        return jax.vmap(optimizers.learning_rates(8.0, 6, **how))(jnp.arange(7))
+
+    np.testing.assert_allclose(rates(warmup_steps=3)[:4], [2, 4, 6, 8], rtol=1e-6)
+    cosine = 0.8 + 7.2 * (1 + np.cos(np.pi * np.arange(4) / 3)) / 2
+    np.testing.assert_allclose(rates(warmup_steps=3)[3:], cosine, rtol=1e-6)
+    linear = rates(warmup_steps=3, schedule="linear")[3:]
+    np.testing.assert_allclose(linear, [8, 16 / 3, 8 / 3, 0], rtol=1e-6)
+    constant = rates(warmup_steps=1, schedule="constant")
+    np.testing.assert_allclose(constant, [4, 8, 8, 8, 8, 8, 8])
+    np.testing.assert_allclose(rates(schedule="constant"), constant)  # a twentieth, 1 at least
+    linear = rates(warmup_steps=0, schedule="linear")
+    np.testing.assert_allclose(linear, 8 - np.arange(7) * 8 / 6, rtol=1e-6, atol=1e-6)
+    with pytest.raises(
+        ValueError, match="schedule must be one of cosine, linear, constant, got 'x'"
+    ):
+        optimizers.learning_rates(8.0, 6, schedule="x")
+
+
+@pytest.mark.parametrize("name", optimizers.BY_NAME)
+def test_weight_decay_of_matrices_alone(name):
+    params = {"weight": jnp.ones((64, 64)), "scale": jnp.ones(64)}
+    optimizer = optimizers.BY_NAME[name](1.0, weight_decay=0.25, mask=optimizers.matrices)
+    gradients = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    assert jax.tree.map(lambda x: float(x.max()), updates) == {"weight": -0.25, "scale": 0.0}
