@@ -165,8 +165,8 @@ def _add_finetune(commands: Any) -> None:
     add(
         "--held-out",
         metavar="FILE|PART",
-        help="records only measured: a file, or a part of --data such as 0.05 (default: a tenth, "
-        "256 records at most)",
+        help="records only measured: a file, or a part of --data such as 0.05, or 0 (default: a "
+        "tenth, 256 records at most)",
     )
     key = "a field's name, several with commas, or a format such as '{question}\\nAnswer: '"
     add("--prompt-key", metavar="KEY", help=key)
@@ -256,7 +256,6 @@ def _finetune(args: argparse.Namespace) -> int:
         return 130
     ran = read_recipe(args.out)  # for a resumed run need not be told again
     kind = "model" if ran.method == "full" else "adapter"
-    assert fitted.loss is not None  # else finetune would have raised
     print(_of_losses(fitted.base_loss, fitted.loss, fitted.step))
     print(f"\nbefore: {fitted.before}\n\nafter: {fitted.after}\n")
     print(f"{args.out}/{kind}, loss.png, metrics.csv")
@@ -273,8 +272,12 @@ def _say(sentence: str) -> None:
     Lines(stderr=True).print(sentence, soft_wrap=True)
 
 
-def _of_losses(before: float | None, after: float, step: int) -> str:
-    """What has become of the held-out loss; before: None where the rows of a run are gone."""
+def _of_losses(before: float | None, after: float | None, step: int) -> str:
+    """What has become of the held-out loss; before: None where the rows of a run are gone, after:
+    where nothing is held out.
+    """
+    if after is None:
+        return f"nothing was held out: what is written is the last step ({step})"
     if before is None:
         return f"held-out loss: {after:.4f} after (step {step}); the one before is lost"
     found = f"held-out loss: {before:.4f} before, {after:.4f} after (step {step})"

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -78,8 +79,9 @@ def finetune(
     log: "tensorboard" or "wandb" beside that.
     Raises: ValueError and OSError, one sentence each, with nothing overwritten: for what the recipe
     names and is not there, an `out` that holds something else, a run to resume that began with
-    another recipe; and at the end, for a run that changed nothing, or whose held-out loss is no
-    finite number, with no result written. StoppedError after Ctrl-C.
+    another recipe; and at the end, for a run that changed nothing, or whose held-out loss (or a
+    weight, where nothing is held out) is no finite number, with no result written. StoppedError
+    after Ctrl-C.
     """
     _check_packages(log)
     if profile < 0:
@@ -121,17 +123,18 @@ def finetune(
         options["stop_id"] = _stop_id(recipe, folder, said)
     encoded = data.encode_records(training, tokenizer, **options)
     try:
-        measured = data.encode_records(held_out, tokenizer, **options)
+        measured = data.encode_records(held_out, tokenizer, **options) if held_out else None
     except ValueError as error:
         part = recipe.held_out
         source = part if isinstance(part, str) else f"{part:g} of {recipe.data}"
         raise ValueError(f"{error} (held out: {source})") from None
-    longest = max(map(len, [*encoded.examples, *measured.examples]))
+    examples = [] if measured is None else measured.examples
+    longest = max(map(len, [*encoded.examples, *examples]))
     length = recipe.length or min(limit, max(SHORTEST, 2 ** (longest - 1).bit_length()))
     recipe = dataclasses.replace(recipe, length=length)
-    evaluation = data.batches(measured.examples, rows=recipe.rows, length=length)
+    evaluation = data.batches(examples, rows=recipe.rows, length=length) if examples else ()
     console.print(f"training: {encoded}", soft_wrap=True)
-    console.print(f"held out: {measured}", soft_wrap=True)
+    console.print(f"held out: {measured or 'nothing'}", soft_wrap=True)
 
     with console.status(f"loading {recipe.model}"):
         model = _build(recipe)
@@ -140,7 +143,7 @@ def finetune(
         recipe, steps = with_steps(recipe, loader.batches_per_epoch)
         assert recipe.micro_batches is not None
         schedule, optimizer = _optimizer(recipe, steps)
-        prompt = prompt_tokens(measured.examples[0])
+        prompt = prompt_tokens((examples or encoded.examples)[0])
         settings = settings_of(recipe, steps)
         trainer = Trainer(
             model,
@@ -167,10 +170,14 @@ def finetune(
             else:
                 write_recipe(recipe, out, weights_digest(folder))
             fitted = trainer.fit(resume=resume)
-    if fitted.loss is None:
+    finite = fitted.loss is not None
+    if not examples:
+        finite = all(bool(jnp.isfinite(x).all()) for x in trainer.state.params.values())
+    if not finite:
+        what = "the held-out loss of" if examples else "a weight after"
         raise ValueError(
-            f"finetune: the held-out loss of step {fitted.step} is not a finite number, so nothing "
-            f"is written; a lower learning rate than {recipe.learning_rate:g} may help"
+            f"finetune: {what} step {fitted.step} is not a finite number, so nothing is written; "
+            f"a lower learning rate than {recipe.learning_rate:g} may help"
         )
     with _naming(out / ("model" if recipe.method == "full" else "adapter")) as result:
         if recipe.method == "full":
@@ -190,7 +197,7 @@ def export(
     console: Console | None = None,
 ) -> int:
     """Writes what a run has learnt at its best step so far, and returns that step: the last one
-    saved, which is said, where none has a finite held-out loss.
+    saved where none has a finite held-out loss, which is said unless nothing was held out.
 
     A Hugging Face folder in the dtype of `load(base, dtype=None)`, with adapters merged into the
     weights of the original model (also where they were trained beside int4 ones); or, with
@@ -216,7 +223,7 @@ def export(
         raise ValueError(
             f"{run}: the adapters were trained beside other weights than {recipe.model} has now"
         )
-    if best is None:
+    if best is None and recipe.held_out != 0:
         said = f"{run}: no saved step has a finite held-out loss; step {step} is the last of them"
         (console or Lines(stderr=True)).print(said, soft_wrap=True)
     model, tokenizer = hf.load(recipe.model, dtype=None)
@@ -273,11 +280,13 @@ def _split(recipe: Recipe, records: Sequence[Any]) -> tuple[Sequence[Any], Seque
     if isinstance(recipe.held_out, str | os.PathLike):
         return records, data.read_records(recipe.held_out)
     assert recipe.held_out is not None
+    if not recipe.held_out:
+        return records, []
     # Runs of other seeds are measured by the same records
     try:
         return data.hold_out(records, fraction=recipe.held_out)
     except ValueError as error:
-        raise ValueError(f"{error} (--held-out FILE|PART)") from None
+        raise ValueError(f"{error} (--held-out FILE|PART; 0: none)") from None
 
 
 def _stop_id(recipe: Recipe, folder: Path, config: dict[str, Any]) -> int:

@@ -40,7 +40,8 @@ class Recipe:
     """How to fine-tune; None: chosen from the model, the data and the device. Paths become texts.
 
     model: a folder or hub id. data: a file for `data.read_records`. held_out: another one, or the
-    fraction of the records whose loss is only measured (None: a tenth, 256 records at most).
+    fraction of the records whose loss is only measured (None: a tenth, 256 records at most; 0:
+    none, and the last step is the result).
     method: "lora" and "qlora" (the base in int4) train adapters of `rank` beside all linears, or
     those that `targets` names, of a `kind` and with an `alpha` (None: 2 * rank) as in
     `lora.add_adapters`; "full" trains all.

@@ -230,7 +230,7 @@ def test_resuming_with_another_model_or_other_data(tune, folder, records, tmp_pa
         ("", "is empty; give one JSON object a line"),
         ('{"prompt": "a", "completion": "b"}\n{"prompt": \n', "line 2: this is not JSON"),
         ('{"prompt": "a", "answer": "b"}\n' * 12, "there is no 'messages', no "),
-        ('{"prompt": "a", "completion": "b"}\n', "another file (--held-out FILE|PART)"),
+        ('{"prompt": "a", "completion": "b"}\n', "another file (--held-out FILE|PART; 0: none)"),
     ],
 )
 def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
@@ -814,3 +814,37 @@ def test_rates_and_weight_decay_are_those_that_are_told(tune, tmp_path, monkeypa
     code, _, err = tune(tmp_path / "run", "--resume", "--schedule", "cosine")
     assert code == 2
     assert "the run began with schedule (--schedule) linear, and not cosine" in err
+
+
+@pytest.mark.slow
+def test_all_records_may_be_trained_on(run, tune, folder, tmp_path):
+    out = tmp_path / "run"
+    code, printed, err = tune(out, "--held-out", "0", "--lora", "4")
+    assert code == 0, err
+    assert "training: 16 records" in err
+    assert "held out: nothing" in err
+    assert "nothing was held out: what is written is the last step (4)" in printed
+    assert "\nbefore: " in printed
+    assert not any("held_out_loss" in row for row in metrics.read_rows(out / "metrics.jsonl"))
+    code, printed, err = run("export", out, "--out", tmp_path / "whole")
+    assert (code, err) == (0, "")
+    assert "the model of step 4" in printed
+    assert (logits(tmp_path / "whole") != logits(folder)).any()
+    code, _, err = tune(out, "--held-out", "0.5", "--lora", "4", "--resume")
+    assert code == 2
+    assert "the run there has other held-out data" in err
+
+
+def test_weights_that_are_not_finite_are_not_written(tune, tmp_path, monkeypatch):
+    fit = Trainer.fit
+
+    def broken(self, **how):
+        result = fit(self, **how)
+        self.state.params.update({n: x * np.inf for n, x in self.state.params.items()})
+        return result
+
+    monkeypatch.setattr(Trainer, "fit", broken)
+    code, _, err = tune(tmp_path / "out", "--held-out", "0", "--lora", "2")
+    assert code == 2
+    assert "finetune: a weight after step 4 is not a finite number, so nothing is written" in err
+    assert not (tmp_path / "out/adapter").exists()
