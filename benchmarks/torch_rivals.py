@@ -70,13 +70,21 @@ def arguments(case: Case, seed: int, device: str) -> list[Any]:
             kind = {"dtype": torch.int8, "device": device}
             x = torch.randint(-128, 128, spec.shape, generator=generator, **kind)
         elif name.startswith(("int", "uint")):
-            rows = case.arguments[0].shape[0]
-            x = torch.randint(rows, spec.shape, generator=generator, device=device)
+            x = torch.from_numpy(_ids(case, spec.shape, seed)).to(device)
         else:
             x = torch.randn(spec.shape, generator=generator, device=device)
             x = x.to(getattr(torch, name))
         made.append(x)
     return made
+
+
+def _ids(case: Case, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Rows of the table, or words of the loss's head: spread as those that JAX is timed with."""
+    count = case.arguments[case.op == "linear_cross_entropy"].shape[0]
+    chance = np.random.default_rng(seed).random(shape)
+    if case.op == "embedding" and is_backward(case):  # as in text, few of them often
+        return (count**chance).astype(np.int64) - 1
+    return (count * chance).astype(np.int64)
 
 
 def call(case: Case, forward: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
@@ -198,13 +206,15 @@ def _glu(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
     rivals = {"torch": gated}
     liger = _liger()
     forward = num_forward(case) if is_backward(case) else len(case.arguments)
-    if liger is not None and forward == 2:
+    if liger is not None and forward == 2 and "exact" not in options:  # its GeGLU is with tanh
         rivals["liger"] = liger.liger_swiglu if swiglu else liger.liger_geglu
     return rivals
 
 
 def _embedding(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
-    return {"torch": lambda table, ids: nn.embedding(ids, table)}
+    if (scale := case.keywords.get("scale")) is None:
+        return {"torch": lambda table, ids: nn.embedding(ids, table)}
+    return {"torch": lambda table, ids: nn.embedding(ids, table) * scale}
 
 
 def _matmul(torch, nn, options, case) -> dict[str, Callable[..., Any]]:

@@ -27,7 +27,11 @@ from benchmarks.plan import Plan, chosen, in_turn
 from benchmarks.worker import ALONE_BYTES, FATAL_EXIT, FEW_CALLS, TIMED_S, Log
 from pallas_kernels.measure import COLD_BYTES, Timing, num_sets
 
-FATAL = ("illegal memory access", "unspecified launch failure", "misaligned address")
+FATAL = (
+    *("illegal memory access", "unspecified launch failure", "misaligned address"),
+    "device-side assert",  # an index that is none; and what cuBLAS says of it, which is called next
+    "CUBLAS_STATUS_EXECUTION_FAILED",
+)
 
 
 class TorchWatch:

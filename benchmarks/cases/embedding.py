@@ -60,6 +60,7 @@ def _case(
         plain=_backward(plain) if backward else plain,
         kind="memory",
         bytes=size_bytes(ids, rows, table if backward else read),
+        keywords={"scale": scale},
         truth=functools.partial(_truth_backward if backward else _truth, scale, out or dtype),
         make=functools.partial(_make, table, ids, rows if backward else None),
         compile_only=compile_only,

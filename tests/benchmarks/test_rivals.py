@@ -116,6 +116,10 @@ TORCH = [
     (case("swiglu", "fused", X), lambda x: [silu(x[:, :4]) * x[:, 4:]]),
     (case("geglu", "4 x 8", X, X), lambda gate, up: [gelu_tanh(gate) * up]),
     (case("embedding", "16 x 8", struct(16, 8), IDS), lambda table, ids: [table[ids]]),
+    (
+        case("embedding", "scaled", struct(16, 8), IDS, keywords={"scale": 3.0}),
+        lambda table, ids: [3 * table[ids]],
+    ),
     (case("matmul", "4 x 8 x 6", X, struct(8, 6)), lambda a, b: [a @ b]),
     (case("matmul", "b transposed", X, struct(6, 8)), lambda a, b: [a @ b.T]),
     (case("matmul", "bias", X, struct(8, 6), struct(6)), lambda a, b, c: [a @ b + c]),
@@ -168,6 +172,36 @@ def test_torch_has_a_backward_pass_that_can_be_repeated(case, shapes):
 def test_the_comparison_with_torch_can_fail():
     with pytest.raises(AssertionError):
         test_torch_computes_the_op(NORM, lambda x, w: [1.01 * rms(x, w)])
+
+
+def test_torch_gets_ids_that_there_are():
+    """Of a loss those of words, also where there are more tokens."""
+    pytest.importorskip("torch")
+    loss = case(
+        *("linear_cross_entropy", "900 x 30 x 8"),
+        *(struct(900, 8), struct(30, 8), struct(900, dtype=jnp.int32)),
+    )
+    targets = torch_rivals.arguments(loss, 0, "cpu")[2]
+    assert sorted(set(targets.tolist())) == list(range(30))
+    table, ids = struct(64, 2), struct(3000, dtype=jnp.int32)
+    for label, first in (("forward", 1 / 64), ("backward", 1 / 6)):  # log 2 / log 64
+        found = torch_rivals.arguments(case("embedding", label, table, ids), 0, "cpu")[1]
+        assert found.min() == 0
+        assert found.max() == 63 if label == "forward" else 63 >= found.max() > 50
+        assert abs(float((found == 0).float().mean()) - first) < 0.02
+
+
+def test_the_rivals_of_an_embedding_scale_too():
+    scales = {c.keywords["scale"] for c in all_cases(("embedding",)) if "scaled" in c.label}
+    assert None not in scales
+
+
+def test_ligers_geglu_is_no_rival_of_the_exact_one(monkeypatch):
+    pytest.importorskip("torch")
+    liger = types.SimpleNamespace(liger_geglu=max, liger_swiglu=min)
+    monkeypatch.setattr(torch_rivals, "_liger", lambda: liger)
+    assert "liger" in torch_rivals.of(case("geglu", "4 x 8", X, X))
+    assert "liger" not in torch_rivals.of(case("geglu", "4 x 8, exact", X, X))
 
 
 class FakeGemlite:
@@ -273,14 +307,21 @@ def test_a_task_of_torch_says_what_came_of_it(tmp_path):
     do("done")
     do("good")
     do("bad", "no kernel\nof that size")
-    with pytest.raises(SystemExit, match=str(worker.FATAL_EXIT)):
-        do("fatal", "CUDA error: an illegal memory access was encountered")
+    for key, error in (
+        ("fatal", "CUDA error: an illegal memory access was encountered"),
+        ("assert", "CUDA error: device-side assert triggered"),
+        ("cublas", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx("),
+    ):
+        with pytest.raises(SystemExit, match=str(worker.FATAL_EXIT)):
+            do(key, error)
     asked.deadline = 0.0
     do("late")
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [e["key"] for e in events if e["event"] == "begin"] == ["good", "bad", "fatal"]
+    assert [e["key"] for e in events if e["event"] == "begin"] == [
+        *("good", "bad", "fatal", "assert", "cublas")
+    ]
     ends = {e["key"]: e["result"] for e in events if e["event"] == "end"}
-    assert list(ends) == ["good", "bad", "fatal", "late"]
+    assert list(ends) == ["good", "bad", "fatal", "assert", "cublas", "late"]
     assert ends["good"] == {"us": 1.0}
     assert ends["bad"] == {"failed": "RuntimeError: no kernel of that size"}
     assert "illegal memory access" in ends["fatal"]["failed"]
