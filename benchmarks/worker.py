@@ -276,7 +276,9 @@ class _Run:
         for _ in range(ROUNDS):  # in turns, since clocks drift; the better one counts
             for name, (program, used, calls) in list(ready.items()):
                 try:
-                    timing = dataclasses.asdict(self.watch.time(program, used, calls=calls))
+                    timing = dataclasses.asdict(
+                        self.watch.time(program, used, calls=calls, call_bytes=case.bytes)
+                    )
                 except Exception as error:
                     self._survive(error)
                     times[name] = {"failed": sentence(error)}

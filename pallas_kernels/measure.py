@@ -89,15 +89,24 @@ class Stopwatch:
         if clock == "cupti" and self.reason is not None:
             raise ValueError(f"stopwatch: there is no clock 'cupti' here: {self.reason}")
 
-    def time(self, f: Callable[..., Any], sets: Sequence[tuple], *, calls: int = 20) -> Timing:
+    def time(
+        self,
+        f: Callable[..., Any],
+        sets: Sequence[tuple],
+        *,
+        calls: int = 20,
+        call_bytes: int | None = None,
+    ) -> Timing:
         """The time of `f(*sets[i])`, i going round. `f` is jitted; its results are not read.
 
-        Give `num_sets` sets. Inputs and results of as many calls are alive at a time.
+        Give `num_sets` sets. Inputs and results of as many calls are alive at a time. call_bytes:
+        what a call moves, if it reads a part of its inputs only, as rows of a table.
         """
         if not sets or calls < 1:
             raise ValueError(f"stopwatch: needs inputs and calls, got {len(sets)} and {calls}")
         warm = jax.block_until_ready([f(*arguments) for arguments in sets[:2]])
-        cold_bytes = len(sets) * (size_bytes(sets[0]) + size_bytes(warm[0]))
+        whole = size_bytes(sets[0]) + size_bytes(warm[0])
+        cold_bytes = len(sets) * (whole if call_bytes is None else min(whole, call_bytes))
         del warm
         clear = self._clear if cold_bytes < COLD_BYTES else None
         walls = sorted(self._wall(f, sets, calls) for _ in range(3))

@@ -241,6 +241,19 @@ def test_the_worker_checks_and_times_a_case(tmp_path, monkeypatch):
     assert times["sundial"]["failed"].startswith("AttributeError")
 
 
+def test_what_a_case_reads_of_its_inputs_is_what_a_cache_must_not_hold(tmp_path, monkeypatch):
+    told = []
+    time = measure.Stopwatch.time
+
+    def timed(self, *args, call_bytes, **kwargs):
+        told.append(call_bytes)
+        return time(self, *args, **kwargs)
+
+    monkeypatch.setattr(measure.Stopwatch, "time", timed)
+    results_of(tmp_path, [toy(bytes=96)], monkeypatch)
+    assert set(told) == {96}
+
+
 def test_what_fails_or_is_done_stops_nothing(tmp_path, monkeypatch):
     def fails(x):
         raise RuntimeError("no kernel\nof that size")

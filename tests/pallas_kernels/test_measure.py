@@ -97,6 +97,8 @@ def test_large_inputs_need_no_clearing(fake_gpu, f, sets, monkeypatch):
     monkeypatch.setattr(measure, "COLD_BYTES", 32)
     watch.time(f, sets, calls=5)
     assert log[0].clear is None
+    watch.time(f, sets, calls=5, call_bytes=2)  # a row of a large table would stay in the L2
+    assert log[1].clear is not None
 
 
 @pytest.mark.parametrize(
