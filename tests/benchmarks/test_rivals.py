@@ -17,6 +17,7 @@ import pytest
 from benchmarks import lacking, plan, rivals, torch_rivals, torch_worker, worker
 from benchmarks.case import Case
 from benchmarks.cases import all_cases, quantized_matmul
+from pallas_kernels.measure import Timing
 
 
 def struct(*shape, dtype=jnp.float32):
@@ -289,6 +290,22 @@ def test_torch_begins_with_the_best_rival_of_every_case(monkeypatch):
     firsts = [("a", "torch sdpa cudnn"), ("b", "torch")]
     assert order == [*firsts, ("a", "torch sdpa"), ("b", "liger"), ("b", "torch.compile")]
     assert len(list(torch_worker.turns(cases, compiled=False))) == 4
+
+
+def test_the_better_of_two_rounds_counts_for_torch_too(monkeypatch):
+    monkeypatch.setattr(torch_rivals, "arguments", lambda *args: [])
+    monkeypatch.setattr(torch_rivals, "call", lambda *args: lambda: None)
+    left = [5.0, 4.0, 3.0]
+
+    class Watch:
+        def time(self, runs, *, cold, calls):
+            return Timing(left.pop(0), 0.1, 9.0, "cupti", calls)
+
+    asked, watch = plan.Plan("", [], [], 0.0), Watch()
+    assert torch_worker._time(asked, watch, NORM, None)["us"] == 4.0  # type: ignore
+    monkeypatch.setattr(torch_worker, "ROUND_S", 0.0)
+    left[:] = [5.0, 4.0]
+    assert torch_worker._time(asked, watch, NORM, None)["us"] == 5.0  # type: ignore
 
 
 def test_a_task_of_torch_says_what_came_of_it(tmp_path):
