@@ -43,7 +43,8 @@ a fraction of their rate, and it counts as no rival.
 UNSEEN, LONG_US = 1.2, 1000.0
 NARROW = re.compile(r"\b(bfloat16|float16|float8_\w+)")
 WIDE = {"tf32": "TF32", "gemm_f32f32_f32f32": "float32"}  # in names of kernels
-KEYS = {"date", "gpu", "versions", "libraries", "rows", "sections"}
+KEYS = {"date": str, "gpu": dict, "versions": dict, "libraries": dict, "rows": list}
+KEYS |= {"sections": dict}
 ROW_KEYS = {"op", "label", "kind", "bytes", "operations", "correct", "times"}
 LEAST_DRAWN_BYTES = 9_000_000  # of an H200's copy rate, what a kernel's start takes: 2 us
 
@@ -236,7 +237,8 @@ def _fusion(results: dict[str, Any], ceilings: dict[str, Any]) -> Iterator[str]:
             timing = result[how]
             us = time_us(timing) or 0.0
             kernels = timing.get("kernels")
-            rate = 1e8 * result["model_bytes"] / us / ceilings["copy"] if ceilings else None
+            copy = ceilings.get("copy")  # none where it could not be measured
+            rate = None if copy is None else 1e8 * result["model_bytes"] / us / copy
             yield (
                 f"| {shape} | {how} | {'' if kernels is None else len(kernels)} | "
                 f"{timing['bytes'] / 1e6:.4g} | {us:.1f} | {_number(rate, '{:.0f} %')} |"
@@ -439,8 +441,14 @@ def read(path: Path) -> dict[str, Any]:
         results = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"report: {path} cannot be read as results: {error}") from error
-    whole = isinstance(results, dict) and results.keys() >= KEYS
-    if not whole or not all(row.keys() >= ROW_KEYS for row in results["rows"]):
+    whole = isinstance(results, dict) and all(
+        isinstance(results.get(key), kind) for key, kind in KEYS.items()
+    )
+    if whole:
+        found = (*results["rows"], *results["sections"].values())
+        whole = all(isinstance(each, dict) for each in found)
+        whole = whole and all(row.keys() >= ROW_KEYS for row in results["rows"])
+    if not whole:
         raise ValueError(f"report: {path} is no file that python -m benchmarks wrote")
     return {**results, "file": path.name}
 

@@ -202,18 +202,18 @@ def square(x):
 
 def toy(label="16 x 32", run=square, **changes):
     fields = {"arguments": (X,), "plain": square, "kind": "memory", "bytes": 2048}
-    truth = lambda x: x.astype(np.float64) ** 2  # noqa: E731
-    return Case("toy", label, run=run, truth=truth, **{**fields, **changes})
+    fields["truth"] = lambda x: x.astype(np.float64) ** 2
+    return Case("toy", label, run=run, **{**fields, **changes})
 
 
-def results_of(tmp_path, cases, monkeypatch, **changes):
+def results_of(tmp_path, cases, monkeypatch, work=(), **changes):
     """What a worker that takes this CPU for a GPU writes down."""
     monkeypatch.setattr(measure, "COLD_BYTES", 2**14)
     path = tmp_path / "log"
     fields = {"names": [], "done": [], "deadline": time.time() + 60, "host_clock": True}
     asked = plan.Plan(str(path), **{**fields, "threads": 2, **changes})  # too few for processes
     run = worker._Run(asked, worker.Log(str(path)), cases, True)
-    monkeypatch.setattr(sections, "tasks", lambda *args: [])
+    monkeypatch.setattr(sections, "tasks", lambda *args: work)
     monkeypatch.setattr(ceilings, "measure", lambda watch, believe: {"copy": 1.0})
     run.everything()
     run.programs.close()
@@ -315,6 +315,23 @@ def test_what_is_too_large_for_a_host_is_compared_with_the_plain_path(
 def test_nothing_is_begun_behind_the_deadline(tmp_path, monkeypatch):
     found = results_of(tmp_path, [toy()], monkeypatch, deadline=time.time() - 1)
     assert set(map(str, found.values())) == {"{'not_run': 'the time for this run was spent'}"}
+
+
+def test_ceilings_are_measured_in_the_time_that_is_kept_for_whole_models(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "LATE_S", 100.0)  # more than there is
+    model = ("decode/xla", lambda watch: {"tokens_per_s": 9.0})
+    found = results_of(tmp_path, [toy()], monkeypatch, work=[model])
+    assert found["time/toy: 16 x 32"] == lacking.SPENT
+    assert found["ceilings"] == {"copy": 1.0}
+    assert found["section/decode/xla"] == {"tokens_per_s": 9.0}
+
+
+def test_a_truth_of_another_shape_is_told_in_its_own_row(tmp_path, monkeypatch):
+    cases = [toy("good"), toy("bad", truth=lambda x: np.ones((3, 5)))]
+    found = results_of(tmp_path, cases, monkeypatch)
+    assert found["correct/toy: good"]["status"] == "right"
+    assert found["correct/toy: bad"]["failed"].startswith("ValueError: ")
+    assert found["time/toy: bad"]["ours"]["us"] > 0
 
 
 def test_a_rival_must_be_what_its_name_says():

@@ -162,6 +162,13 @@ def test_the_tables():
             assert line.count("|") == 12, line
 
 
+@pytest.mark.parametrize("ceilings", [None, lacking.SPENT, {"failed": "RuntimeError: full"}])
+def test_tables_without_ceilings(ceilings):
+    text = "\n".join(report.lines(results(ceilings=ceilings)))
+    assert "| 32 x 512 | separate | 1 | 1 | 9.0 |  |" in text
+    assert "| xla | 2000 |  |" in text
+
+
 def test_what_is_drawn():
     """Of each op and direction the call of most work; of a call that two runs have, the newer."""
 
@@ -236,6 +243,10 @@ def test_what_cannot_be_reported(tmp_path, capsys):
         *(
             ('{"date": "x", "rows": [{}], "sections": {}}', "no file that"),
             (no_row, "no file that"),
+            (json.dumps(results(rows=None)), "no file that"),
+            (json.dumps(results(rows=[1])), "no file that"),
+            (json.dumps(results(gpu=None)), "no file that"),
+            (json.dumps(results(sections={"decode/xla": None})), "no file that"),
         ),
     ):
         if text is not None:
