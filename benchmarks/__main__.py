@@ -164,13 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_torch = "absent" not in libraries["torch"] and not args.no_torch
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        # Of a path the name: where a machine has its files is nobody's concern
-        "command": [
-            "python",
-            "-m",
-            "benchmarks",
-            *map(_name, sys.argv[1:] if argv is None else argv),
-        ],
+        "command": ["python", "-m", "benchmarks", *_words(args, argv)],
         "revision": args.revision or _revision(),
         "gpu": gpu(),
         "versions": _versions(),
@@ -224,10 +218,11 @@ def _measure(
                     save()
                     return 1
         results["seconds"] = round(time.time() - start, 1)
+        if not _on_gpu(workers):
+            why = "no GPU that JAX can use: a smoke test on the CPU, no measurement"
+            results["notes"]["gpu"] = why
         save()
     if not _on_gpu(workers):
-        results["notes"]["gpu"] = "no GPU that JAX can use: a smoke test on the CPU, no measurement"
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
         print(
             "benchmarks: there is no GPU that JAX can use; this was a small smoke test on the CPU"
         )
@@ -261,7 +256,10 @@ def turns(plan: Plan, budget_s: float, *, with_torch: bool) -> Iterator[tuple[st
 
 def _has_work(module: str, plan: Plan) -> bool:
     """Whether a worker has anything to do on a GPU."""
-    return bool(chosen(plan, on_gpu=True) or _sections(plan, module))
+    cases = chosen(plan, on_gpu=True)
+    if module == "torch_worker":
+        cases = [case for case in cases if case.op in torch_rivals.OPS]
+    return bool(cases or _sections(plan, module))
 
 
 def assemble(
@@ -273,13 +271,16 @@ def assemble(
     results["device"] = found.get("device")
     results["torch"] = other.get("torch")
     results["ceilings"] = found.get("ceilings")
+    on_gpu = _on_gpu(workers)
+    asked = _sections(plan, "worker") if on_gpu else []
+    if on_gpu and with_torch and "failed" not in other.get("torch", {}):
+        asked += _sections(plan, "torch_worker")
     prefix = "section/"
-    results["sections"] = {
+    results["sections"] = dict.fromkeys(asked, NO_RESULT) | {
         key.removeprefix(prefix): value
         for key, value in {**found, **other}.items()
         if key.startswith(prefix)
     }
-    on_gpu = _on_gpu(workers)
     ended = "all" in other or "failed" in other.get("torch", {})
     due = set(torch_rivals.OPS) if with_torch and on_gpu and not ended else set()
     results["rows"] = [_row(case, found, other, due) for case in chosen(plan, on_gpu)]
@@ -396,8 +397,17 @@ def _states(correct: dict[str, Any]) -> set[str]:
     return {correct.get("status", ""), *correct}
 
 
-def _name(word: str) -> str:
-    return Path(word).name if "/" in word else word
+def _words(args: argparse.Namespace, argv: Sequence[str] | None) -> Iterator[str]:
+    """As they were given, of a path the name: where a machine has its files is nobody's concern."""
+    paths = {args.out, *args.missing}
+    for word in sys.argv[1:] if argv is None else argv:
+        option, equals, value = word.partition("=")
+        if Path(word) in paths:
+            yield Path(word).name
+        elif equals and Path(value) in paths:
+            yield f"{option}={Path(value).name}"
+        else:
+            yield word
 
 
 def _on_gpu(workers: dict[str, Worker]) -> bool:

@@ -32,7 +32,7 @@ class Case:
     ceiling: what percent is percent of, "copy", "read" or "matmul"; None: "matmul" for that kind if
         operations are counted, else "copy".
     keywords: what the call is told beside arrays ({"window": 4096}): rivals read it.
-    truth: NumPy arrays -> float64 NumPy of the structure of run's result. None: plain in float64.
+    truth: NumPy arrays -> float64 NumPy of the structure of run's result. None: plain in float32.
     sample: (arguments, result) -> a part of both that `truth` can do again, where a host would take
         too long for the whole; it runs on the device, and is asked for large calls only.
     rivals: further JAX callables by name ("cudnn", "jax.nn", "triton"); one named "xla" is run in

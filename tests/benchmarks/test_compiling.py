@@ -58,6 +58,21 @@ def test_a_process_that_dies_or_hands_over_nonsense(elsewhere, monkeypatch):
     np.testing.assert_array_equal(elsewhere.get(case, "xla").run(*arguments), expected)
 
 
+def test_what_a_process_cannot_hand_over_is_compiled_here_alone(monkeypatch):
+    programs = compiling.Programs(on_gpu=True, threads=1, processes=1)
+    try:
+        asked = []
+        monkeypatch.setattr(programs.drivers, "submit", lambda run, case, name: asked.append(name))
+        case = Case("toy", "16 x 32", (X,), jnp.sin, jnp.sin, "memory", 1)
+        names = ("tokamax", "tokamax, bfloat16", "cudnn, float8", "xla chunked", "triton")
+        programs.rivals[case.name] = dict.fromkeys(names, rivals.Rival(jnp.sin))
+        for name in names:
+            programs._submit(case, name)
+        assert asked == ["xla chunked", "triton"]
+    finally:
+        programs.close()
+
+
 def test_a_saved_forward_pass_as_arrays_alone():
     def forward(x):
         return jnp.sin(x) * x

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -166,7 +167,11 @@ def test_a_worker_takes_stage_after_stage(tmp_path):
 
 
 def test_training_takes_turns_and_the_main_case_is_first(monkeypatch):
-    monkeypatch.setattr(main, "chosen", lambda plan, on_gpu: ["rope"] * plan.takes("rope: x"))
+    def chosen(plan, on_gpu):
+        ops = [name for name in plan.names if name in ("rope", "gemv")]
+        return [types.SimpleNamespace(op=op) for op in ops if plan.takes(f"{op}: x")]
+
+    monkeypatch.setattr(main, "chosen", chosen)
     torch_keys = [("train/torch.compile", None), ("train/lora-8b, PEFT", None)]
     monkeypatch.setattr(
         torch_training, "tasks", lambda names: torch_keys if "train" in names else []
@@ -187,6 +192,7 @@ def test_training_takes_turns_and_the_main_case_is_first(monkeypatch):
     assert turns(["train"], only="^train/") == train
     assert turns(["rope"]) == [("worker", 0, 72.0), ("torch_worker", 0, 100.0)]
     assert turns(["rope"], with_torch=False) == [("worker", 0, 100.0)]
+    assert turns(["gemv"]) == [("worker", 0, 100.0)]  # in which torch has no rival
     both = [("worker", 0, 36.0), ("torch_worker", 0, 50.0), *train]
     assert turns(["rope", "train"]) == both
     alone = [("worker", 1, 100.0), ("torch_worker", 1, 100.0)]  # ours says what device there is
@@ -407,7 +413,7 @@ def test_rows_join_both_workers(monkeypatch):
         "torch_worker": Done({"torch/toy: 16 x 32/liger": {"us": 2.0}, "torch": {"version": "2"}}),
     }
     results = {}
-    main.assemble(results, workers, plan.Plan("", [], [], 0.0))
+    main.assemble(results, workers, plan.Plan("", ["layer"], [], 0.0))
     times = {"ours": {"us": 1.0}, "triton": {"us": 3.0}, "liger": {"us": 2.0}}
     assert results["rows"][0]["times"] == times
     late = {"not_run": "no time"}
@@ -449,6 +455,43 @@ def test_a_run_that_was_interrupted_is_not_complete(monkeypatch):
     assert complete(with_torch=True) == [case.name for case in cases]
     workers["torch_worker"] = Ended({"torch": {"failed": "torch sees no GPU"}})
     assert complete(with_torch=True) == [case.name for case in cases]
+
+
+def test_sections_that_a_run_did_not_come_to_are_missing(monkeypatch):
+    monkeypatch.setattr(main, "chosen", lambda plan, on_gpu: [])
+    monkeypatch.setattr(
+        torch_training, "tasks", lambda names: [("train/torch", None)] * ("train" in names)
+    )
+
+    class Ended(main.Worker):
+        def __init__(self, results):
+            self.results, self.seconds = results, 1.0
+
+    done = {"section/layer/512 tokens": {"us": 1.0}}
+    workers: dict[str, main.Worker] = {"worker": Ended({"device": {"platform": "gpu"}, **done})}
+    asked = plan.Plan("", ["layer", "long-context", "train"], [], 0.0)
+
+    def sections_of(**changes):
+        results: dict = {}
+        main.assemble(results, workers, asked, **changes)
+        assert results["sections"].pop("layer/512 tokens") == {"us": 1.0}
+        assert all(found == lacking.NO_RESULT for found in results["sections"].values())
+        return results
+
+    found = sections_of(with_torch=True)
+    assert {"long-context/cudnn", "train/none, 1 part", "train/torch"} <= found["sections"].keys()
+    assert set(lacking.names_of(found)) == {"long-context", "train"}
+    assert "train/torch" not in sections_of()["sections"]
+    workers["torch_worker"] = Ended({"torch": {"failed": "torch sees no GPU"}})
+    assert "train/torch" not in sections_of(with_torch=True)["sections"]
+    workers["worker"] = Ended({"device": {"platform": "cpu"}, **done})
+    assert sections_of()["sections"] == {}
+
+
+def test_a_command_is_written_down_as_it_was_given_but_for_where_files_are():
+    given = ["rope", "--only", "4 / 1 heads", "--out=a/b/x.json", "--missing", "./c/y.json"]
+    words = list(main._words(main._arguments(given), given))
+    assert words == ["rope", "--only", "4 / 1 heads", "--out=x.json", "--missing", "y.json"]
 
 
 @pytest.mark.parametrize("bad", range(3))
