@@ -26,7 +26,9 @@ GRADIENTS = {"rope": 2, "embedding": 1, "flash_attention_backward": 3}
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A rival whose weight has a layout of its own. make: a case's tensors -> what is timed."""
+    """A rival whose weight, scales or angles have a layout of its own. make: a case's tensors ->
+    what is timed.
+    """
 
     make: Callable[..., Callable[[], Any]]
 
@@ -170,7 +172,7 @@ def _scale_softmax(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
     return rivals
 
 
-def _rope(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
+def _rope(torch, nn, options, case) -> dict[str, Any]:
     def rotate(x, cos, sin):
         r = 2 * cos.shape[-1]
         first, second, rest = x[..., : r // 2], x[..., r // 2 : r], x[..., r:]
@@ -178,7 +180,7 @@ def _rope(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
         parts = [first * cos - second * sin, second * cos + first * sin]
         return torch.cat(parts + ([rest] if rest.shape[-1] else []), -1)
 
-    rivals: dict[str, Callable[..., Any]] = {
+    rivals: dict[str, Any] = {
         "torch": lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))
     }
     liger = _liger()
@@ -186,10 +188,13 @@ def _rope(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
     if liger is not None and 2 * cos.shape[-1] == q.shape[-1]:
 
         def turn(q, k, cos, sin):
-            cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
             return liger.liger_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 
-        rivals["liger"] = turn
+        def make(q, k, *angles):  # which Liger's users have twice, side by side
+            return functools.partial(turn, q, k, *(torch.cat([x, x], -1) for x in angles))
+
+        backward = is_backward(case)
+        rivals["liger"] = (lambda *tensors: make(*tensors)()) if backward else Prepared(make)
     return rivals
 
 
@@ -217,7 +222,7 @@ def _embedding(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
     return {"torch": lambda table, ids: nn.embedding(ids, table) * scale}
 
 
-def _matmul(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
+def _matmul(torch, nn, options, case) -> dict[str, Any]:
     a = case.arguments[0]
     if str(a.dtype) == "int8":
 
@@ -237,18 +242,19 @@ def _matmul(torch, nn, options, case) -> dict[str, Callable[..., Any]]:
 
         def of_blocks(a, b, a_scale, b_scale):
             a_scale = a_scale.t().contiguous().t()  # numbers of one block of K side by side
-            kind = {"out_dtype": torch.bfloat16}
-            return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), **kind)
+            kind = {"scale_a": a_scale, "scale_b": b_scale.t(), "out_dtype": torch.bfloat16}
+            return functools.partial(torch._scaled_mm, a, b.t(), **kind)
 
-        return {"torch scaled_mm": of_blocks} if len(case.arguments) == 4 else {}
+        return {"torch scaled_mm": Prepared(of_blocks)} if len(case.arguments) == 4 else {}
     if "float8" in str(a.dtype):
 
         def scaled(a, b, *_):
             b = b.t() if "transposed" in options else b.t().contiguous().t()
             one = torch.ones((), device=a.device)
-            return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            kind = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
+            return functools.partial(torch._scaled_mm, a, b, **kind)
 
-        return {"torch scaled_mm": scaled} if len(a.shape) == 2 else {}
+        return {"torch scaled_mm": Prepared(scaled)} if len(a.shape) == 2 else {}
 
     def product(a, b, other=None):
         y = torch.matmul(a, b.transpose(-1, -2) if "transposed" in options else b)

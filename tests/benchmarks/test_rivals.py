@@ -205,6 +205,52 @@ def test_ligers_geglu_is_no_rival_of_the_exact_one(monkeypatch):
     assert "liger" not in torch_rivals.of(case("geglu", "4 x 8, exact", X, X))
 
 
+def test_what_scaled_mm_takes_is_made_before_the_clock_starts(monkeypatch):
+    torch = pytest.importorskip("torch")
+    seen = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: seen.append(kwargs))
+    made = {c.label: c for c in all_cases(("matmul",))}
+    f8: Any = {"dtype": jnp.float8_e4m3fn}
+    operands = struct(256, 256, **f8), struct(128, 256, **f8)
+    for label, *scales in (
+        ("16 x 4096 x 4096 float8_e4m3fn, transposed, blocks", struct(256, 2), struct(1, 2)),
+        ("4096 x 4096 x 4096 float8_e4m3fn, transposed",),
+    ):
+        assert label in made
+        small = case("matmul", label, *operands, *scales)
+        tensors = torch_rivals.arguments(small, 0, "cpu")
+        run = torch_rivals.call(small, torch_rivals.of(small)["torch scaled_mm"], tensors)
+        run()
+        run()
+        first, second = seen[-2:]
+        assert first["scale_a"] is second["scale_a"]
+        assert first["scale_a"].stride() == ((1, 256) if scales else ())
+
+
+def test_ligers_rope_gets_angles_of_the_whole_width(monkeypatch):
+    torch = pytest.importorskip("torch")
+    seen = []
+
+    def liger_rope(q, k, cos, sin):
+        seen.append(cos)
+        return q * cos[:, None], k * sin[:, None]
+
+    liger = types.SimpleNamespace(liger_rope=liger_rope)
+    monkeypatch.setattr(torch_rivals, "_liger", lambda: liger)
+    q, k, angles = struct(1, 4, 2, 8), struct(1, 4, 1, 8), struct(1, 4, 4)
+    forward = case("rope", "1 x 4", q, k, angles, angles)
+    tensors = torch_rivals.arguments(forward, 0, "cpu")
+    run = torch_rivals.call(forward, torch_rivals.of(forward)["liger"], tensors)
+    run()
+    run()
+    assert seen[0] is seen[1]
+    assert torch.equal(seen[0], torch.cat([tensors[2]] * 2, -1))
+    backward = case("rope", "backward", q, k, angles, angles, q, k)
+    tensors = torch_rivals.arguments(backward, 0, "cpu")
+    grads = torch_rivals.call(backward, torch_rivals.of(backward)["liger"], tensors)()
+    assert [tuple(x.shape) for x in grads] == [q.shape, k.shape]
+
+
 class FakeGemlite:
     """A layer of numbers (code - zero) * scale, a group of columns for each scale."""
 
