@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, rope_lanes
 from pallas_kernels.device import ACCESS_BYTES, LANES, MAX_BOX, SHARED_BYTES, THREADS, WARPS
+from pallas_kernels.rows import copy_inside
 
 HELD = 40  # cosines that a thread keeps for all heads: 180 registers; more would spill
 
@@ -146,8 +147,11 @@ def _by_copies(static: Static, q, k, cos, sin):
             plgpu.copy_gmem_to_smem(source, block.at[slot], arrived.at[slot])
 
         def write(slot, which, at):
-            target = (q_out, k_out)[which].at[at]
-            plgpu.copy_smem_to_gmem(block.at[slot], target, commit_group=False)
+            out = (q_out, k_out)[which]
+            if out.shape[1] == 1 and count % tokens:  # tokens lie side by side
+                copy_inside(block.at[slot], out.at[at], tokens, count - first)
+            else:
+                plgpu.copy_smem_to_gmem(block.at[slot], out.at[at], commit_group=False)
 
         for ref, angles in ((cos_ref, cos_block), (sin_ref, sin_block)):
             plgpu.copy_gmem_to_smem(ref.at[pl.ds(first, tokens)], angles, angles_arrived)

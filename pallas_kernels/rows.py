@@ -369,6 +369,28 @@ def _copies(chunks: int) -> list[tuple[int, int]]:
     return [(first, min(MAX_BOX, chunks - first)) for first in range(0, chunks, MAX_BOX)]
 
 
+def copy_inside(source: Any, target: Any, size: int, there: Any) -> None:
+    """Copies `size` rows from shared memory, or as many as are `there`, in no group.
+
+    What passes the end of an array is cut off, but for rows that lie side by side in device memory
+    as on chip: these JAX copies as one piece, which would go on in the rows behind, those of
+    another group or, under vmap, of another slice.
+    """
+    inside = there >= size
+
+    @pl.when(inside)
+    def _():
+        plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+
+    @pl.when(jnp.logical_not(inside))
+    def _():
+        def one(row, carry):
+            plgpu.copy_smem_to_gmem(source.at[row], target.at[row], commit_group=False)
+            return carry
+
+        jax.lax.fori_loop(0, there, one, 0)
+
+
 def arrivals(*buffers: Any) -> int:
     """At a barrier of `stream`, for a stage of each of the buffers."""
     return sum(len(_copies(buffer.shape[-2])) for buffer in buffers)
@@ -389,6 +411,8 @@ def stream(
     first_barrier: Any = 0,
     places: Sequence[Callable[..., Any]] | None = None,
     chunk_of: Callable[[Any], Any] = lambda index: index * 0,
+    row_of: Callable[[Any], Any] | None = None,
+    count: int | None = None,
 ) -> Any:
     """Calls carry = step(slots, carry) for each tile of this block; returns the last carry.
 
@@ -398,10 +422,13 @@ def stream(
     `arrivals` of the buffers, from `first_barrier` on. `places`: for each source, and the target
     written from its slot, where in the array [.., n, inner] `chunks` of tile `index` lie from the
     tile's chunk `first` on, place(ref, index, first, chunks), if not in rows one after another;
-    chunks are the buffer's own. `chunk_of`: at which of the n chunks tile `index` begins.
+    chunks are the buffer's own. `chunk_of`: at which of the n chunks tile `index` begins; `row_of`:
+    at which of `count` rows, if not of all rows one after another.
     """
     block = jax.lax.axis_index("block")
     places = places or [functools.partial(_at_tile, tile=tile)] * len(sources)
+    row_of = row_of or (lambda index: index * tile.rows)
+    last = targets[0].shape[0] if count is None else count
     mine = (tiles - block + blocks - 1) // blocks
     # A slot is filled anew when its result has left; that of the step just done is given a step's
     # time for it, if there is another slot.
@@ -430,6 +457,10 @@ def stream(
 
         rest = ref.shape[-2] % tile.chunks
         for first, chunks in _copies(tile.chunks):
+            if tile.rows > 1 and not rest and last % tile.rows:
+                here, to = source.at[:, pl.ds(first, chunks)], place(ref, index, first, chunks)
+                copy_inside(here, to, tile.rows, last - row_of(index))
+                continue
             if tile.rows > 1 or not rest:
                 copy(first, chunks)
                 continue

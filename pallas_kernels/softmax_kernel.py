@@ -95,6 +95,8 @@ def _run(
                 carry=(block, jnp.int32(0)),
                 places=[plan.place] * len(arrays) + [plan.mask_place] * len(masks),
                 chunk_of=lambda index: plan.at(index)[2],
+                row_of=lambda index: plan.at(index)[1],
+                count=plan.rows,
             )
         else:
             tiles = [Tile(plan, ref, block) for ref in sources]

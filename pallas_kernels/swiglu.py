@@ -420,6 +420,7 @@ def _over_tiles(
             barrier=barrier,
             places=[tile.place(half) for _, half in inputs],
             chunk_of=lambda index: tile.first(index)[1],
+            row_of=lambda index: tile.first(index)[0],
         )
 
     buffers = [on_chip.buffer(x.dtype, config.stages) for _ in inputs]

@@ -319,7 +319,7 @@ MAY_IMPORT = {
         "pallas_kernels.lane_arithmetic"
     ),
     "pallas_kernels.rope_kernel": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.rope_lanes"
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.rope_lanes pallas_kernels.rows"
     ),
     "pallas_kernels.rope": (
         "pallas_kernels.device pallas_kernels.options pallas_kernels.rope_kernel "

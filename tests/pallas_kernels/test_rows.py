@@ -10,8 +10,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels import interpreted
 
+from jaxllm import aot
 from pallas_kernels import _compat, device, over_rows, rows
+from pallas_kernels.layer_norm import layer_norm
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rope import rope
 from pallas_kernels.rows import Config
+from pallas_kernels.softmax import scale_softmax
+from pallas_kernels.swiglu import swiglu
+
+BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def copy_tiles(x, *, wait):
@@ -149,3 +157,102 @@ def test_sums_of_narrow_rows_keep_the_barriers_of_jax(monkeypatch, width, sums, 
     )
     jax.eval_shape(lambda x: run(inputs=[x]), x)
     assert asked == [unsafe]
+
+
+def _norm(norm, x, *weights):
+    return norm(x, *weights, eps=1e-5)
+
+
+def _pull(f, x, *rest):
+    *others, dy = rest
+    return jax.vjp(lambda x: f(x, *others), x)[1](dy)[0]
+
+
+def _turned(x, angles):
+    return rope(x, x, angles, angles)
+
+
+# Whose last tile of rows passes the end of a slice, or of a group of rows: in_axes and arrays
+PASSING = {
+    "rms_norm": (
+        functools.partial(_norm, rms_norm),
+        (0, 0),
+        [((9, 101, 128), BF16), ((9, 128), BF16)],
+    ),
+    "rms_norm of a row": (
+        functools.partial(_norm, rms_norm),
+        (0, None),
+        [((99, 128), BF16), ((128,), BF16)],
+    ),
+    "rms_norm of float32": (
+        functools.partial(_norm, rms_norm),
+        (0, None),
+        [((9, 101, 512), F32), ((512,), F32)],
+    ),
+    "rms_norm, gradient": (
+        functools.partial(_pull, functools.partial(_norm, rms_norm)),
+        (None, None, 0),
+        [((101, 128), BF16), ((128,), BF16), ((9, 101, 128), BF16)],
+    ),
+    "layer_norm": (
+        functools.partial(_norm, layer_norm),
+        (0, None, None),
+        [((9, 101, 128), BF16), ((128,), BF16), ((128,), BF16)],
+    ),
+    "scale_softmax": (scale_softmax, (0,), [((9, 101, 128), BF16)]),
+    "scale_softmax, gradient": (
+        functools.partial(_pull, scale_softmax),
+        (0, 0),
+        [((9, 101, 128), BF16)] * 2,
+    ),
+    "scale_softmax, causal": (
+        functools.partial(scale_softmax, causal=True),
+        None,
+        [((9, 101, 128), BF16)],
+    ),
+    "scale_softmax, a mask a row": (
+        lambda x, mask: scale_softmax(x, mask=mask),
+        None,
+        [((9, 101, 128), BF16), ((9, 1, 128), jnp.bool_)],
+    ),
+    "swiglu": (swiglu, (0,), [((9, 101, 256), BF16)]),
+    "rope": (_turned, (0, 0), [((9, 1, 101, 1, 64), F32), ((9, 1, 101, 32), F32)]),
+}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", [name for name in PASSING if name != "rms_norm of a row"])
+def test_rows_that_pass_an_end_are_not_copied_with_the_others(name):
+    """JAX copies whole rows side by side as one piece, UBLKCP, cut off at the array's end alone:
+    where a tile's last rows are no more of it, others are copied one by one.
+    """
+    f, axes, arrays = PASSING[name]
+    run = f if axes is None else jax.vmap(f, axes)
+    program = aot.compile_for(run, *(jax.ShapeDtypeStruct(*array) for array in arrays))
+    outs = 2 if name == "rope" else 1
+    assert program.kernel(program.mosaic_launches()[-1]).count("UBLKCP") >= 2 * outs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PASSING)
+def test_rows_that_pass_an_end_on_the_gpu(name):
+    """They belong to the next slice, or to the next group of rows."""
+    f, axes, arrays = PASSING[name]
+    rng = np.random.default_rng(0)
+    given = [
+        jnp.asarray(
+            rng.random(shape) < 0.5 if dtype == jnp.bool_ else rng.normal(size=shape), dtype
+        )
+        for shape, dtype in arrays
+    ]
+    run, one = (jax.jit(g) for g in (f if axes is None else jax.vmap(f, axes), f))
+    axes = axes or (0,) * len(given)
+    slices = [
+        one(*(x if axis is None else x[i] for x, axis in zip(given, axes, strict=True)))
+        for i in range(len(given[-1] if axes[0] is None else given[0]))
+    ]
+    wanted = jax.tree.map(lambda *x: np.stack(x).astype(np.float32), *slices)
+    for _ in range(5):
+        for found, exact in zip(*map(jax.tree.leaves, (run(*given), wanted)), strict=True):
+            error = np.linalg.norm(np.asarray(found, np.float32) - exact, axis=-1)
+            assert np.all(error <= 0.02 * np.linalg.norm(exact, axis=-1))
