@@ -6,14 +6,17 @@ jax 0.10.2 (the newest for Python 3.11), 0.11.2 and 0.12 all run; each line name
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import nvvm
+from jax._src.state.types import AbstractRef
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
@@ -35,6 +38,7 @@ INTERPRETS_CUT_COPIES = VERSION >= (0, 11)
 INTERPRETS_LAYOUTS = VERSION >= (0, 11)  # as attention and tiles of packed weights cast them
 # A kernel that writes into `jax.new_ref(x)` writes into x's own memory; ends with jax 0.10.
 WRITES_REFERENCES = VERSION >= (0, 11)
+MOST_BLOCKS = 65535  # of CUDA, in the second and the third direction of a grid
 # Mosaic of jax 0.10 lowers norms, say, but neither attention nor the loss; ends with jax 0.10.
 LOWERS = VERSION >= (0, 11)
 
@@ -107,6 +111,8 @@ def kernel(
         interpret=_params.InterpretGPUParams(detect_races=True) if interpret else None,
     )
 
+    run = _in_launches(run, tuple(grid), name)
+
     def without_x64(*arguments):
         if (reason := varying.why_no_kernel(arguments)) is not None:
             raise NotImplementedError(f"{name}: cannot run this call: {reason}")
@@ -114,6 +120,46 @@ def kernel(
             return run(*arguments)
 
     return without_x64
+
+
+def _in_launches(run: Callable[..., Any], grid: tuple[int, ...], name: str) -> Callable[..., Any]:
+    """The kernel, under vmap in as many launches as it takes: JAX puts the slices in front of its
+    grid, where CUDA takes MOST_BLOCKS in either direction but the last.
+
+    Raises: NotImplementedError for more of them that are written in place.
+    """
+    call = jax.custom_batching.custom_vmap(run)
+
+    @call.def_vmap
+    def _(count, batched, *arguments):
+        most = max(1, MOST_BLOCKS // math.prod(grid[:-2]))
+        axes = jax.tree.map(lambda each: 0 if each else None, batched)
+        if count > most and any(map(_is_reference, jax.tree.leaves(arguments))):
+            raise NotImplementedError(
+                f"{name}: cannot run this call: under vmap it writes into {most} slices at most, "
+                f"got {count}"
+            )
+        found = []
+        for start in range(0, count, most):
+            some, many = arguments, min(most, count - start)
+            if count > most:
+                end = start + many
+                some = jax.tree.map(
+                    lambda x, each, part=slice(start, end): x[part] if each else x,
+                    arguments,
+                    tuple(batched),
+                )
+            found.append(_in_launches(jax.vmap(run, axes), (many, *grid), name)(*some))
+        slices = found[0]
+        if len(found) > 1:
+            slices = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+        return slices, jax.tree.map(lambda _: True, slices)
+
+    return call
+
+
+def _is_reference(x: Any) -> bool:
+    return isinstance(jax.typeof(x), AbstractRef)
 
 
 def tiled_layout(

@@ -1,6 +1,7 @@
 """The engine of the kernels over rows: how rows lie, and that the interpreter sees a race."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -256,3 +257,39 @@ def test_rows_that_pass_an_end_on_the_gpu(name):
         for found, exact in zip(*map(jax.tree.leaves, (run(*given), wanted)), strict=True):
             error = np.linalg.norm(np.asarray(found, np.float32) - exact, axis=-1)
             assert np.all(error <= 0.02 * np.linalg.norm(exact, axis=-1))
+
+
+@pytest.mark.parametrize("lead", [(10,), (3, 6), (3, 2, 3)])
+def test_more_slices_than_a_grid_takes_are_several_launches(monkeypatch, lead):
+    """Of CUDA, 65535 in the direction that vmap adds; a launch of more fails."""
+    monkeypatch.setattr(_compat, "MOST_BLOCKS", 4)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(*lead, 5, 136)), BF16)
+    norm = functools.partial(rms_norm, weight=jnp.ones(136, BF16), eps=1e-5, interpret=True)
+    many = norm
+    for _ in lead:
+        many = jax.vmap(many)
+    for grid in re.findall(r"grid=\(([\d, ]+)\)", str(jax.make_jaxpr(many)(x))):
+        *before, _, _ = map(int, grid.split(","))
+        assert np.prod(before) <= 4
+    np.testing.assert_array_equal(interpreted(many, x), norm(x))
+
+
+def test_slices_that_are_written_in_place_are_one_launch(monkeypatch):
+    monkeypatch.setattr(_compat, "MOST_BLOCKS", 4)
+
+    def doubled(x):
+        target = jax.new_ref(x)
+
+        def body(source, held):
+            held[...] = source[...] * 2
+
+        how = {"name": "doubled", "out_type": (), "grid": (1,), "grid_names": ("block",)}
+        _compat.kernel(body, **how, interpret=True)(x, target)
+        return jax.freeze(target)
+
+    if not _compat.WRITES_REFERENCES:
+        pytest.skip("needs jax 0.11")
+    x = jnp.arange(5 * 128.0).reshape(5, 128)
+    np.testing.assert_array_equal(interpreted(jax.vmap(doubled), x[:4]), 2 * x[:4])
+    with pytest.raises(NotImplementedError, match="it writes into 4 slices at most, got 5"):
+        jax.make_jaxpr(jax.vmap(doubled))(x)
