@@ -90,7 +90,8 @@ class Worker:
         path.write_text(json.dumps(dataclasses.asdict(self.plan)))
         command = [*self.command, str(path)]
         paths = [str(REPO), os.environ.get("PYTHONPATH", "")]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ}  # as nvidia-smi counts: see gpu
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self.begun, self.last_s = None, (start := time.time())
         # In a group of its own, which is ended with the processes that compile for it: they have
         # the GPU too, and wait for work for ever
@@ -133,9 +134,9 @@ class Worker:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 if all went well; 1 if something is wrong or the bench does not believe it; 2
-    for what it cannot do; 130 for Ctrl-C, with what came so far in the file; 141 where nobody reads
-    the output.
+    """The command. 0 if all went well; 1 if something is wrong, the bench does not believe it or a
+    worker was given up; 2 for what it cannot do; 130 for Ctrl-C, with what came so far in the file;
+    141 where nobody reads the output.
     """
     args = _arguments(argv)
     jax.config.update("jax_platforms", "cpu")  # shapes are all that this process needs of JAX
@@ -199,7 +200,7 @@ def _measure(
 
         def save() -> None:
             assemble(results, workers, plan, with_torch=with_torch)
-            temporary = args.out.with_suffix(".part")
+            temporary = args.out.with_name(f"{args.out.name}.part")
             temporary.write_text(json.dumps(results, indent=1) + "\n")
             temporary.replace(args.out)
 
@@ -213,10 +214,9 @@ def _measure(
             workers[module].run(save)
             if workers[module].stopped:
                 results["notes"][module] = workers[module].stopped
-                print(f"benchmarks: {module}: {workers[module].stopped}", file=sys.stderr)
                 if module == "worker" and workers[module].results.get("ceilings", {}).get("failed"):
                     save()
-                    return 1
+                    return _tell(results)
         results["seconds"] = round(time.time() - start, 1)
         if not _on_gpu(workers):
             why = "no GPU that JAX can use: a smoke test on the CPU, no measurement"
@@ -231,7 +231,15 @@ def _measure(
     bad = [row for row in results["rows"] if not FINE & _states(row["correct"])]
     for row in bad:
         print(f"not right: {row['op']}: {row['label']}: {row['correct']}", file=sys.stderr)
-    return 1 if bad or "worker" in results["notes"] else 0
+    return _tell(results) or int(bool(bad))
+
+
+def _tell(results: dict[str, Any]) -> int:
+    """Say which workers were given up; 1 if one was."""
+    stopped = [module for module in MODULES if module in results["notes"]]
+    for module in stopped:
+        print(f"benchmarks: {module}: {results['notes'][module]}", file=sys.stderr)
+    return int(bool(stopped))
 
 
 def turns(plan: Plan, budget_s: float, *, with_torch: bool) -> Iterator[tuple[str, Plan]]:
@@ -322,6 +330,7 @@ def _row(
         "bytes": case.bytes,
         "operations": case.operations,
         "ceiling": case.measured_by,
+        "dtype": str(case.arguments[0].dtype),
         "correct": found.get(f"correct/{case.name}", NO_RESULT),
         "times": {**times, **rest, **torch},
     }
@@ -376,17 +385,24 @@ def _sections(plan: Plan, module: str) -> list[str]:
 
 
 def gpu() -> dict[str, str]:
-    """Name, driver and memory, as nvidia-smi tells them; nothing without it."""
+    """Name, driver and memory of the first GPU that CUDA shows, as nvidia-smi tells them; nothing
+    without either.
+    """
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if not first:
+        return {}
     query = "name,driver_version,memory.total,clocks.max.sm,power.limit"
     try:
         text = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"],
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={first}"],
             capture_output=True,
             text=True,
             check=True,
             timeout=30,
         ).stdout
     except (OSError, subprocess.SubprocessError):
+        return {}
+    if not text.strip():
         return {}
     keys = ("name", "driver", "memory", "max_sm_clock", "power_limit")
     values = [value.strip() for value in text.splitlines()[0].split(",")]
@@ -450,11 +466,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--task-s", type=float, default=120, help="end what takes longer (%(default)g)"
     )
     parser.add_argument("--threads", type=int, default=8, help="that compile ahead (%(default)d)")
-    parser.add_argument("--quick", action="store_true", help="two cases an op, no torch.compile")
+    hurry = "two cases an op, no torch.compile; `decode` and `prefill` only if they are named"
+    parser.add_argument("--quick", action="store_true", help=hurry)
     parser.add_argument(
         "--layers", type=int, default=32, help="of the model of `prefill` (%(default)d)"
     )
-    parser.add_argument("--no-torch", action="store_true", help="leave out torch and Liger")
+    without = "leave out torch and what runs through it: Liger, gemlite, PEFT"
+    parser.add_argument("--no-torch", action="store_true", help=without)
     parser.add_argument("--host-clock", action="store_true", help="without CUPTI, unchecked")
     parser.add_argument("--revision", help="the commit measured, where there is no git")
     return parser.parse_args(argv)

@@ -75,7 +75,7 @@ def percent(row: dict[str, Any], us: float, ceilings: dict[str, Any] | None) -> 
 
 def wide(row: dict[str, Any], timing: dict[str, Any]) -> str:
     """What a rival's kernels multiply narrower numbers in, "TF32" or "float32"; else ""."""
-    if not NARROW.search(row["label"]):
+    if not NARROW.search(f"{row['label']} {row.get('dtype', '')}"):  # older files have no dtype
         return ""
     names = " ".join(timing.get("kernels") or ())
     return next((word for part, word in WIDE.items() if part in names), "")

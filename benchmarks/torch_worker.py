@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import statistics
 import sys
 import time
@@ -200,8 +201,12 @@ def task(plan: Plan, log: Log, key: str, work: Callable[[], dict[str, Any]]) -> 
     except Exception as error:
         result = {"failed": sentence(error)}
     log.write("end", key, result=result)
-    if any(text in str(result.get("failed", "")) for text in FATAL):
-        sys.exit(FATAL_EXIT)
+    if _is_fatal(result.get("failed", "")):
+        os._exit(FATAL_EXIT)  # as the worker of JAX: ending in order may wait for ever
+
+
+def _is_fatal(said: str) -> bool:
+    return any(text in said for text in FATAL)
 
 
 def _time(plan: Plan, watch: TorchWatch, case: Case, forward: Any) -> dict[str, Any]:
@@ -213,7 +218,12 @@ def _time(plan: Plan, watch: TorchWatch, case: Case, forward: Any) -> dict[str, 
     cold = count * case.bytes < COLD_BYTES
     timings, start = [], time.time()
     for _ in range(ROUNDS):  # as JAX has it: the better one counts
-        timings.append(watch.time(runs, cold=cold, calls=10 if plan.quick else 20))
+        try:
+            timings.append(watch.time(runs, cold=cold, calls=10 if plan.quick else 20))
+        except Exception as error:
+            if not timings or _is_fatal(str(error)):
+                raise
+            break
         if time.time() - start > ROUND_S:
             break
     return dataclasses.asdict(min(timings, key=lambda timing: timing.us))

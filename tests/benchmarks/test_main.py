@@ -274,6 +274,40 @@ def test_what_fails_or_is_done_stops_nothing(tmp_path, monkeypatch):
     assert not any("done" in key for key in found)
 
 
+def test_what_leaves_the_gpu_unusable_ends_the_process_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)  # an orderly end can hang
+    monkeypatch.setattr(worker, "sys", None)
+    path = tmp_path / "log"
+    asked = plan.Plan(str(path), [], [], time.time() + 60)
+    run = worker._Run(asked, worker.Log(str(path)), [], False)
+
+    def fails():
+        raise RuntimeError("INTERNAL: CUDA error: CUDA_ERROR_ASSERT: device-side assert triggered")
+
+    with pytest.raises(SystemExit, match=str(worker.FATAL_EXIT)):
+        run.task("bad", fails)
+    assert "CUDA_ERROR_ASSERT" in json.loads(path.read_text().splitlines()[-1])["result"]["failed"]
+
+
+@pytest.mark.parametrize(("turn", "stays"), [(1, False), (3, True)])
+def test_a_time_outlasts_a_round_that_fails(tmp_path, monkeypatch, turn, stays):
+    time_once, turns = measure.Stopwatch.time, iter(range(1, 9))  # xla, ours, and again
+
+    def timed(self, *args, **kwargs):
+        if next(turns) == turn:
+            raise RuntimeError("no memory left")
+        return time_once(self, *args, **kwargs)
+
+    monkeypatch.setattr(measure.Stopwatch, "time", timed)
+    times = results_of(tmp_path, [toy()], monkeypatch)["time/toy: 16 x 32"]
+    assert next(turns) == (5 if stays else 4)
+    assert times["ours"]["us"] > 0
+    if stays:
+        assert times["xla"]["us"] > 0
+    else:
+        assert times["xla"] == {"failed": "RuntimeError: no memory left"}
+
+
 def test_what_is_cheap_comes_first(tmp_path, monkeypatch):
     """Every case's own time before any of the rivals that take longer to compile."""
     cases = [toy(str(i), rivals={"same": square, "cudnn": square}) for i in range(3)]
@@ -416,6 +450,7 @@ def test_rows_join_both_workers(monkeypatch):
     main.assemble(results, workers, plan.Plan("", ["layer"], [], 0.0))
     times = {"ours": {"us": 1.0}, "triton": {"us": 3.0}, "liger": {"us": 2.0}}
     assert results["rows"][0]["times"] == times
+    assert results["rows"][0]["dtype"] == "bfloat16"
     late = {"not_run": "no time"}
     assert results["rows"][1]["times"] == {"ours": late, "further rivals": late}
     assert results["spent_s"] == {"compiling": 3.5, "timing": 1.0, "jax": 5.0, "torch": 5.0}
@@ -621,6 +656,61 @@ def test_an_interrupt_and_a_closed_pipe_are_no_traceback(
     assert main.main(["rope", "--out", str(out)]) == code
     assert capfd.readouterr().err == said.format(out)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stopped", [(), ("torch_worker",), ("worker", "torch_worker")])
+def test_a_worker_that_was_given_up_is_named_and_the_command_ends_with_1(
+    tmp_path, monkeypatch, capsys, stopped
+):
+    class Ended(main.Worker):
+        def run(self, on_change):
+            self.results["device"] = {"platform": "gpu"}
+            self.stopped = "given up after 12 starts" if self.module in stopped else None
+            on_change()
+
+    asked = plan.Plan("", ["layer"], [], 0.0)
+    turns = [(module, sections.dataclasses.replace(asked)) for module in main.MODULES]
+    monkeypatch.setattr(main, "turns", lambda *args, with_torch: turns)
+    monkeypatch.setattr(main, "Worker", Ended)
+    kept, out = tmp_path / "x.part", tmp_path / "x.json"
+    kept.write_text("a file of somebody else's")
+    args = main._arguments(["layer", "--out", str(out)])
+    code = main._measure(args, asked, results_file(notes={}), with_torch=True)
+    assert code == int(bool(stopped))
+    lines = [f"benchmarks: {module}: given up after 12 starts\n" for module in stopped]
+    assert capsys.readouterr().err == "".join(lines)
+    assert json.loads(out.read_text())["notes"].keys() == set(stopped)
+    assert kept.read_text() == "a file of somebody else's"
+    assert {path.name for path in tmp_path.iterdir()} == {"x.json", "x.part"}
+
+
+def test_the_gpu_is_the_first_that_cuda_shows(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "card $3, 580.1"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for shown, first in ((None, "0"), ("2,0", "2"), ("GPU-8f, GPU-9a", "GPU-8f")):
+        if shown is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        assert main.gpu() == {"name": f"card --id={first}", "driver": "580.1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main.gpu() == {}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for text in ("#!/bin/sh\n", "#!/bin/sh\nexit 6\n"):
+        program.write_text(text)
+        assert main.gpu() == {}
+
+
+@pytest.mark.parametrize("given", [None, "FASTEST_FIRST"])
+def test_workers_count_gpus_as_nvidia_smi_does(tmp_path, monkeypatch, given):
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", given)
+    action = 'write("end", "order", result={"is": os.environ["CUDA_DEVICE_ORDER"]})'
+    found = run_fake(tmp_path, "two", action).results["order"]
+    assert found == {"is": given or "PCI_BUS_ID"}
 
 
 @pytest.mark.slow

@@ -120,6 +120,16 @@ def test_what_multiplies_in_wider_numbers_is_no_rival(dtype, kernel, said):
     assert report.figures(call, CEILINGS)["best"] == ("torch" if said else "xla")
 
 
+@pytest.mark.parametrize(("dtype", "best"), [("bfloat16", None), ("float32", "xla"), (None, "xla")])
+def test_a_dtype_that_the_label_leaves_out_is_the_rows(dtype, best):
+    kernels = ["sm90_xmma_gemm_f32f32_tf32f32_f32_nn_n"]
+    times = {"ours": timing(50.0), "xla": timing(80.0, kernels=kernels)}
+    call = row(label="1 x 4096 x 4096 int4", times=times)
+    if dtype is not None:  # older files have none
+        call["dtype"] = dtype
+    assert report.figures(call, CEILINGS)["best"] == best
+
+
 @pytest.mark.parametrize(
     ("us", "wall_us", "clock", "expected"),
     [

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import os
 import sys
 import time
 import types
@@ -354,7 +355,30 @@ def test_the_better_of_two_rounds_counts_for_torch_too(monkeypatch):
     assert torch_worker._time(asked, watch, NORM, None)["us"] == 5.0  # type: ignore
 
 
-def test_a_task_of_torch_says_what_came_of_it(tmp_path):
+def test_a_time_of_torch_outlasts_a_round_that_fails(monkeypatch):
+    monkeypatch.setattr(torch_rivals, "arguments", lambda *args: [])
+    monkeypatch.setattr(torch_rivals, "call", lambda *args: lambda: None)
+
+    def found(*rounds):
+        left = list(rounds)
+
+        class Watch:
+            def time(self, runs, *, cold, calls):
+                if isinstance(us := left.pop(0), str):
+                    raise RuntimeError(us)
+                return Timing(us, 0.1, 9.0, "cupti", calls)
+
+        return torch_worker._time(plan.Plan("", [], [], 0.0), Watch(), NORM, None)  # type: ignore
+
+    assert found(5.0, "out of memory")["us"] == 5.0
+    for rounds in (("out of memory", 5.0), (5.0, "an illegal memory access")):
+        with pytest.raises(RuntimeError, match="memory"):
+            found(*rounds)
+
+
+def test_a_task_of_torch_says_what_came_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)  # at once: an orderly end can hang
+    monkeypatch.setattr(torch_worker, "sys", None)
     path = tmp_path / "log"
     asked = plan.Plan(str(path), [], ["done"], time.time() + 60)
     log = worker.Log(str(path))
