@@ -18,6 +18,7 @@ from flax import nnx
 
 import jaxllm
 from jaxllm import data, train
+from jaxllm.config import DTYPES
 
 
 def main(args: argparse.Namespace) -> None:
@@ -75,16 +76,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--rows", type=int, default=16, help="rows a batch")
-    add("--length", type=int, default=2048, help="tokens a row")
+    add("--length", type=int, default=2048, help="tokens a row, at least 4")
     add("--width", type=int, default=1024, help="model width, a multiple of 128")
     add("--layers", type=int, default=12, help="decoder blocks")
     add("--vocab-size", type=int, default=32_000, help="tokens of the vocabulary")
-    add("--dtype", default="bfloat16", help="to compute in")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="to compute in")
     add("--steps", type=int, default=10, help="steps a turn")
     add("--turns", type=int, default=7, help="turns of each source")
     args = parser.parse_args(arguments)
     if args.width < 128 or args.width % 128:
         parser.error(f"--width must be a multiple of 128, got {args.width}")
+    least = {"rows": 1, "length": 4, "layers": 1, "vocab_size": 1, "steps": 1, "turns": 1}
+    for name, fewest in least.items():
+        if (count := getattr(args, name)) < fewest:
+            option = name.replace("_", "-")
+            parser.error(f"--{option} must be at least {fewest}, got {count}")
     return args
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import itertools
 import json
 import re
@@ -454,7 +455,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 2 for what cannot be read or written."""
+    """The command; 2 for what cannot be read, drawn or written."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="what python -m benchmarks wrote")
     parser.add_argument("--tables", type=Path, help="the Markdown file to write")
@@ -468,6 +469,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--tables or --plot for those of other files"
             )
         tables, picture = RESULTS / "README.md", RESULTS / "results.png"
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        print(
+            "report: matplotlib, which draws the plot, is not installed: pip install matplotlib, "
+            "or name --tables alone",
+            file=sys.stderr,
+        )
+        return 2
     written = []
     try:
         runs = [read(path) for path in args.files]

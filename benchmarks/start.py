@@ -121,8 +121,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.folder is not None and not args.folder.is_dir():
         parser.error(f"--folder {args.folder} is no folder")
     if args.out is not None:
+        is_new = not args.out.exists()
         try:
-            args.out.touch()  # now, and not after minutes
+            args.out.open("a").close()  # now, and not after minutes
+            if is_new:  # a run that fails leaves none
+                args.out.unlink()
         except OSError as error:
             parser.error(f"--out {args.out}: {error.strerror}")
     return args

@@ -170,9 +170,12 @@ def in_fewest_parts(
 ) -> dict[str, Any]:
     """`run` with the first of those micro-batches that divide the rows and for which memory lasts.
 
-    MemoryError with none.
+    Raises: MemoryError if it lasts for none. ValueError if none divides the rows.
     """
     tried = [parts for parts in try_parts if rows % parts == 0]
+    if not tried:
+        every = " or ".join(map(str, try_parts))
+        raise ValueError(f"{name}: {rows} rows cannot be cut into {every} equal parts")
     for parts in tried:
         try:
             return run(parts)

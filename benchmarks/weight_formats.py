@@ -133,16 +133,23 @@ def table(texts: Sequence[Text]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 2 without a text."""
+    """The command; 2 without a text, or for files that are not there."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_formats")
     parser.add_argument("--shakespeare", type=Path, metavar="FILE", help="tiny shakespeare")
     parser.add_argument("--stories", type=Path, metavar="FOLDER", help="the checkpoint stories260K")
     options = parser.parse_args(arguments)
+    folder = options.stories
+    for name, file in (
+        ("--shakespeare", options.shakespeare),
+        ("--stories", None if folder is None else folder / "config.json"),
+    ):
+        if file is not None and not file.is_file():
+            parser.error(f"{name}: there is no file {file}")
     texts = []
     if options.shakespeare is not None:
         texts.append(shakespeare(options.shakespeare))
-    if options.stories is not None:
-        texts.append(stories(options.stories))
+    if folder is not None:
+        texts.append(stories(folder))
     if not texts:
         print("weight_formats: give --shakespeare, --stories or both", file=sys.stderr)
         return 2

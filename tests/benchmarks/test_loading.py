@@ -24,3 +24,21 @@ def test_a_width_that_is_no_multiple_of_128_is_refused(capsys):
             loading.parse([f"--width={width}"])
         assert f"--width must be a multiple of 128, got {width}" in capsys.readouterr().err
     assert loading.parse(["--width", "256"]).width == 256
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--length=3", "--length must be at least 4, got 3"),
+        ("--rows=0", "--rows must be at least 1, got 0"),
+        ("--layers=0", "--layers must be at least 1, got 0"),
+        ("--vocab-size=0", "--vocab-size must be at least 1, got 0"),
+        ("--steps=0", "--steps must be at least 1, got 0"),
+        ("--turns=-1", "--turns must be at least 1, got -1"),
+        ("--dtype=float8", "invalid choice: 'float8'"),
+    ],
+)
+def test_a_number_too_small_and_an_unknown_dtype_are_refused(capsys, option, said):
+    with pytest.raises(SystemExit, match="2"):
+        loading.parse([option])
+    assert said in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The report: figures of a row, the tables of all runs, the plot."""
 
+import importlib.util
 import json
 import re
 from typing import Any
@@ -225,6 +226,19 @@ def test_the_command_writes_tables_and_plot(tmp_path, capsys):
     assert report.main(arguments) == 0
     assert tables.read_text() == once
     assert "1 runs" in capsys.readouterr().out
+
+
+def test_a_plot_without_matplotlib(tmp_path, monkeypatch, capsys):
+    tables, plot, file = (tmp_path / name for name in ("README.md", "x.png", "h200.json"))
+    file.write_text(json.dumps(results()))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert report.main([str(file), "--tables", str(tables), "--plot", str(plot)]) == 2
+    assert capsys.readouterr().err == (
+        "report: matplotlib, which draws the plot, is not installed: pip install matplotlib, or "
+        "name --tables alone\n"
+    )
+    assert not tables.exists()
+    assert report.main([str(file), "--tables", str(tables)]) == 0
 
 
 def test_the_plot_has_a_part_a_gpu():

@@ -27,9 +27,10 @@ def test_two_processes_say_what_each_step_took(tmp_path, capsys, scheme):
     assert runs[1]["seconds"]["the first token"] < runs[0]["seconds"]["the first token"]
 
 
-def test_a_process_that_fails_ends_it(tmp_path, capfd):
+def test_a_process_that_fails_ends_it_and_leaves_no_file(tmp_path, capfd):
     with pytest.raises(SystemExit, match="the process with --start ended with 1"):
-        start.main(start.parse([str(tmp_path), f"--folder={tmp_path}"]))
+        start.main(start.parse([str(tmp_path), f"--folder={tmp_path}", f"--out={tmp_path}/x.json"]))
+    assert list(tmp_path.iterdir()) == []
     assert "there is no config.json" in capfd.readouterr().err
 
 
@@ -38,3 +39,10 @@ def test_what_is_not_there_is_said_before_anything_starts(tmp_path, capsys):
         with pytest.raises(SystemExit, match="^2$"):
             start.parse(arguments)
         assert "none" in capsys.readouterr().err
+
+
+def test_a_file_that_is_there_is_kept_until_there_is_a_result(tmp_path):
+    out = tmp_path / "x.json"
+    out.write_text("of the run before")
+    start.parse([f"--out={out}"])
+    assert out.read_text() == "of the run before"

@@ -129,6 +129,8 @@ def test_jax_linear_attention_takes_as_few_parts_as_fit(monkeypatch):
     assert tried == [1, 2, 4]
     with pytest.raises(MemoryError, match="attention: 4 rows do not fit in 1 or 2 parts"):
         jla_training.measure(**RUN, try_parts=(1, 2, 3))
+    with pytest.raises(ValueError, match="4 rows cannot be cut into 3 or 5 equal parts"):
+        jla_training.measure(**RUN, try_parts=(3, 5))
     monkeypatch.setattr(jla_training, "_measure", lambda *rest: jax.block_until_ready(1 / 0))
     with pytest.raises(ZeroDivisionError):
         jla_training.measure(**RUN)

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from benchmarks import weight_formats
 
 
@@ -34,3 +36,13 @@ def test_a_row_a_format_and_the_first_is_what_the_others_are_compared_with(
 def test_without_a_text_there_is_nothing_to_measure(capsys):
     assert weight_formats.main([]) == 2
     assert capsys.readouterr().err == "weight_formats: give --shakespeare, --stories or both\n"
+
+
+def test_what_is_not_there_is_said_before_anything_runs(tmp_path, capsys):
+    for name, given, missing in (
+        ("--shakespeare", tmp_path / "input.txt", tmp_path / "input.txt"),
+        ("--stories", tmp_path, tmp_path / "config.json"),
+    ):
+        with pytest.raises(SystemExit, match="^2$"):
+            weight_formats.main([name, str(given)])
+        assert f"error: {name}: there is no file {missing}\n" in capsys.readouterr().err
