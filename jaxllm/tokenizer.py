@@ -88,9 +88,13 @@ class Tokenizer:
         self.bos_id, self.eos_id, self.pad_id = (
             vocabulary.get(self.special_tokens.get(key, "")) for key in _NAMED[:3]
         )
-        # Found as one in a text, also where tokenizer.json has them as words like others
-        special = [text for text in self.special_tokens.values() if text in vocabulary]
-        known = self._added_tokens()
+        # Found as one in a text, also where tokenizer.json has them as words like others; and
+        # special, which an added token that is named as one need not be there
+        known, named = self._added_tokens(), self.special_tokens.values()
+        for token in (known[text] for text in named if text in known):
+            token.special = True
+            self._tokenizer.add_special_tokens([token])
+        special = [text for text in [*named, *_more_special(config)] if text in vocabulary]
         self._tokenizer.add_special_tokens([text for text in special if text not in known])
         added = self._added_tokens()
         self._added = frozenset(added)
@@ -331,9 +335,7 @@ class Tokenizer:
         """
         known = self._added_tokens()
         found: dict[int, tokenizers.AddedToken] = {}  # by id
-        more = config.get("additional_special_tokens")
-        named = [*self.special_tokens.values(), *(more if isinstance(more, list) else [])]
-        special = [token.get("content") if isinstance(token, dict) else token for token in named]
+        special = [*self.special_tokens.values(), *_more_special(config)]
         try:
             for id_, token in (config.get("added_tokens_decoder") or {}).items():
                 said = {key: token[key] for key in _ADDED_SAYS if key in token}
@@ -420,3 +422,11 @@ class Tokenizer:
                     raise ValueError(f"{self._source}: the post-processor knows no token {name!r}")
                 prefix += step["special_tokens"][name]["ids"]
         return prefix
+
+
+def _more_special(config: Mapping[str, Any]) -> list[str]:
+    """The special tokens that have no name of their own."""
+    lists = (config.get(key) for key in ("extra_special_tokens", "additional_special_tokens"))
+    listed = next((more for more in lists if more and isinstance(more, list)), [])
+    texts = [token.get("content") if isinstance(token, dict) else token for token in listed]
+    return [text for text in texts if isinstance(text, str)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import tiny_tokenizers
+from tokenizers import AddedToken, models, processors
 from tokenizers import Tokenizer as Library
-from tokenizers import models, processors
 
 from jaxllm.tokenizer import Tokenizer
 
@@ -182,6 +182,39 @@ def test_tokens_that_only_the_files_beside_it_name():
         assert tokenizer.vocab_size == size
         assert tokenizer.encode("the") == [library.token_to_id("▁t"), piece]
     assert piece not in library.encode("the").ids
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"eos_token": "<end>"},
+        {"image_token": "<end>"},
+        {"extra_special_tokens": {"audio_token": "<end>"}},
+    ],
+)
+def test_an_added_token_is_special_if_it_is_named_so(named):
+    library = tiny_tokenizers.byte_level()
+    library.add_tokens([AddedToken("<end>", rstrip=True, normalized=False)])
+    end, text = library.token_to_id("<end>"), "hello<end>  there"
+    assert library.decode([end]) == "<end>"
+    tokenizer = Tokenizer(tiny_tokenizers.files(library, **named))
+    ids = tokenizer.encode(text)
+    assert ids == library.encode(text).ids  # and it takes spaces along as before
+    assert tokenizer.decode(ids) == "hellothere"
+    stream = tokenizer.stream()
+    assert stream.push(ids) + stream.finish() == "hellothere"
+    assert tokenizer.special_ids(["<end>"]) == [end]
+
+
+@pytest.mark.parametrize("key", ["extra_special_tokens", "additional_special_tokens"])
+@pytest.mark.parametrize("listed", ["he", {"content": "he", "__type": "AddedToken"}])
+def test_a_word_is_special_if_it_is_listed_so(key, listed):
+    library = tiny_tokenizers.byte_fallback()
+    tokenizer = Tokenizer(tiny_tokenizers.files(library, **{key: [listed, "<absent>"]}))
+    assert tokenizer.vocab_size == library.get_vocab_size()
+    ids = tokenizer.encode("the")
+    assert ids == [library.token_to_id("▁t"), library.token_to_id("he")]
+    assert tokenizer.decode(ids) == "t"
 
 
 def test_an_older_file_of_added_tokens_counts_without_a_newer_one():
