@@ -101,15 +101,16 @@ def read_folder(folder: Path, shapes: Mapping[str, Shape], *, fused: bool) -> di
             modules.setdefault(found[1], {})[_PARTS[found[2]]] = tensor
         else:
             strange.append(name)
-    if copies := [name for name in strange if name.endswith(".base_layer.weight")]:
+    copies = [name for name in strange if name.endswith(".base_layer.weight")]
+    if others := [name for name in strange if name not in copies]:  # which no saving anew mends
+        raise NotImplementedError(
+            f"{file}: {len(others)} tensors are not lora_A, lora_B or lora_magnitude_vector of a "
+            f"Linear: {enumerate_some(others)}"
+        )
+    if copies:
         raise NotImplementedError(
             f"{file}: beside the adapter there are weights of its base: {enumerate_some(copies)}; "
             "save it anew with save_embedding_layers=False"
-        )
-    if strange:
-        raise NotImplementedError(
-            f"{file}: {len(strange)} tensors are not lora_A, lora_B or lora_magnitude_vector of a "
-            f"Linear: {enumerate_some(strange)}"
         )
     places = _places(shapes, fused, modules)
     base = config.get("base_model_name_or_path")

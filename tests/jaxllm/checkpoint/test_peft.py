@@ -37,6 +37,16 @@ def test_a_copy_of_the_base_is_refused_with_a_cure(folder):
         read_folder(folder, SHAPES, fused=False)
 
 
+def test_an_adapter_of_an_embedding_is_refused_without_a_cure(folder):
+    file, name = folder / peft.TENSORS, "base_model.model.model.embed_tokens"
+    parts = ("lora_embedding_A", "base_layer.weight")  # of which PEFT writes the second beside it
+    more = {f"{name}.{part}": np.ones((5, 4), np.float32) for part in parts}
+    save_file(load_file(file) | more, file)
+    sentence = f"{file}: 1 tensors are not lora_A, .* of a Linear: {name}.lora_embedding_A$"
+    with pytest.raises(NotImplementedError, match=sentence):
+        read_folder(folder, SHAPES, fused=False)
+
+
 def test_the_older_format_is_named(folder):
     (folder / peft.TENSORS).rename(folder / "adapter_model.bin")
     with pytest.raises(ValueError, match="bin is of an older format, .* safe_serialization=True"):
