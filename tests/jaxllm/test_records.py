@@ -370,8 +370,17 @@ def test_a_template_that_ends_its_answers_gets_no_second_end():
     assert learnt(example).count(tokenizer.eos_id) == 2
 
 
+def test_a_template_that_ends_others_messages_only_gets_an_end():
+    tokenizer = make(chat_template=CHAT.replace("}}\n", "}}{{ '</s>' if m.role == 'user' }}\n"))
+    example = encode({"messages": chat("a", "b", "c", "d")}, tokenizer)
+    assert whole(example).count(tokenizer.eos_id) == 3
+    assert learnt(example)[-1] == tokenizer.eos_id
+
+
 def test_the_tools_of_a_chat_are_in_its_template():
-    tokenizer = make(chat_template="{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHAT)
+    tokenizer = make(
+        chat_template="{% if tools is not none %}{{ tools | tojson }}\n{% endif %}" + CHAT
+    )
     messages, other, tools = chat("hello", "there"), chat("hello", "the"), [{"name": "f"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=False, tools=tools)
     example = encode({"messages": messages, "tools": tools}, tokenizer)
@@ -465,6 +474,14 @@ def test_a_pair_of_chats_in_each_form():
     assert whole(text.chosen) == whole(encode({"messages": before[:1] + good}, TINY))
 
 
+def test_a_chat_that_the_other_goes_on_with_keeps_its_answer():
+    short, long = chat("one", "ONE"), chat("one", "ONE", "two", "TWO")
+    for chosen, rejected in ((short, long), (long, short)):
+        pair = encode_preference({"chosen": chosen, "rejected": rejected}, TINY)
+        for side, messages in ((pair.chosen, chosen), (pair.rejected, rejected)):
+            assert learnt(side) == learnt(encode({"messages": messages}, TINY))
+
+
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [
@@ -531,6 +548,10 @@ def test_the_summary_counts():
         "2 records: 1 example, 4 tokens, 3 of them learnt; 1 longer than 10 tokens truncated, 13 "
         "tokens of them lost; 1 without anything to learn left out"
     )
+    silent = {"messages": chat("a", "b")}
+    silent["messages"][1]["weight"] = 0  # left out, but not for its length
+    found = encode_records([*rows, silent], TINY, length=40)
+    assert (found.long, found.lost, found.untaught) == (0, 0, 1)
     with pytest.raises(ValueError, match="data: there is nothing to learn; 1 record: 0 examples"):
         encode_records(rows[:1], TINY, length=10)
     for length in (0, 8.5, "8"):
@@ -571,6 +592,9 @@ def test_pairs_are_cut_and_left_out_whole():
     assert (found.long, found.untaught) == (2, 1)
     dropped = records.encode_preferences(rows, TINY, length=10, on_long="drop")
     assert len(dropped.examples) == 1
+    late = {"prompt": "a", "chosen": chat("a", "b")[1:], "rejected": chat("c" * 40, "d")}
+    for row in (late, {**late, "chosen": late["rejected"], "rejected": late["chosen"]}):
+        assert records.encode_preferences([rows[0], row], TINY, length=40).untaught == 1
     with pytest.raises(ValueError, match="on_long must be one of truncate, drop, not 'split'"):
         records.encode_preferences(rows, TINY, length=10, on_long="split")
 
