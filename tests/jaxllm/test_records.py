@@ -425,6 +425,18 @@ def test_an_added_token_is_whose_its_own_text_is(template, special):
     assert mine == [*the, *end, *hell, *end]
 
 
+def test_an_added_token_behind_an_answer_is_the_templates():
+    """Also where it takes the spaces before it along, be they the last of an answer."""
+    built = tiny_tokenizers.byte_fallback()
+    built.add_tokens([tokenizers.AddedToken("<|end|>", lstrip=True, normalized=False)])
+    template = BLOCKS.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
+    tokenizer = Tokenizer(tiny_tokenizers.files(built, eos_token="</s>", chat_template=template))
+    ids, answers = tokenizer.encode_answers(chat("hello", "the ", "a", "hell"))
+    mine = [i for i, answer in zip(ids, answers, strict=True) if answer]
+    assert tokenizer.encode("<|end|>")[0] in ids
+    assert tokenizer.decode(mine) == "thehell"
+
+
 def test_an_added_token_of_spaces_alone_is_the_templates():
     built = tiny_tokenizers.byte_fallback()
     built.add_tokens([tokenizers.AddedToken(name) for name in ("\n", "<|end|>")])

@@ -325,6 +325,19 @@ def test_limits_of_tokenizer_json_do_not_cut_prompts():
 # Files
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_a_special_token_stays_as_tokenizer_json_has_it(special):
+    library = tiny_tokenizers.byte_fallback()
+    of = {"special": special, "rstrip": True, "normalized": False}
+    library.add_tokens([AddedToken("<|end|>", **of)])
+    tokenizer = Tokenizer(tiny_tokenizers.files(library, eos_token="<|end|>"))
+    ids = tokenizer.encode("the<|end|>  he", add_special_tokens=False)
+    assert ids[1] == tokenizer.eos_id
+    assert tokenizer.decode(ids[2:]) == "he"
+    assert tokenizer.decode(ids[1:2]) == ("" if special else "<|end|>")
+    assert tokenizer.special_ids(["<|end|>"]) == [tokenizer.eos_id] * special
+
+
 def test_special_tokens_as_strings_objects_or_the_older_file():
     token = {"content": "</s>", "lstrip": False, "special": True, "__type": "AddedToken"}
     assert tiny(eos_token="</s>").eos_id == tiny(eos_token=token).eos_id == 2
@@ -378,6 +391,7 @@ def test_a_variable_that_the_template_does_not_read():
 def test_named_templates():
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     tokenizer = tiny(chat_template=named)
+    assert tokenizer.apply_chat_template(USER, tokenize=False, tools=None) == "plain"
     assert tokenizer.apply_chat_template(USER, tokenize=False) == "plain"
     assert tokenizer.apply_chat_template(USER, tokenize=False, tools=[{}]) == "tools"
     only = tiny(chat_template=named[1:])
@@ -410,6 +424,17 @@ def test_save_is_bit_for_bit(folder, name, tmp_path):
     assert saved == {n: (folder(name) / n).read_bytes() for n in saved}
     names = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     assert saved.keys() == {p.name for p in folder(name).iterdir()} & names
+
+
+def test_save_removes_what_the_folder_has_of_another_one(tmp_path):
+    extra = "additional_chat_templates/tool_use.jinja"
+    for name in ("chat_template.jinja", extra, "special_tokens_map.json", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    tiny().save(tmp_path)
+    left = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
+    assert left == {"tokenizer.json", "tokenizer_config.json", "notes.txt"}
+    assert not Tokenizer.from_folder(tmp_path).has_chat_template
 
 
 def test_vocab_size_is_the_largest_id_and_one():
