@@ -116,7 +116,9 @@ ATTRIBUTES = [
     "{{ lipsum.__globals__ }}",
     "{{ ''.format.__wrapped__ }}",
     "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "{% set ns = namespace() %}{% set ns._Namespace__attrs = 1 %}",
     "{{ namespace(__html__=1) }}",
+    "{{ namespace(_x=1) }}",
     "{{ messages.append(1) }}",
     "{{ messages[0].update(role='system') }}",
 ]
@@ -153,9 +155,11 @@ TOO_LARGE = [
     "{{ 'x'.ljust(10**10) }}",
     "{{ messages | tojson(indent=10**10) }}",
     "{{ messages | batch(10**10, 1) | list }}",
+    "{{ '%1000d' % 1 }}",
     "{{ '%9999999999d' % 1 }}",
     "{{ '%*d' % (10**10, 1) }}",
     "{{ '%9999999999d' | format(1) }}",
+    "{{ '{:1000d}'.format(1) }}",
     "{{ '{:9999999999d}'.format(1) }}",
     "{{ '{:{}}'.format(1, 10**10) }}",
     "{% set a = 'a' * 100000 %}{{ a.replace('a', a) }}",
@@ -177,6 +181,10 @@ def test_hostile_templates_are_refused(template):
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
     assert time.perf_counter() - start < 60  # a few seconds at most, on a busy machine
+
+
+def test_widths_of_a_table_are_let_through():
+    assert render("{{ '%999d' % 1 }}{{ '{:999d}'.format(1) }}") == 2 * f"{1:999d}"
 
 
 def test_the_sandbox_is_what_refuses():
