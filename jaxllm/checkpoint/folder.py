@@ -191,7 +191,7 @@ def stated_dtype(hf: Mapping[str, Any]) -> str | None:
 
 
 def check_new(folder: Path) -> None:
-    """Before the work whose result goes there. Raises: ValueError if something is there but an
+    """Before the work whose result goes there. Raises: ValueError if something is there but a
     folder that is empty, but for what saves were killed in; OSError as `check_writable`.
     """
     if folder.exists() and (

@@ -45,6 +45,10 @@ def test_targets_and_ignored_modules():
     assert form(UP) is None
     assert form("model.layers.3.mlp.down_proj") is None
     assert form("model.layers.30.mlp.up_proj") == INT4
+    said["ignore"] = [r"re:model\.layers\.3\.", "re:layers"]  # what a name begins with
+    form = read(said).form
+    assert form(UP) is None
+    assert form("model.layers.30.mlp.up_proj") == INT4
     said["ignore"] = ["Linear"]
     assert read(said).form(UP) is None
     said["ignore"] = []
@@ -115,6 +119,7 @@ def test_formats_of_gptq_and_awq():
     awq = {"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": True}
     assert read(awq).form(UP) == Form("awq", "int4", "group", 128, zero_points=True)
     assert read({**awq, "modules_to_not_convert": ["layers.3."]}).form(UP) is None
+    assert read(awq).form("lm_head") is None  # whose files leave it out, and do not say so
 
 
 AUTOROUND = {
