@@ -199,6 +199,48 @@ def test_what_real_configs_say(shared):
         assert not getattr(llama, switch)
 
 
+def test_what_a_short_file_leaves_out():
+    """As the configuration classes of transformers 5.23 have it."""
+    bare = {k: v for k, v in LLAMA.items() if k != "rope_theta"} | {"num_hidden_layers": 30}
+
+    def short(family, **more):
+        return from_hf({**bare, "model_type": family, **more})
+
+    slides = {
+        family: [i for i in range(30) if short(family, **more).window(i) == 4096]
+        for family, more in {
+            "mistral": {},
+            "phi3": {},
+            "qwen2": {"use_sliding_window": True},
+            "gemma2": {},
+            "gemma3_text": {},
+        }.items()
+    }
+    assert slides == {
+        "mistral": list(range(30)),
+        "phi3": [],
+        "qwen2": [28, 29],
+        "gemma2": list(range(0, 30, 2)),
+        "gemma3_text": [i for i in range(30) if i % 6 != 5],
+    }
+    assert short("mistral", sliding_window=None).sliding_window is None
+    assert {f: short(f).head_dim for f in ("llama", "qwen3", "gemma2", "gemma3_text")} == {
+        "llama": 6,
+        "qwen3": 128,
+        "gemma2": 256,
+        "gemma3_text": 256,
+    }
+    gemma2, gemma3 = short("gemma2"), short("gemma3_text")
+    assert (gemma2.attn_logit_softcapping, gemma2.final_logit_softcapping) == (50.0, 30.0)
+    assert gemma3.final_logit_softcapping is None
+    assert gemma2.query_pre_attn_scalar == gemma3.query_pre_attn_scalar == 256
+    assert gemma2.tie_word_embeddings
+    assert gemma3.tie_word_embeddings
+    assert (gemma3.rope, gemma3.sliding_rope) == (Rope(1e6), Rope(1e4))
+    assert short("bitnet").rope == Rope(5e5)
+    assert {short(f).rope for f in ("llama", "mistral", "qwen2", "qwen3", "phi3")} == {Rope(1e4)}
+
+
 def test_a_multimodal_file_leaves_most_of_the_text_model_to_defaults():
     config = from_hf(WRAPPED)
     assert config == from_hf({**WRAPPED["text_config"], **GEMMA3_TEXT, "sliding_window": 1024})
