@@ -117,9 +117,19 @@ def test_parameters_may_vary_over_the_axes_of_a_mesh_or_not():
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def test_small_parameters_are_exactly_adamw():
-    ours, _ = run(optimizers.adamw_8bit(0.05, weight_decay=0.01, min_size=10**9), steps=5)
-    other, _ = run(optax.adamw(0.05, weight_decay=0.01), steps=5)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"weight_decay": 0.01},
+        {"b1": 0.8, "b2": 0.95, "eps": 1e-2, "weight_decay": 0.5},
+        {"weight_decay": 0.5, "mask": {"w": False, "b": True}},
+    ],
+    ids=lambda given: "-".join(given) or "defaults",
+)
+def test_small_parameters_are_exactly_adamw(given):
+    ours, _ = run(optimizers.adamw_8bit(0.05, **given, min_size=10**9), steps=5)
+    other, _ = run(optax.adamw(0.05, **given), steps=5)
     # The same formula, associated otherwise
     np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-7)
 
