@@ -14,7 +14,7 @@ from kernels import interpreted
 from numerics import assert_as_accurate
 from tiny_models import SLIDING, TINY
 
-from jaxllm.cache import KV_DTYPES, FullKV, KVCache, RingKV, quantize
+from jaxllm.cache import KV_DTYPES, FullKV, KVCache, LayerCache, RingKV, quantize
 from jaxllm.ops import attention
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
@@ -300,6 +300,16 @@ def test_how_far_a_code_is_from_its_number(name):
     assert np.all(error <= allowed * rounding)
     assert np.any(error > allowed / 2)  # or the bound would say little
     assert np.isnan(quantize(jnp.full((1, 1, 1, 4), jnp.nan), KV_DTYPES[name])[1]).all()
+
+
+def test_only_padding_has_room_behind_the_last_place():
+    """Where lengths are known; real tokens past it are for `ops.attention` to refuse."""
+    held = FullKV(*jnp.zeros((2, 1, 8, 2, 4)))
+    for count, keys in ((2, 11), (3, 11), (4, 8)):
+        layer = LayerCache(held, jnp.asarray([5]), jnp.asarray([count]))
+        _, seen = layer.append(*jnp.ones((2, 1, 6, 2, 4)))
+        assert seen["k"].shape[1] == keys
+        assert seen["kv_lengths"].tolist() == [11]
 
 
 def test_the_bytes_of_a_ring_do_not_grow():
