@@ -35,6 +35,7 @@ class Case:
     truth: NumPy arrays -> float64 NumPy of the structure of run's result. None: plain in float32.
     sample: (arguments, result) -> a part of both that `truth` can do again, where a host would take
         too long for the whole; it runs on the device, and is asked for large calls only.
+    compared: result -> what of it is compared with the truth's; None: each array by itself.
     rivals: further JAX callables by name ("cudnn", "jax.nn", "triton"); one named "xla" is run in
         plain's place, where users run another program of the same result. Those of torch are in
         torch_rivals.py, by op.
@@ -61,6 +62,7 @@ class Case:
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     truth: Callable[..., Any] | None = None
     sample: Callable[[tuple, Any], tuple[tuple, Any]] | None = None
+    compared: Callable[[Any], Any] | None = None
     rivals: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     make: Callable[[jax.Array], tuple[jax.Array, ...]] | None = None
     constants: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)

@@ -41,7 +41,10 @@ def check(case: Case, arguments: Sequence[np.ndarray], ours: Any, plain: Any) ->
             truth = case.truth(*arguments)
     except Exception as error:
         return {"status": "unchecked", "message": f"no truth: {sentence(error)}"}
-    leaves = [jax.tree.leaves(tree) for tree in (ours, plain, truth)]
+    results = ours, plain, truth
+    if case.compared is not None:
+        results = map(case.compared, results)
+    leaves = [jax.tree.leaves(tree) for tree in results]
     if len({len(x) for x in leaves}) != 1:
         counts = ", ".join(str(len(x)) for x in leaves)
         return {"status": "unchecked", "message": f"ours, plain, truth have {counts} results"}

@@ -36,7 +36,7 @@ VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 INTERPRETS_TRANSPOSED_WGMMA = VERSION >= (0, 11)
 INTERPRETS_CUT_COPIES = VERSION >= (0, 11)
 INTERPRETS_LAYOUTS = VERSION >= (0, 11)  # as attention and tiles of packed weights cast them
-# A kernel that writes into `jax.new_ref(x)` writes into x's own memory; ends with jax 0.10.
+# A kernel that writes into `hold(x)` writes into x's own memory; ends with jax 0.10.
 WRITES_REFERENCES = VERSION >= (0, 11)
 MOST_BLOCKS = 65535  # of CUDA, in the second and the third direction of a grid
 # Mosaic of jax 0.10 lowers norms, say, but neither attention nor the loss; ends with jax 0.10.
@@ -117,9 +117,33 @@ def kernel(
         if (reason := varying.why_no_kernel(arguments)) is not None:
             raise NotImplementedError(f"{name}: cannot run this call: {reason}")
         with jax.enable_x64(False):
+            if any(map(_is_reference, jax.tree.leaves(arguments))):
+                return _by_itself(run(*_by_itself(arguments)))
             return run(*arguments)
 
     return without_x64
+
+
+def hold(x: Any) -> Any:
+    """A reference to x, into which kernels write; `let_go` of it is what they have made."""
+    return jax.new_ref(_by_itself(x))
+
+
+def let_go(ref: Any) -> Any:
+    """What a reference holds in the end."""
+    return _by_itself(jax.freeze(ref))
+
+
+def _by_itself(tree: Any) -> Any:
+    """The arrays behind a barrier, references as they are.
+
+    Where a loop takes slices of arrays or puts results in one's slices, XLA (of jax 0.11.2 and
+    0.12.0) fuses them with the kernel between them, and forgets which of its results are arrays
+    that it was given: those of a kernel that writes into references would then be lost.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = iter(lax.optimization_barrier([x for x in leaves if not _is_reference(x)]))
+    return structure.unflatten(x if _is_reference(x) else next(arrays) for x in leaves)
 
 
 def _in_launches(run: Callable[..., Any], grid: tuple[int, ...], name: str) -> Callable[..., Any]:

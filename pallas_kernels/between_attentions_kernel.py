@@ -45,8 +45,8 @@ def products(
     if cache is not None:
         dtypes[-1] |= {"cos": angles[0].dtype, "sin": angles[1].dtype}
         widths.append(heads_width(plan))
-        held = (jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots)
-    meeting = jax.new_ref(meeting)
+        held = (_compat.hold(cache.k), _compat.hold(cache.v), cache.slots)
+    meeting = _compat.hold(meeting)
 
     def body(heads_ref, x_ref, given, angle_refs, held, meeting_ref, *results, **scratch):
         sources, own = [heads_ref, *results], []
@@ -81,8 +81,8 @@ def products(
         num_threads=plan.config.warps // WARPS + BRINGING // THREADS,
         thread_name="group",
     )(heads, x, given, angles, held, meeting)
-    kv = [] if held is None else [jax.freeze(held[0]), jax.freeze(held[1])]
-    return *results[2:], *kv, jax.freeze(meeting)
+    kv = [] if held is None else [_compat.let_go(held[0]), _compat.let_go(held[1])]
+    return *results[2:], *kv, _compat.let_go(meeting)
 
 
 def heads_width(plan: Plan) -> int:

@@ -274,7 +274,7 @@ def _cast(head):
 
 
 def _empty(shape):
-    return jax.new_ref(jax.lax.empty(shape, jnp.bfloat16))
+    return _compat.hold(jax.lax.empty(shape, jnp.bfloat16))
 
 
 def _losses(static: _Static, hidden, head, vocab: int, targets, *, stores: bool, shift: int = 0):
@@ -385,9 +385,9 @@ def _forward(static: _Static, hidden, head, targets):
         padded, ids = _tiles(static, hidden, targets)
         shift = static.shift(hidden, head) if wants[1] else 0
         total, rows, exps = _losses(static, padded, cast, vocab, ids, stores=True, shift=shift)
-        return total, (wanted, None, (hidden, head, rows, tuple(map(jax.freeze, exps))))
+        return total, (wanted, None, (hidden, head, rows, tuple(map(_compat.let_go, exps))))
 
-    sums = jax.new_ref(jnp.zeros(head.shape, jnp.float32)) if wants[1] else None
+    sums = _compat.hold(jnp.zeros(head.shape, jnp.float32)) if wants[1] else None
 
     def add(total, chunk):
         hidden, targets = chunk
@@ -398,7 +398,7 @@ def _forward(static: _Static, hidden, head, targets):
             cast,
             vocab,
             rows,
-            tuple(map(jax.freeze, exps)),
+            tuple(map(_compat.let_go, exps)),
             jnp.float32(1),
             wants,
         )
@@ -412,7 +412,7 @@ def _forward(static: _Static, hidden, head, targets):
     total, d_hidden = jax.lax.scan(add, jnp.zeros((), jnp.float32), chunks)
     if d_hidden is not None:
         d_hidden = d_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    return total, (wanted, (d_hidden, None if sums is None else jax.freeze(sums)), None)
+    return total, (wanted, (d_hidden, None if sums is None else _compat.let_go(sums)), None)
 
 
 def _backward(static: _Static, saved, d_total):
@@ -435,9 +435,9 @@ def _backward(static: _Static, saved, d_total):
     )
     d_head = None
     if shift:
-        place = jax.new_ref(exps[0])
+        place = _compat.hold(exps[0])
         kernels.d_head_in_place(kernel, place, exps[1], scaled)
-        d_head = jax.freeze(place)
+        d_head = _compat.let_go(place)
     elif wants[1]:
         d_head = kernels.d_head(kernel, exps[0], scaled, dtype=head.dtype)
     return None if d_hidden is None else d_hidden[:tokens], d_head, None

@@ -361,7 +361,7 @@ def _forward(
     k, v = k_cache, v_cache
     if new_k is not None:
         if _writes(width):
-            k, v = jax.new_ref(k_cache), jax.new_ref(v_cache)
+            k, v = _compat.hold(k_cache), _compat.hold(v_cache)
             rest |= {"new_k": new_k[:, 0], "new_v": new_v[:, 0]}
         else:
             k, v = _written(k_cache, v_cache, new_k, new_v, kv_lengths, page_table)
@@ -371,7 +371,7 @@ def _forward(
     out = out.reshape(q.shape)
     if new_k is None:
         return out
-    return (out, jax.freeze(k), jax.freeze(v)) if _writes(width) else (out, k, v)
+    return (out, _compat.let_go(k), _compat.let_go(v)) if _writes(width) else (out, k, v)
 
 
 def _writes(width: int) -> bool:

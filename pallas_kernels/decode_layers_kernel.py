@@ -40,12 +40,12 @@ def layers(
     dtypes[0] |= dict.fromkeys(("cos", "sin"), jnp.dtype(jnp.float32))
     held = [product is None for product, _ in plan.own]  # k and v
     own = [
-        [jax.new_ref(array) if mine else array for array, mine in zip(layer, held, strict=True)]
+        [_compat.hold(array) if mine else array for array, mine in zip(layer, held, strict=True)]
         for layer in own
     ]
     angles = jnp.concatenate([angle.astype(jnp.float32) for angle in angles], axis=1)
     half_bytes = a.width // 2 * angles.dtype.itemsize
-    words = jax.new_ref(jnp.concatenate([slots, lengths, meeting]))
+    words = _compat.hold(jnp.concatenate([slots, lengths, meeting]))
 
     def body(x_ref, own, angles_ref, words_ref, *results, **scratch):
         shared = dict(zip(("y", *plan.handed_on, "parts", "stats"), results, strict=True))
@@ -81,6 +81,6 @@ def layers(
         thread_name="group",
     )(x, own, angles, words)
     caches = [
-        jax.freeze(ref) for layer in own for ref, mine in zip(layer, held, strict=True) if mine
+        _compat.let_go(ref) for layer in own for ref, mine in zip(layer, held, strict=True) if mine
     ]
-    return results[0], jax.freeze(words)[2:], *caches
+    return results[0], _compat.let_go(words)[2:], *caches

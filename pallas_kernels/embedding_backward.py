@@ -41,10 +41,10 @@ def sum_by_id(
     inside = jnp.clip(ids, 0, count - 1)
     order = Order(*order) if counted else sorted_order(sums, keys, inside, *order)
     if by_id:
-        held = jax.new_ref(result)
-        order = order._replace(arrivals=jax.new_ref(order.arrivals))
+        held = _compat.hold(result)
+        order = order._replace(arrivals=_compat.hold(order.arrivals))
         sums_by_order(sums, dy, order, held, interpret=interpret)
-        return jax.freeze(held)
+        return _compat.let_go(held)
     found = sums_by_order(sums, dy, order, interpret=interpret)
     here, behind, place = order.ids[:rows], order.ids[1 : rows + 1], jnp.arange(rows)
     # At the last row of each id is its sum; the others go outside, where they are dropped

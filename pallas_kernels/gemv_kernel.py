@@ -174,7 +174,7 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
     held = None
     if cache is not None:
         widths.pop()
-        held = jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots
+        held = _compat.hold(cache.k), _compat.hold(cache.v), cache.slots
     results = _compat.kernel(
         body,
         name="gemv_" + "norm_" * (norm is not None) + (static.epilogue or "plain"),
@@ -186,5 +186,5 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
         approx_math=True,
     )(x, weight, norm, bias, residual, angles, held)
     if held is not None:
-        return results[0], jax.freeze(held[0]), jax.freeze(held[1])
+        return results[0], _compat.let_go(held[0]), _compat.let_go(held[1])
     return tuple(results) if angles else results[0]

@@ -158,7 +158,7 @@ def warp_products(
     cos, sin = angles or (None, None)
     named = {"bias": bias, "cos": cos, "sin": sin}
     dtypes = {name: array.dtype for name, array in named.items() if array is not None}
-    held = None if cache is None else (jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots)
+    held = None if cache is None else (_compat.hold(cache.k), _compat.hold(cache.v), cache.slots)
     width = n if heads is None else 2 * heads.half * heads.q
     threads: Any = {}
     if c.warps > WARPS and not interpret:
@@ -188,4 +188,4 @@ def warp_products(
         **threads,
     )(x, norm, residual, angles, held, *(x for x, _ in arrays.values()))
     y = y.reshape(c.splits, m, width)
-    return y if held is None else (y, jax.freeze(held[0]), jax.freeze(held[1]))
+    return y if held is None else (y, _compat.let_go(held[0]), _compat.let_go(held[1]))

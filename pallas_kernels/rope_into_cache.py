@@ -109,7 +109,7 @@ def _turned(static: _Static, heads, cos, sin, cache):
                 for y, target in zip(turned, targets, strict=True):
                     _compat.store(target, y.astype(dtype), interpret=static.interpret)
 
-    held = jax.new_ref(cache.k), jax.new_ref(cache.v), cache.slots
+    held = _compat.hold(cache.k), _compat.hold(cache.v), cache.slots
     q = _compat.kernel(
         body,
         name="rope_into_cache",
@@ -118,7 +118,7 @@ def _turned(static: _Static, heads, cos, sin, cache):
         grid_names=("head", "row"),
         interpret=static.interpret,
     )(heads, cos, sin, held)
-    return q, jax.freeze(held[0]), jax.freeze(held[1])
+    return q, _compat.let_go(held[0]), _compat.let_go(held[1])
 
 
 def _forward(static: _Static, *arrays: Any):

@@ -76,6 +76,18 @@ def test_every_result_counts(x):
     assert correct.check(case, [x], (y, 2 * y), (y, y))["status"] == "wrong"
 
 
+def test_results_are_compared_as_a_case_puts_them_together(x):
+    y = np.asarray(plain(jnp.asarray(x)))
+    more = y * np.asarray(
+        1.03, y.dtype
+    )  # than twice the error of y, and less than that of y * 1.03
+    case = dataclasses.replace(CASE, truth=lambda x: (truth(x), truth(x)))
+    assert correct.check(case, [x], (more, y), (y, more))["status"] == "wrong"
+    case = dataclasses.replace(case, compared=np.stack)
+    assert correct.check(case, [x], (more, y), (y, more))["status"] == "right"
+    assert correct.check(case, [x], (more * more, y), (y, more))["status"] == "wrong"
+
+
 def test_a_sentence_is_one_line():
     assert correct.sentence(ValueError("a\n  b")) == "ValueError: a b"
     assert len(correct.sentence(ValueError("x" * 999))) == 300
