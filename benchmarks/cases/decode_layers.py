@@ -111,9 +111,9 @@ def _launches(x: Any, layers: Any, token: Any, **rest: Any) -> Any:
 
 
 def _of_all_layers(result: Any) -> Any:
-    """With the caches of all layers as one: a layer's has two heads of a token that are new, and the
-    largest error of so few numbers was up to 3.1 times plain's (one of six inputs, int4), where that
-    of all layers' was 1.9 times it.
+    """With the caches of all layers as one: a layer's has two heads of a token that are new, and
+    the largest error of so few numbers was up to 3.1 times plain's (one of six inputs, int4), where
+    that of all layers' was 1.9 times it.
     """
     y, caches = result
     keys, values = zip(*caches, strict=True)
