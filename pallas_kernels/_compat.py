@@ -137,9 +137,9 @@ def let_go(ref: Any) -> Any:
 def _by_itself(tree: Any) -> Any:
     """The arrays behind a barrier, references as they are.
 
-    Where a loop takes slices of arrays or puts results in one's slices, XLA (of jax 0.11.2 and
-    0.12.0) fuses them with the kernel between them, and forgets which of its results are arrays
-    that it was given: those of a kernel that writes into references would then be lost.
+    Where a loop takes slices of arrays or puts results in one's slices, XLA (of jax 0.11.2) fuses
+    them with the kernel between them, and forgets which of its results are arrays that it was
+    given: those of a kernel that writes into references would then be lost.
     """
     leaves, structure = jax.tree.flatten(tree)
     arrays = iter(lax.optimization_barrier([x for x in leaves if not _is_reference(x)]))
