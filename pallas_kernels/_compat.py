@@ -173,7 +173,9 @@ def _in_launches(run: Callable[..., Any], grid: tuple[int, ...], name: str) -> C
                     arguments,
                     tuple(batched),
                 )
-            found.append(_in_launches(jax.vmap(run, axes), (many, *grid), name)(*some))
+            launches = _in_launches(jax.vmap(run, axes), (many, *grid), name)
+            with jax.enable_x64(False):  # where what was traced is batched, `kernel`'s is behind us
+                found.append(launches(*some))
         slices = found[0]
         if len(found) > 1:
             slices = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)

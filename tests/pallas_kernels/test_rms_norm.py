@@ -33,16 +33,19 @@ pytestmark = pytest.mark.usefixtures("strict_jax")
 EPS = 1e-5
 
 
-def test_whole_numbers_of_64_bits_change_nothing():
-    x, weight, *_ = case(5, 4096, dtype=jnp.bfloat16)
+@pytest.mark.parametrize("slices", [None, 2])
+def test_whole_numbers_of_64_bits_change_nothing(slices):
+    x, weight, *_ = case(*([slices] * bool(slices)), 5, 4096, dtype=jnp.bfloat16)
 
     def loss(x, weight):
         return jnp.sum(rms_norm(x, weight, eps=EPS, interpret=True).astype(jnp.float32))
 
+    pull = jax.value_and_grad(loss, (0, 1))
     found = []
     for wide in (False, True):
         with jax.enable_x64(wide):
-            found.append(interpreted(jax.value_and_grad(loss, (0, 1)), x, weight))
+            run = jax.vmap(pull, (0, None)) if slices else pull
+            found.append(interpreted(run, x, weight))
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
