@@ -3,6 +3,7 @@ slices: XLA fuses a kernel with such slices, and then forgets which results are 
 """
 
 import functools
+import re
 from typing import Any
 
 import between_calls
@@ -106,23 +107,31 @@ def looped(call: Any) -> Any:
     return jax.jit(lambda *arrays: jax.lax.map(lambda slices: call(*slices), arrays))
 
 
-def compiled(name: str) -> list[str]:
-    """The kernels of a loop over three calls that are by themselves."""
+def compiled(name: str) -> tuple[list[str], list[str]]:
+    """Of a loop over three calls: its kernels by themselves, and what XLA fused with slices though
+    a kernel in it writes into an array.
+    """
     call, arrays = CALLS[name]()
     stacked = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays]
-    return aot.compile_for(looped(call), *stacked).mosaic_launches()
+    program = aot.compile_for(looped(call), *stacked)
+    fused = re.findall(r"^%dynamic-slice-fusion.*?^}", program.compiled.as_text(), re.M | re.S)
+    return program.mosaic_launches(), [x for x in fused if "output_to_operand_aliasing" in x]
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize("name", CALLS)
 def test_a_loop_leaves_the_kernel_to_itself(name: str):
-    assert name.split(",")[0] in compiled(name)
+    alone, lost = compiled(name)
+    assert name.split(",")[0] in alone
+    assert lost == []
 
 
 @pytest.mark.aot
 def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "_by_itself", lambda tree: tree)
-    assert compiled("decode_layers") == []
+    alone, lost = compiled("decode_layers")
+    assert alone == []
+    assert len(lost) == 1
 
 
 @pytest.mark.gpu
