@@ -76,14 +76,14 @@ def embedding() -> Any:
     return call, [numbers(0, (1000, 256), BF16)]
 
 
-def loss(config: LossConfig) -> Any:
+def loss(config: LossConfig, width: int = 128) -> Any:
     targets = jnp.arange(700) * 11 % 3000
 
     def call(hidden, head):
         of = functools.partial(pallas_kernels.linear_cross_entropy, targets=targets, config=config)
         return jax.value_and_grad(of, (0, 1))(hidden, head)
 
-    return call, [numbers(0, (700, 128), BF16), numbers(1, (3000, 128), BF16)]
+    return call, [numbers(0, (700, width), BF16), numbers(1, (3000, width), BF16)]
 
 
 CALLS: dict[str, Any] = {
@@ -99,6 +99,8 @@ CALLS: dict[str, Any] = {
     ),
     "embedding_backward_sums": embedding,
     "linear_cross_entropy": lambda: loss(LossConfig()),
+    # With at least as many columns as tokens the head's gradient is written over E
+    "linear_cross_entropy_d_head": lambda: loss(LossConfig(slab=1024), width=768),
     "linear_cross_entropy, in chunks": lambda: loss(LossConfig(chunk=256)),
 }
 
