@@ -122,6 +122,13 @@ class Recipe:
                 f"finetune: {named('seed')} must be a whole number from 0 to 2**32 - 1, got "
                 f"{self.seed!r}"
             )
+        part: Any = self.held_out
+        is_part = part is None or (_is_number(part) and 0 <= part < 1)
+        if not (is_part or (isinstance(part, str) and part)):
+            raise ValueError(
+                f"finetune: {named('held_out')} must be a file, or a part of the records, at least "
+                f"0 and below 1, got {part!r:.60}"
+            )
         for name in ("learning_rate", "alpha"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):

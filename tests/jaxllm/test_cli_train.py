@@ -252,7 +252,7 @@ def test_data_that_will_not_do_is_one_sentence(tune, tmp_path, content, words):
         (("--lora", "0"), "rank (--lora) must be a whole number (int), at least 1, got 0"),
         (("--seq", "999"), "length (--seq) 999 is more than the model's 128 positions"),
         (("--resume",), "there is no run to go on with; begin one without --resume"),
-        (("--held-out", "2"), "the fraction to hold out must be above 0 and below 1"),
+        (("--held-out", "2"), "a part of the records, at least 0 and below 1, got 2.0"),
         (("--learning-rate", "-1"), "learning_rate (--learning-rate) must be positive"),
         (("--learning-rate", "inf"), "must be positive and finite, got inf"),
         (("--profile", "-1"), "profile must be at least 0 steps, got -1"),

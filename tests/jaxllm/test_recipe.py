@@ -65,6 +65,11 @@ def test_a_recipe_takes_paths(tmp_path):
     for wrong in (-0.1, float("nan"), "0"):
         with pytest.raises(ValueError, match=f"weight_decay .* at least 0, got {wrong!r}$"):
             Recipe("m", "d", weight_decay=wrong)
+    for wrong in (-0.1, 1, float("nan"), False, ""):
+        with pytest.raises(
+            ValueError, match=r"held_out .* must be a file, or a part .* below 1, got"
+        ):
+            Recipe("m", "d", held_out=wrong)
     words = r"rank \(--lora\) 64 is of adapters, and method 'full' has none"
     with pytest.raises(ValueError, match=words):
         Recipe("m", "d", method="full", rank=64)
