@@ -136,11 +136,11 @@ def finetune(
     console.print(f"training: {encoded}", soft_wrap=True)
     console.print(f"held out: {measured or 'nothing'}", soft_wrap=True)
 
-    with console.status(f"loading {recipe.model}"):
-        model = _build(recipe)
-    console.print(f"trained: {_trained(model)}", soft_wrap=True)
     with data.Loader(encoded.examples, rows=recipe.rows, length=length, seed=recipe.seed) as loader:
         recipe, steps = with_steps(recipe, loader.batches_per_epoch)
+        with console.status(f"loading {recipe.model}"):
+            model = _build(recipe)
+        console.print(f"trained: {_trained(model)}", soft_wrap=True)
         assert recipe.micro_batches is not None
         schedule, optimizer = _optimizer(recipe, steps)
         prompt = prompt_tokens((examples or encoded.examples)[0])

@@ -249,8 +249,8 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 
 def usual_warmup(steps: int) -> int:
-    """A twentieth of all steps; 1 at least."""
-    return max(1, steps // 20)
+    """A twentieth of all steps; 1 at least, but none of an only one."""
+    return 0 if steps < 2 else max(1, steps // 20)
 
 
 def learning_rates(

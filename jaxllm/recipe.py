@@ -192,8 +192,11 @@ def read_run(out: Path) -> tuple[Recipe, str | None]:
         if absent := [name for name in ("model", "data") if name not in content]:
             raise ValueError(f"it has no {' and no '.join(absent)}")
         recipe = Recipe(**content)
-        alpha = recipe.alpha or _usual_alpha(recipe)  # an older version wrote none
-        return dataclasses.replace(recipe, alpha=alpha), base
+        alpha, warmup = recipe.alpha or _usual_alpha(recipe), recipe.warmup_steps
+        if warmup is None and recipe.steps is not None:
+            warmup = optimizers.usual_warmup(recipe.steps)
+        # An older version wrote none
+        return dataclasses.replace(recipe, alpha=alpha, warmup_steps=warmup), base
     except FileNotFoundError:
         raise FileNotFoundError(f"{out}: there is no run here ({RUN} is missing)") from None
     except (TypeError, ValueError) as error:

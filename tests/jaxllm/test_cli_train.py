@@ -816,6 +816,14 @@ def test_rates_and_weight_decay_are_those_that_are_told(tune, tmp_path, monkeypa
     assert "the run began with schedule (--schedule) linear, and not cosine" in err
 
 
+def test_a_warm_up_that_is_too_long_is_said_before_weights_are_read(tune, tmp_path, monkeypatch):
+    monkeypatch.delattr(finetune, "_build")
+    code, _, err = tune(tmp_path / "out", "--warmup-steps", "4")
+    assert code == 2
+    assert "warmup_steps (--warmup-steps) 4 leaves none of 4 steps" in err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_all_records_may_be_trained_on(run, tune, folder, tmp_path):
     out = tmp_path / "run"

@@ -88,6 +88,8 @@ def test_a_recipe_without_a_model_says_so(tmp_path):
         ({}, 120, 6),
         ({"epochs": 1}, 40, 2),
         ({"steps": 7}, 7, 1),
+        ({"steps": 2}, 2, 1),
+        ({"steps": 1}, 1, 0),
         ({"steps": 7, "warmup_steps": 0}, 7, 0),
         ({"epochs": 1, "warmup_steps": 39}, 40, 39),
     ],
@@ -115,6 +117,7 @@ def test_a_run_of_an_older_version_has_the_settings_of_its_checkpoints(tmp_path)
     older = {name: value for name, value in content.items() if name not in later}
     (tmp_path / "run.json").write_text(json.dumps(older))
     recipe, steps = with_steps(read_recipe(tmp_path), batches_per_epoch=1)
+    assert recipe.warmup_steps == read_recipe(tmp_path).warmup_steps == 2
     assert not later & settings_of(recipe, steps).keys()
     changed = {"schedule": "linear", "warmup_steps": 1, "weight_decay": 0.1}
     assert changed.items() <= settings_of(dataclasses.replace(recipe, **changed), steps).items()
