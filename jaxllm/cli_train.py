@@ -165,8 +165,8 @@ def _add_finetune(commands: Any) -> None:
     add(
         "--held-out",
         metavar="FILE|PART",
-        help="records only measured: a file, or a part of --data such as 0.05, or 0 (default: a "
-        "tenth, 256 records at most)",
+        help="records only measured: a file, or a part of --data such as 0.05, or 0: none "
+        "(default: a tenth, 256 records at most)",
     )
     key = "a field's name, several with commas, or a format such as '{question}\\nAnswer: '"
     add("--prompt-key", metavar="KEY", help=key)
@@ -201,7 +201,7 @@ def _add_finetune(commands: Any) -> None:
     )
     text = "to a tenth by a cosine (default), linearly to 0, or constant"
     add("--schedule", choices=SCHEDULES, help=text)
-    text = "steps until then (default: a twentieth of all)"
+    text = "steps until the learning rate is whole (default: a twentieth of all)"
     add("--warmup-steps", type=int, metavar="N", help=text)
     text = "of matrices, not of norms and biases (default 0)"
     add("--weight-decay", type=float, metavar="X", help=text)

@@ -21,6 +21,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxllm.integers import integer
 from pallas_kernels.options import is_number
 
 BLOCK = 256  # numbers that share a scale
@@ -256,14 +257,17 @@ def usual_warmup(steps: int) -> int:
 def learning_rates(
     rate: float, steps: int, *, warmup_steps: int | None = None, schedule: str = "cosine"
 ) -> optax.Schedule:
-    """The learning rates of `steps` updates, after a warm-up constant or less with each.
+    """The learning rates of `steps` updates: up to `rate` in a warm-up, and then down, or constant.
 
     i / (warmup_steps + 1) of `rate` in the i-th, counted from 1, so that the one after the warm-up
     (None: `usual_warmup`; 0: none) has all of it. From there "cosine" goes down to a tenth and
     "linear" to nothing, which the update after the last would have; "constant" stays.
-    Raises: ValueError for another schedule.
+    Raises: ValueError for another schedule, and for numbers of steps that are no integers, fewer
+    than 1, or (of the warm-up) below 0.
     """
+    steps = integer("steps", steps, 1, who="optimizers")
     warm = usual_warmup(steps) if warmup_steps is None else warmup_steps
+    warm = integer("warmup_steps", warm, 0, who="optimizers")
     left = max(steps - warm, 1)
     if schedule == "cosine":
         after = optax.cosine_decay_schedule(rate, left, alpha=0.1)

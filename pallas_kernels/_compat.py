@@ -139,7 +139,8 @@ def _by_itself(tree: Any) -> Any:
 
     Where a loop takes slices of arrays or puts results in one's slices, XLA (of jax 0.11.2) fuses
     them with the kernel between them, and forgets which of its results are arrays that it was
-    given: those of a kernel that writes into references would then be lost.
+    given: those of a kernel that writes into references would then be lost. Ends with the XLA
+    whose fusions keep `output_to_operand_aliasing`.
     """
     leaves, structure = jax.tree.flatten(tree)
     arrays = iter(lax.optimization_barrier([x for x in leaves if not _is_reference(x)]))

@@ -416,7 +416,7 @@ MAY_IMPORT = {
     "jaxllm.generate": (
         "jaxllm.integers jaxllm.model jaxllm.prompts jaxllm.results jaxllm.run jaxllm.tokenizer"
     ),
-    "jaxllm.optimizers": "pallas_kernels.options",
+    "jaxllm.optimizers": "jaxllm.integers pallas_kernels.options",
     "jaxllm.precision": "pallas_kernels.options",
     "jaxllm.record_files": "",
     "jaxllm.records": "jaxllm.integers jaxllm.record_files jaxllm.tokenizer",
@@ -757,3 +757,12 @@ else:
 """,
         JAX_PLATFORMS="cpu",
     )
+
+
+def test_kernels_hold_what_they_write_into():
+    """By `_compat` alone, which keeps XLA from losing what they write (test_in_place.py)."""
+    raw = re.compile(r"\b(new_ref|freeze)\(")
+    found = {
+        path.name for path in (REPO / "pallas_kernels").glob("*.py") if raw.search(path.read_text())
+    }
+    assert found == {"_compat.py"}
