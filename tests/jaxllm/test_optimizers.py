@@ -304,6 +304,11 @@ def test_learning_rates_warm_up_and_then_go_down():
         ValueError, match="schedule must be one of cosine, linear, constant, got 'x'"
     ):
         optimizers.learning_rates(8.0, 6, schedule="x")
+    for wrong in (-1, 0.5):
+        with pytest.raises(ValueError, match=f"warmup_steps must be an integer .*, got {wrong}"):
+            optimizers.learning_rates(8.0, 6, warmup_steps=wrong)
+    with pytest.raises(ValueError, match="optimizers: steps must be an integer of at least 1"):
+        optimizers.learning_rates(8.0, 0)
 
 
 @pytest.mark.parametrize("name", optimizers.BY_NAME)
