@@ -30,7 +30,7 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"data: a file of records is a path, got {path!r:.60}")
     path = Path(os.path.expanduser(path))
-    if not path.is_file():
+    if path.is_dir() or not path.exists():  # a pipe will do
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         raise FileNotFoundError(f"data: {path} {what}; give a JSONL file or a JSON array")
     content = path.read_bytes()

@@ -1,6 +1,7 @@
 """Files become records; what is wrong with a file is one sentence that says where."""
 
 import json
+import os
 import re
 
 import pytest
@@ -86,3 +87,14 @@ def test_files_that_are_not_there(tmp_path):
         read_records(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="data: .* is a folder, not a file; give a JSONL"):
         read_records(tmp_path)
+
+
+def test_a_pipe_is_read():
+    """As a shell's <(zcat FILE) is; one without anything is empty."""
+    end, start = os.pipe()
+    os.write(start, b'{"text": "a"}\n')
+    os.close(start)
+    with open(end, "rb"):
+        assert read_records(f"/dev/fd/{end}") == [{"text": "a"}]
+    with pytest.raises(ValueError, match="data: /dev/null is empty; give one JSON object a line"):
+        read_records("/dev/null")
