@@ -44,8 +44,8 @@ a fraction of their rate, and it counts as no rival.
 UNSEEN, LONG_US = 1.2, 1000.0
 NARROW = re.compile(r"\b(bfloat16|float16|float8_\w+)")
 WIDE = {"tf32": "TF32", "gemm_f32f32_f32f32": "float32"}  # in names of kernels
-KEYS = {"date": str, "gpu": dict, "versions": dict, "libraries": dict, "rows": list}
-KEYS |= {"sections": dict}
+DICTIONARIES = ("gpu", "versions", "libraries", "sections")
+KEYS = {"date": str, "rows": list, **dict.fromkeys(DICTIONARIES, dict)}
 ROW_KEYS = {"op", "label", "kind", "bytes", "operations", "correct", "times"}
 LEAST_DRAWN_BYTES = 9_000_000  # of an H200's copy rate, what a kernel's start takes: 2 us
 

@@ -82,7 +82,8 @@ def arguments(case: Case, seed: int, device: str) -> list[Any]:
 
 def _ids(case: Case, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Rows of the table, or words of the loss's head: spread as those that JAX is timed with."""
-    count = case.arguments[case.op == "linear_cross_entropy"].shape[0]
+    table = case.arguments[1 if case.op == "linear_cross_entropy" else 0]
+    count = table.shape[0]
     chance = np.random.default_rng(seed).random(shape)
     if case.op == "embedding" and is_backward(case):  # as in text, few of them often
         return (count**chance).astype(np.int64) - 1

@@ -37,7 +37,9 @@ from benchmarks.worker import (
 from pallas_kernels.measure import COLD_BYTES, Timing, num_sets
 
 FATAL = (
-    *("illegal memory access", "unspecified launch failure", "misaligned address"),
+    "illegal memory access",
+    "unspecified launch failure",
+    "misaligned address",
     "device-side assert",  # an index that is none; and what cuBLAS says of it, which is called next
     "CUBLAS_STATUS_EXECUTION_FAILED",
 )

@@ -35,7 +35,10 @@ from pallas_kernels.measure import Stopwatch, num_sets
 
 # After these the process can do nothing more on the GPU.
 FATAL = (
-    *("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_MISALIGNED", "CUDA_ERROR_ASSERT"),
+    "CUDA_ERROR_ASSERT",
+    "CUDA_ERROR_ILLEGAL",
+    "CUDA_ERROR_LAUNCH",
+    "CUDA_ERROR_MISALIGNED",
     "unspecified launch",
 )
 FATAL_EXIT, CLOCKS_EXIT = 70, 71

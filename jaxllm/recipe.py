@@ -103,20 +103,14 @@ class Recipe:
                     f"finetune: {named(name)} {getattr(self, name)!r} is not one of "
                     f"{', '.join(names)}"
                 )
-        for name in "rank epochs steps rows length micro_batches eval_every save_every".split():
+        counts = "rank epochs steps rows length micro_batches eval_every save_every".split()
+        for name, least in (*((name, 1) for name in counts), ("warmup_steps", 0)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
+            if value is not None and (type(value) is not int or value < least):
                 raise ValueError(
-                    f"finetune: {named(name)} must be a whole number (int), at least 1, got "
+                    f"finetune: {named(name)} must be a whole number (int), at least {least}, got "
                     f"{value!r}"
                 )
-        if self.warmup_steps is not None and (
-            type(self.warmup_steps) is not int or self.warmup_steps < 0
-        ):
-            raise ValueError(
-                f"finetune: {named('warmup_steps')} must be a whole number (int), at least 0, got "
-                f"{self.warmup_steps!r}"
-            )
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise ValueError(
                 f"finetune: {named('seed')} must be a whole number from 0 to 2**32 - 1, got "

@@ -38,9 +38,10 @@ INTERPRETS_CUT_COPIES = VERSION >= (0, 11)
 INTERPRETS_LAYOUTS = VERSION >= (0, 11)  # as attention and tiles of packed weights cast them
 # A kernel that writes into `hold(x)` writes into x's own memory; ends with jax 0.10.
 WRITES_REFERENCES = VERSION >= (0, 11)
-MOST_BLOCKS = 65535  # of CUDA, in the second and the third direction of a grid
 # Mosaic of jax 0.10 lowers norms, say, but neither attention nor the loss; ends with jax 0.10.
 LOWERS = VERSION >= (0, 11)
+
+MOST_BLOCKS = 65535  # of CUDA, in the second and the third direction of a grid
 
 
 def why_not_written() -> str | None:

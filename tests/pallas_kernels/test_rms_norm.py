@@ -33,9 +33,9 @@ pytestmark = pytest.mark.usefixtures("strict_jax")
 EPS = 1e-5
 
 
-@pytest.mark.parametrize("slices", [None, 2])
-def test_whole_numbers_of_64_bits_change_nothing(slices):
-    x, weight, *_ = case(*([slices] * bool(slices)), 5, 4096, dtype=jnp.bfloat16)
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_whole_numbers_of_64_bits_change_nothing(lead):
+    x, weight, *_ = case(*lead, 5, 4096, dtype=jnp.bfloat16)
 
     def loss(x, weight):
         return jnp.sum(rms_norm(x, weight, eps=EPS, interpret=True).astype(jnp.float32))
@@ -44,7 +44,7 @@ def test_whole_numbers_of_64_bits_change_nothing(slices):
     found = []
     for wide in (False, True):
         with jax.enable_x64(wide):
-            run = jax.vmap(pull, (0, None)) if slices else pull
+            run = jax.vmap(pull, (0, None)) if lead else pull
             found.append(interpreted(run, x, weight))
     jax.tree.map(np.testing.assert_array_equal, *found)
 

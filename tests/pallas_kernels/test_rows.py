@@ -237,7 +237,11 @@ def test_rows_that_pass_an_end_are_not_copied_with_the_others(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PASSING)
 def test_rows_that_pass_an_end_on_the_gpu(name):
-    """They belong to the next slice, or to the next group of rows."""
+    """They belong to the next slice, or to the next group of rows.
+
+    What was written over them was off by 0.85 of a row's norm and more (H200); sums in the order of
+    another tile differ by the rounding of bfloat16.
+    """
     f, axes, arrays = PASSING[name]
     rng = np.random.default_rng(0)
     given = [
@@ -268,7 +272,9 @@ def test_more_slices_than_a_grid_takes_are_several_launches(monkeypatch, lead):
     many = norm
     for _ in lead:
         many = jax.vmap(many)
-    for grid in re.findall(r"grid=\(([\d, ]+)\)", str(jax.make_jaxpr(many)(x))):
+    grids = re.findall(r"grid=\(([\d, ]+)\)", str(jax.make_jaxpr(many)(x)))
+    assert len(grids) > 1
+    for grid in grids:
         *before, _, _ = map(int, grid.split(","))
         assert np.prod(before) <= 4
     np.testing.assert_array_equal(interpreted(many, x), norm(x))
@@ -278,14 +284,14 @@ def test_slices_that_are_written_in_place_are_one_launch(monkeypatch):
     monkeypatch.setattr(_compat, "MOST_BLOCKS", 4)
 
     def doubled(x):
-        target = jax.new_ref(x)
+        target = _compat.hold(x)
 
         def body(source, held):
             held[...] = source[...] * 2
 
         how = {"name": "doubled", "out_type": (), "grid": (1,), "grid_names": ("block",)}
         _compat.kernel(body, **how, interpret=True)(x, target)
-        return jax.freeze(target)
+        return _compat.let_go(target)
 
     if not _compat.WRITES_REFERENCES:
         pytest.skip("needs jax 0.11")
