@@ -99,6 +99,9 @@ def why_not_together(
     for i, cache in enumerate(caches):
         if cache.place(x.dtype) is None:
             return f"layer {i} has keys and values in {cache.entry.k.dtype}, not {x.dtype}"
+    for i, (block, angles) in enumerate(zip(blocks, rotary, strict=True)):
+        if block.self_attn.turning(angles).norms:
+            return f"layer {i} norms its queries and keys"
     first = _kind(blocks[0], caches[0], rotary[0])
     for i, given in enumerate(zip(blocks, caches, rotary, strict=True)):
         for what, value in _kind(*given).items():
@@ -133,9 +136,9 @@ def layers_of(
         layers.append(ops.Layer(qkv, out, gate_up, down, cache.entry.k, cache.entry.v))
     first, attention = caches[0], blocks[0].self_attn
     slots = first.entry.slots(first.lengths, first.counts)
-    rotary_of = ops.Rotary(*rotary[0], attention.heads, attention.kv_heads)
+    how, seen = attention.turning(rotary[0]), first.entry.seen(first.lengths)
     rest = attention.scale, attention.window, ops.EPILOGUES[blocks[0].mlp.activation]
-    return layers, ops.Token(rotary_of, slots, first.entry.seen(first.lengths), *rest)
+    return layers, ops.Token(how, slots, seen, *rest)
 
 
 def links(
@@ -239,5 +242,4 @@ def _beginning(block: Block, rotary: Tables, cache: LayerCache, dtype: Any) -> o
         return None
     attention = block.self_attn
     qkv = _weights(attention.qkv_proj, block.input_layernorm)
-    rotary_of = ops.Rotary(*rotary, attention.heads, attention.kv_heads)
-    return ops.Following(qkv, rotary_of, ops.Cache(*place))
+    return ops.Following(qkv, attention.turning(rotary), ops.Cache(*place))

@@ -277,6 +277,11 @@ class Attention(nnx.Module):
         """`rotary_tables` of the layer's kind."""
         return rotary_tables(self.rope, self.rotary_dim, positions)
 
+    def turning(self, rotary: Tables) -> ops.Rotary:
+        """How a product's heads are normed and turned, as `ops.fused_linear` takes it."""
+        norms = (_as_argument(self.q_norm), _as_argument(self.k_norm))
+        return ops.Rotary(*rotary, self.heads, self.kv_heads, *norms)
+
     def attend(self, q: Float[Array, "B T N H"], keys: dict[str, Any]) -> Float[Array, "B T NH"]:
         """What the heads see, side by side; `keys` is the key side of the attention call."""
         out = ops.attention(
@@ -418,8 +423,8 @@ class Block(nnx.Module):
         if [*map(type, (self, attention, mlp))] != [Block, Attention, MLP]:
             return False
         norms = {type(self.input_layernorm), type(self.post_attention_layernorm)}
-        sub_norms = {type(attention.attn_sub_norm), type(mlp.ffn_sub_norm)}
-        if norms != {RMSNorm} or not sub_norms <= {RMSNorm, type(None)}:
+        others = attention.q_norm, attention.k_norm, attention.attn_sub_norm, mlp.ffn_sub_norm
+        if norms != {RMSNorm} or not {*map(type, others)} <= {RMSNorm, type(None)}:
             return False
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         weights = [weight_of(linear) for linear in linears]
@@ -427,7 +432,6 @@ class Block(nnx.Module):
         return (
             all(weight is not None for weight in weights)
             and ops.takes_rows(tokens, *weights)
-            and attention.q_norm is None
             and not self.post_norms
             and (mlp.activation == "silu" or (mlp.activation == "relu2" and ternary))
             and turned == attention.width
@@ -462,7 +466,7 @@ class Block(nnx.Module):
             x,
             norm=self.input_layernorm.as_argument(),
             epilogue="rope",
-            rotary=ops.Rotary(*rotary, attention.heads, attention.kv_heads),
+            rotary=attention.turning(rotary),
             cache=None if place is None else ops.Cache(*place),
         )
         return q, *(cache.append(k, v) if place is None else cache.written(k, v))

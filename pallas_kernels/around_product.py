@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.options import check_flags, check_number
+from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rope import rope_reference
 
 
@@ -23,14 +25,30 @@ class Norm(NamedTuple):
     eps: float
     zero_centered: bool = False
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What an RMSNorm is called with, beside arrays."""
+        return {"eps": self.eps, "zero_centered": self.zero_centered}
+
 
 class Rotary(NamedTuple):
-    """cos and sin [*B, H / 2] of x's rows; the outputs are q's, k's and v's heads of H in turn."""
+    """cos and sin [*B, H / 2] of x's rows; the outputs are q's, k's and v's heads of H in turn.
+
+    q_norm, k_norm: of each of q's heads and of k's, weights [H], before they are turned.
+    """
 
     cos: Float[Array, "*B H2"]
     sin: Float[Array, "*B H2"]
     q_heads: int
     kv_heads: int
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+    @property
+    def norms(self) -> dict[str, Norm]:
+        """Those that there are, by name."""
+        named = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        return {name: norm for name, norm in named.items() if norm is not None}
 
 
 class Cache(NamedTuple):
@@ -51,12 +69,16 @@ def around_heads(inputs: int, q_heads: int, kv_heads: int, width: int) -> dict[s
 
 
 def turn_and_write(heads, rotary, cache=None):
-    """q [B, N H] of heads of q, k and v side by side, turned, and k and v: [B, K, H], or those of
-    the cache with these in their slots.
+    """q [B, N H] of heads of q, k and v side by side, normed and turned, and k and v: [B, K, H], or
+    those of the cache with these in their slots.
     """
     width = 2 * rotary.cos.shape[-1]
     places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
     q, k, v = jnp.split(heads.reshape(1, len(heads), -1, width), places, axis=2)
+    q, k = (
+        z if norm is None else rms_norm_reference(z, norm.weight, **norm.keywords)
+        for z, norm in ((q, rotary.q_norm), (k, rotary.k_norm))
+    )
     q, k = rope_reference(q, k, *(a.reshape(1, -1, width // 2) for a in rotary[:2]))
     k, v = (k[0], v[0]) if cache is None else write(cache, k[0], v[0])
     return q.reshape(len(heads), -1), k, v
@@ -71,6 +93,22 @@ def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> t
     held = ((jnp.asarray(cache.k), k), (jnp.asarray(cache.v), v))
     k, v = (a.at[at].set(new.astype(a.dtype), **into) for a, new in held)
     return k, v
+
+
+def check_head_norms(rotary: Rotary, *, who: str) -> None:
+    """Refuses norms that are none of a head of q or k; shapes suffice.
+
+    Raises: ValueError, in the name of the op `who`.
+    """
+    width = 2 * rotary.cos.shape[-1] if rotary.cos.ndim else 0
+    for name, (weight, eps, zero_centered) in rotary.norms.items():
+        check_number(who, f"{name}'s eps", eps, positive=True)
+        check_flags(who, zero_centered=zero_centered)
+        if weight.shape != (width,) or not jnp.issubdtype(weight.dtype, jnp.floating):
+            raise ValueError(
+                f"{who}: {name}'s weight must be floating point, [H] = [{width}], got "
+                f"{weight.dtype}{list(weight.shape)}"
+            )
 
 
 def check_heads(heads, rotary, cache, *, who: str) -> None:
@@ -89,6 +127,7 @@ def check_heads(heads, rotary, cache, *, who: str) -> None:
         "the cache's values": (cache.v, own),
         "the cache's slots": (cache.slots, own[:1]),
     }
+    check_head_norms(rotary, who=who)
     for name, (array, shape) in wanted.items():
         if array.shape != shape:
             raise ValueError(f"{who}: {name} must be {list(shape)}, got {list(array.shape)}")

@@ -79,12 +79,13 @@ class Weights(NamedTuple):
 
 class Following(NamedTuple):
     """What the next layer begins with: q, k and v as `quantized_matmul` makes them with "rope", the
-    heads of q and k turned by `rotary`, k and v in their slots of the `cache`.
+    heads of q and k turned by `rotary`, k and v in their slots of the `cache`. With neither, the
+    product [*B, (N + 2K) H] as it is, for what turns no heads by itself: see rope_into_cache.py.
     """
 
     qkv: Weights
-    rotary: Rotary
-    cache: Cache
+    rotary: Rotary | None = None
+    cache: Cache | None = None
 
 
 class Link(NamedTuple):
@@ -113,8 +114,8 @@ def between_attentions(
     meeting: Int[Array, " 2"],
     config: Config | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "*B D"], tuple[Array, Array, Array] | None, Int[Array, " 2"]]:
-    """(y, (q, k, v) of the next layer or None, meeting).
+) -> tuple[Float[Array, "*B D"], tuple[Array, ...] | None, Int[Array, " 2"]]:
+    """(y, (q, k, v) of the next layer, or its product alone in a tuple, or None; meeting).
 
     q is [*B, N H]; k and v are the cache's [1, S, K, H], in its own memory if nothing else needs
     that.
@@ -150,16 +151,16 @@ def between_attentions(
     weights, biases, norms = zip(*link.products.values(), strict=True)
     norms = tuple(norm and norm.weight for norm in norms)
     angles = cache = None
-    if link.following is not None:
-        _, rotary, cache = link.following
+    if (following := link.following) is not None and following.rotary is not None:
+        rotary, cache = following.rotary, following.cache
         angles = tuple(a.reshape(1, -1) for a in (rotary.cos, rotary.sin))
     rows = (a.reshape(1, -1) for a in (heads, x))
     found: Any = _between(plan, *rows, weights, biases, norms, angles, cache, meeting)
     y, *rest, meeting = found
     if not rest:
         return y.reshape(x.shape), None, meeting
-    q, k, v = rest
-    return y.reshape(x.shape), (q.reshape(*x.shape[:-1], -1), k, v), meeting
+    heads, *kv = rest
+    return y.reshape(x.shape), (heads.reshape(*x.shape[:-1], -1), *kv), meeting
 
 
 def for_lanes_of(link: Link) -> Link:
@@ -171,14 +172,15 @@ def for_lanes_of(link: Link) -> Link:
     out, gate_up, down, following, gate = link
     if following is not None:
         qkv, rotary, cache = following
-        rotary = rotary._replace(cos=for_lanes(rotary.cos), sin=for_lanes(rotary.sin))
-        cache = cache._replace(slots=cache.slots.astype(jnp.int32))
+        if rotary is not None and cache is not None:
+            rotary = rotary._replace(cos=for_lanes(rotary.cos), sin=for_lanes(rotary.sin))
+            cache = cache._replace(slots=cache.slots.astype(jnp.int32))
         following = Following(bias_of(qkv), rotary, cache)
     return Link(bias_of(out), bias_of(gate_up), bias_of(down), following, gate)
 
 
 def between_attentions_reference(heads, x, link: Link) -> Any:
-    """The mathematics in plain JAX: y, and (q, k, v) or None."""
+    """The mathematics in plain JAX: y, and what is made of it for the next layer, or None."""
     return in_parts(quantized_matmul_reference, ternary_linear_reference, heads, x, link)
 
 
@@ -192,10 +194,12 @@ def in_parts(packed_product, ternary_product, heads, x, link: Link) -> tuple[Any
     return y, heads_of(packed_product, ternary_product, y, link.following)
 
 
-def heads_of(packed_product, ternary_product, x, following: Following) -> tuple[Any, Any, Any]:
-    """q, k and v of x, as `in_parts` makes them."""
+def heads_of(packed_product, ternary_product, x, following: Following) -> tuple[Any, ...]:
+    """q, k and v of x, or its product alone, as `in_parts` makes them."""
     qkv, rotary, cache = following
     made = functools.partial(_product, packed_product, ternary_product)
+    if rotary is None:
+        return (made(x, qkv),)
     if qkv.weight.scheme != "ternary":
         return made(x, qkv, epilogue="rope", rotary=rotary, cache=cache)
     angles = {"cos": rotary.cos.reshape(1, -1), "sin": rotary.sin.reshape(1, -1)}
@@ -236,16 +240,19 @@ def _why_not_product(name: str, link: Link, dtype: Any, device: Device) -> str |
     row = jax.ShapeDtypeStruct((1, weight.shape[1]), dtype)
     if weight.scheme != "ternary":
         rotary = following.rotary if name == "qkv" and following else None
-        around: Any = {"norm": norm, "epilogue": _epilogue(name), "rotary": rotary}
-        return why_not_quantized(row, weight, **around, config=_tile(name, weight), device=device)
+        around: Any = {"norm": norm, "epilogue": _epilogue(name, link), "rotary": rotary}
+        return why_not_quantized(row, weight, **around, config=_tile(name, link), device=device)
     if norm is not None and norm.weight.dtype != dtype:
         return f"takes a norm's weight in {dtype}, got {norm.weight.dtype}"
     if norm is not None and norm.zero_centered:
         return "the norm before a ternary weight adds no 1 to its own"
     if weight.shape[1] > MOST_TERNARY:
         return f"takes {MOST_TERNARY} inputs at most, got {weight.shape[1]}"
-    if name == "qkv" and following and (half := following.rotary.cos.shape[-1]) % 8:
-        return f"takes halves of heads in multiples of 8, got {half}"
+    if name == "qkv" and following and (rotary := following.rotary) is not None:
+        if rotary.norms:
+            return "norms no heads before it turns them"
+        if (half := rotary.cos.shape[-1]) % 8:
+            return f"takes halves of heads in multiples of 8, got {half}"
     gate = link.gate if name == "gate_up" else None
     return why_not_ternary(row, weight, epilogue=gate, device=device)
 
@@ -265,10 +272,10 @@ def plan_of(
     registers = registers or REGISTERS // (warps * LANES + BRINGING)
     products = []
     for name, (weight, _, norm) in link.products.items():
-        tile = _tile(name, weight, warps)
+        tile = _tile(name, link, warps)
         eps, centered = (None, False) if norm is None else (float(norm.eps), norm.zero_centered)
         gated, turned = name == "gate_up", None
-        if name == "qkv" and following is not None:
+        if name == "qkv" and following and following.rotary and following.cache:
             half, slots = following.rotary.cos.shape[-1], following.cache.k.shape[1]
             turned = Heads(following.rotary.q_heads, following.rotary.kv_heads, half, slots)
         static = Static(
@@ -278,7 +285,7 @@ def plan_of(
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), weight)
         product = Product(static, shapes, late)
         whole_rows = norm is not None and weight.scheme != "ternary"  # its squares are of one row
-        if _epilogue(name) is None and not whole_rows and _is_better_folded(product):
+        if _epilogue(name, link) is None and not whole_rows and _is_better_folded(product):
             product = dataclasses.replace(product, folded=True)
         if _may_hold(product, registers):
             held = dataclasses.replace(static, config=dataclasses.replace(tile, held=True))
@@ -288,10 +295,10 @@ def plan_of(
     return plan if config else dataclasses.replace(plan, config=default_config(plan))
 
 
-def _tile(name: str, weight: Packed, warps: int = Config().warps) -> sizes.Config:
+def _tile(name: str, link: Link, warps: int = Config().warps) -> sizes.Config:
     """What a block has of a weight at a time."""
-    halves = 1 if _epilogue(name) is None else 2
-    return sizes.Config(sizes.grain(weight, halves=halves), warps, 1, 1)
+    halves = 1 if _epilogue(name, link) is None else 2
+    return sizes.Config(sizes.grain(link.products[name].weight, halves=halves), warps, 1, 1)
 
 
 def _may_hold(product: Product, registers: int) -> bool:
@@ -303,8 +310,9 @@ def _may_hold(product: Product, registers: int) -> bool:
     return product.held_words + sums <= registers * HELD_PART
 
 
-def _epilogue(name: str) -> str | None:
-    return {"gate_up": "swiglu", "qkv": "rope"}.get(name)
+def _epilogue(name: str, link: Link) -> str | None:
+    turns = link.following is not None and link.following.rotary is not None
+    return {"gate_up": "swiglu", "qkv": "rope" if turns else None}.get(name)
 
 
 def _is_better_folded(product: Product) -> bool:
@@ -362,7 +370,7 @@ def check(heads, x, link: Link, *, who: str) -> None:
                 raise ValueError(
                     f"{who}: the weight of {name} has {weight.shape[0]} outputs, but x is {d} wide"
                 )
-        rest = {"norm": norm, "bias": bias, "epilogue": _epilogue(name), "out_dtype": None}
+        rest = {"norm": norm, "bias": bias, "epilogue": _epilogue(name, link), "out_dtype": None}
         check_product(rows[name], weight, **rest, **around, who=f"{who}, {name}")
 
 
@@ -385,6 +393,8 @@ def _plain(plan: Plan, heads, x, weights, biases, norms, angles, cache, meeting)
     if (turned := plan.products[-1].static.heads) is not None:
         rotary = Rotary(angles[0], angles[1], turned.q, turned.kv)
         following = Following(products.pop("qkv"), rotary, cache)
+    elif "qkv" in products:
+        following = Following(products.pop("qkv"))
     gate = plan.products[1].static.gate
     link = Link(**products, following=following, gate=gate)
     y, rest = in_parts(quantized_matmul_reference, straight_through, heads, x, link)

@@ -28,7 +28,8 @@ PARTS = ("codes", "scale", "zero", "row_scale")
 def products(
     plan: Plan, heads, x, weights: Sequence[Packed], biases, norms, angles, cache, meeting
 ) -> tuple[Any, ...]:
-    """y [1, D]; q [1, N H], keys and values where heads of the next layer are made; meeting.
+    """y [1, D]; q [1, N H], keys and values where heads of the next layer are turned, where not its
+    product [1, (N + 2K) H]; meeting.
 
     heads [1, N H], x [1, D]. weights, biases, norms: of each product of the plan, None where there
     is none. angles: cos and sin, [1, H / 2] each. meeting: int32 [2] of zeros, which come back so.
@@ -41,10 +42,11 @@ def products(
     ]
     dtypes = [{name: own[name].dtype for name in ("bias",) if name in own} for own in given]
     widths = [x.shape[1], weights[1].shape[0] // 2, x.shape[1]]
+    if len(weights) == len(NAMES):
+        widths.append(weights[-1].shape[0] if cache is None else heads_width(plan))
     held = None
     if cache is not None:
         dtypes[-1] |= {"cos": angles[0].dtype, "sin": angles[1].dtype}
-        widths.append(heads_width(plan))
         held = (_compat.hold(cache.k), _compat.hold(cache.v), cache.slots)
     meeting = _compat.hold(meeting)
 

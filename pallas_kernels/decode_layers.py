@@ -273,6 +273,8 @@ def _for_lanes(layers: Sequence[Layer], token: Token) -> tuple[list[Layer], Toke
         out, gate_up, down, following, _ = for_lanes_of(layer.link(token))
         assert following is not None, "the link has the layer's own q, k and v behind it"
         found.append(Layer(following.qkv, out, gate_up, down, layer.k, layer.v))
+        assert following.rotary is not None, "turned by the token's angles"
+        assert following.cache is not None, "and in its own cache"
         token = token._replace(rotary=following.rotary, slots=following.cache.slots)
     return found, token._replace(kv_lengths=token.kv_lengths.astype(jnp.int32))
 

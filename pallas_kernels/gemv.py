@@ -22,7 +22,14 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat, tuned
 from pallas_kernels import device as device_lib
-from pallas_kernels.around_product import Cache, Norm, Rotary, around_heads, turn_and_write
+from pallas_kernels.around_product import (
+    Cache,
+    Norm,
+    Rotary,
+    around_heads,
+    check_head_norms,
+    turn_and_write,
+)
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, THREADS, Device
 from pallas_kernels.gemv_kernel import ITEMSIZE, Config, Static, grain, lanes_across, products
 from pallas_kernels.matmul_finish import finish
@@ -128,9 +135,7 @@ def gemv_reference(
     """The mathematics in plain JAX."""
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if norm is not None:
-        normed: Any = rms_norm_reference(
-            x, norm.weight, eps=norm.eps, zero_centered=norm.zero_centered
-        )
+        normed: Any = rms_norm_reference(x, norm.weight, **norm.keywords)
         x = normed
     y = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
     if rotary is None:
@@ -173,6 +178,8 @@ def why_not(
         return f"takes inputs in multiples of {THREADS}, got {i}"
     if i * ITEMSIZE > SHARED_BYTES - RESERVED_BYTES:
         return f"{i} inputs do not fit on chip"
+    if rotary is not None and rotary.norms:
+        return "norms no heads before it turns them"
     span = _span(o, epilogue, rotary)
     if span % grain(i):
         return f"takes outputs in multiples of {grain(i)}, got {span}"
@@ -295,6 +302,7 @@ def check(
         if arrays[name] is not None and arrays[name].shape != shape:
             raise ValueError(f"{who}: {name} must be {list(shape)}, got {list(arrays[name].shape)}")
     if rotary is not None:
+        check_head_norms(rotary, who=who)
         width = 2 * rotary.cos.shape[-1]
         heads = rotary.q_heads + 2 * rotary.kv_heads
         if rotary.cos.shape != (*lead, width // 2) or rotary.sin.shape != rotary.cos.shape:

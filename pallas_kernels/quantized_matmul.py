@@ -150,8 +150,7 @@ def quantized_matmul_reference(
 ) -> Any:
     """The mathematics in plain JAX: numbers of x's dtype, row scales after the sums."""
     if norm is not None:
-        centered = {"zero_centered": norm.zero_centered}
-        normed: Any = rms_norm_reference(x, norm.weight, eps=norm.eps, **centered)
+        normed: Any = rms_norm_reference(x, norm.weight, **norm.keywords)
         x = normed
     weight = dequantize(dataclasses.replace(packed, row_scale=None), x.dtype)
     total = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
@@ -187,6 +186,8 @@ def why_not(
         return reason
     if rotary is not None and (reason := _compat.why_not_written()):
         return reason
+    if rotary is not None and rotary.norms:
+        return "norms no heads before it turns them"
     if x.dtype not in DTYPES:
         return f"takes x in bfloat16 or float16, got {x.dtype}"
     if packed.scheme not in SCHEMES:

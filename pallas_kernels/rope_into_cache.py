@@ -1,9 +1,10 @@
 """RoPE of one token a row, whose key and value go straight into the cache: one launch.
 
 heads [B, (N + 2 K) H] are those of q, k and v in turn, as one product gives them. A block owns a
-head of a row: it turns it, if it is of q or k, and writes it where it belongs; keys and values into
-their slots of the cache, in the cache's own memory. What is turned how is in rope.py.
-Source: Su et al. 2021, arXiv:2104.09864.
+head of a row: if it is of q or k it norms it, where they are normed, and turns it; and writes it
+where it belongs, keys and values into their slots of the cache, in the cache's own memory. What is
+turned how is in rope.py, the norm in rms_norm.py.
+Source: Su et al. 2021, arXiv:2104.09864; of the norm: Zhang and Sennrich 2019, arXiv:1910.07467.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
-from pallas_kernels.around_product import Cache, Rotary, check_heads, turn_and_write
+from pallas_kernels.around_product import Cache, Norm, Rotary, check_heads, turn_and_write
 from pallas_kernels.device import ACCESS_BYTES, Device
 from pallas_kernels.head_places import HeadPlaces
 from pallas_kernels.options import check_flags
@@ -35,10 +36,11 @@ def rope_into_cache(
 ) -> tuple[Float[Array, "B NH"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """(q, cache.k, cache.v): q turned, and each row's key, turned, and value in its slot.
 
-    A slot below 0 or from S on is nowhere. `rotary` has B rows of half a head.
+    A slot below 0 or from S on is nowhere. `rotary` has B rows of half a head, and the norms of q's
+    and k's heads before they are turned, if there are any.
     Dtypes: bfloat16 or float16, of heads and cache alike; cos and sin of any float, rounded to it;
-    slots any integers. Products and sums are float32, rounded once. Gradients are those of the
-    plain path.
+    norms' weights any float; slots any integers. Products and sums are float32, rounded once.
+    Gradients are those of the plain path.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
@@ -47,9 +49,12 @@ def rope_into_cache(
     device = device_lib.INTERPRETED if interpret else device_lib.current()
     if (reason := why_not(heads, rotary, cache, device=device)) is not None:
         raise NotImplementedError(f"rope_into_cache: cannot run this call: {reason}")
-    static = _Static(rotary.q_heads, rotary.kv_heads, interpret)
+    norms = rotary.q_norm, rotary.k_norm
+    kinds = tuple(norm and (float(norm.eps), bool(norm.zero_centered)) for norm in norms)
+    static = _Static(rotary.q_heads, rotary.kv_heads, kinds, interpret)
     cache = cache._replace(slots=cache.slots.astype(jnp.int32))  # 8 bits have no comparison on chip
-    return _write(static, heads, rotary.cos, rotary.sin, cache)
+    weights = tuple(norm and norm.weight for norm in norms)
+    return _write(static, heads, rotary.cos, rotary.sin, weights, cache)
 
 
 def rope_into_cache_reference(heads, rotary, cache):
@@ -75,12 +80,15 @@ def why_not(heads, rotary, cache, *, device: Device | None = None) -> str | None
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
+    """norms: (eps, whether it is zero-centred) of q's and of k's; None where there is none."""
+
     q_heads: int
     kv_heads: int
+    norms: tuple[tuple[float, bool] | None, ...]
     interpret: bool
 
 
-def _turned(static: _Static, heads, cos, sin, cache):
+def _turned(static: _Static, heads, cos, sin, weights, cache):
     (rows, _), half, dtype = heads.shape, cos.shape[-1], heads.dtype
     n, k = static.q_heads, static.kv_heads
     vector = ACCESS_BYTES // ITEMSIZE
@@ -97,10 +105,25 @@ def _turned(static: _Static, heads, cos, sin, cache):
     def angle(ref):
         return load(ref).astype(dtype).astype(jnp.float32)
 
-    def body(heads_ref, cos_ref, sin_ref, held, out_ref):
+    def normed(both, weight_refs, head):
+        factors, eps, there = [0.0, 0.0], 0.0, 0.0
+        for begin, count, kind, ref in zip((0, n), (n, k), static.norms, weight_refs, strict=True):
+            if kind is None:
+                continue
+            here = ((head >= begin) & (head < begin + count)).astype(jnp.float32)
+            own = (load(ref.at[pl.ds(start, half)]) + float(kind[1]) for start in (0, half))
+            factors = [factor + here * weight for factor, weight in zip(factors, own, strict=True)]
+            eps, there = eps + here * kind[0], there + here
+        squares = sum(jnp.sum(y * y) for y in both) / (2 * half)
+        root = lax.rsqrt(squares + eps + (1 - there))  # a head without a norm may be of zeros
+        return [y * (root * factor + (1 - there)) for y, factor in zip(both, factors, strict=True)]
+
+    def body(heads_ref, cos_ref, sin_ref, weight_refs, held, out_ref):
         row = lax.axis_index("row")
         places = HeadPlaces(lax.axis_index("head"), half, half, (n, k))
-        both = (load(heads_ref.at[row, pl.ds(start, half)]) for start in places.starts)
+        both = [load(heads_ref.at[row, pl.ds(start, half)]) for start in places.starts]
+        if any(static.norms):
+            both = normed(both, weight_refs, places.head)
         turned = places.turned(both, angle(cos_ref.at[row]), angle(sin_ref.at[row]))
         for whether, *targets in places.targets([out_ref], held, row):
 
@@ -117,7 +140,7 @@ def _turned(static: _Static, heads, cos, sin, cache):
         grid=(n + 2 * k, rows),
         grid_names=("head", "row"),
         interpret=static.interpret,
-    )(heads, cos, sin, held)
+    )(heads, cos, sin, weights, held)
     return q, _compat.let_go(held[0]), _compat.let_go(held[1])
 
 
@@ -126,8 +149,12 @@ def _forward(static: _Static, *arrays: Any):
 
 
 def _backward(static: _Static, arrays: Any, cotangents: Any):
-    def plain(heads, cos, sin, cache):
-        return turn_and_write(heads, Rotary(cos, sin, static.q_heads, static.kv_heads), cache)
+    def plain(heads, cos, sin, weights, cache):
+        norms = (
+            kind and Norm(weight, *kind) for kind, weight in zip(static.norms, weights, strict=True)
+        )
+        rotary = Rotary(cos, sin, static.q_heads, static.kv_heads, *norms)
+        return turn_and_write(heads, rotary, cache)
 
     return jax.vjp(plain, *arrays)[1](cotangents)
 

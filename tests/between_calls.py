@@ -46,8 +46,11 @@ def call(
     slot: int = 2,
     sub_norms: bool = False,
     gate: str = "swiglu",
+    turned: bool = True,
 ) -> dict[str, Any]:
-    """Arguments; heads: how many q and k have and their width, or None for no next layer."""
+    """Arguments; heads: how many q and k have and their width, or None for no next layer. turned:
+    whether these are, or the product stays as it is.
+    """
     n, k, width = heads or (2, 1, 64)
 
     def norm(seed: int, size: int = d) -> Norm:
@@ -70,7 +73,7 @@ def call(
         held = (numbers(seed, (1, SLOTS, k, width), BF16) for seed in (7, 8))
         cache = Cache(*held, jnp.asarray([slot], jnp.int32))
         qkv = weights(10, (n + 2 * k) * width, d, norm(9))
-        following = Following(qkv, Rotary(cos, sin, n, k), cache)
+        following = Following(qkv, Rotary(cos, sin, n, k), cache) if turned else Following(qkv)
     rows = {"heads": numbers(0, (1, n * width), BF16), "x": numbers(1, (1, d), BF16)}
     return {**rows, "link": Link(*products, following, gate)}
 
@@ -130,6 +133,8 @@ def truth(arguments: dict[str, Any]) -> Any:
     if link.following is None:
         return y, None
     qkv, rotary, cache = link.following
+    if rotary is None:
+        return y, (product(y, qkv),)
     angles = (exact(angle.astype(cache.k.dtype)) for angle in rotary[:2])
     return y, oracles.turn_and_write(product(y, qkv), *angles, rotary.q_heads, cache)
 
@@ -156,7 +161,7 @@ def assert_right(arguments: dict[str, Any], ours: Any) -> None:
     """Of a ternary link, near the plain path: what becomes int8 makes a tie of any difference."""
     plain = between_attentions_reference(**arguments)
     if arguments["link"].out.weight.scheme == "ternary":
-        if (following := arguments["link"].following) is not None:
+        if (following := arguments["link"].following) is not None and following.rotary is not None:
             ours, plain = ((y, written_alone(after, following.cache)) for y, after in (ours, plain))
         for y, near in zip(*map(jax.tree.leaves, (ours, plain)), strict=True):
             assert (y.dtype, y.shape) == (near.dtype, near.shape)

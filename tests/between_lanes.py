@@ -57,8 +57,8 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
         held |= {f"{part} {i}": a for part, a in own.items() if a is not None}
         widths.append(weight.shape[0] // (1 + (name == "gate_up")))
         dtypes.append({} if bias is None else {"bias": bias.dtype})
-    if (following := link.following) is not None:
-        rotary, cache = following.rotary, following.cache
+    rotary, cache = (None, None) if link.following is None else link.following[1:]
+    if rotary is not None and cache is not None:
         widths[3] = 2 * rotary.cos.shape[1] * rotary.q_heads
         held |= {"cos": rotary.cos, "sin": rotary.sin, **cache._asdict()}
         dtypes[3] |= {"cos": rotary.cos.dtype, "sin": rotary.sin.dtype}
@@ -75,7 +75,7 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
         own |= {name.split()[0]: machine.at[name] for name in names}
         if i in (0, 2):
             own["residual"] = machine.at["x" if i == 0 else "out 0"]
-        if i == 3:
+        if i == 3 and rotary is not None:
             own |= {name: machine.at[name] for name in ("cos", "sin", "k", "v", "slots")}
         pointers.append(own)
 
@@ -92,7 +92,9 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
     machine.together(parts)
     assert not machine.content("meeting", np.uint32, (2,)).any()
     y = machine.content("out 2", x.dtype, (1, widths[2]))
-    if following is None:
+    if link.following is None:
         return y, None
     q = machine.content("out 3", x.dtype, (1, widths[3]))
+    if cache is None:
+        return y, (q,)
     return y, (q, *(machine.content(name, x.dtype, cache.k.shape) for name in "kv"))

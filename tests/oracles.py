@@ -1,7 +1,7 @@
 """The mathematics in float64 NumPy, without a thought for speed. Imports nothing of ours."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -365,15 +365,25 @@ def turn_backward(
 
 
 def turn_and_write(
-    heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, q_heads: int, cache: Any
+    heads: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    q_heads: int,
+    cache: Any,
+    norms: Sequence[Any] = (None, None),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q [B, N H], turned, of heads [B, (N + 2 K) H], and the cache's keys and values, k turned.
 
-    cos and sin: [B, H / 2]. A slot that the cache has not is nowhere.
+    cos and sin: [B, H / 2]. A slot that the cache has not is nowhere. norms: of q's heads and of
+    k's, before they are turned; None where there is none.
     """
     keys, values = (np.asarray(a).astype(np.float64) for a in (cache.k, cache.v))
     b, s, kv_heads, width = keys.shape
     q, k, v = np.split(heads.reshape(1, b, -1, width), (q_heads, q_heads + kv_heads), axis=2)
+    q, k = (
+        part if norm is None else rms_norm(part, norm.weight, **norm.keywords)
+        for part, norm in zip((q, k), norms, strict=True)
+    )
     q, k = (turn(part, cos[None], sin[None]) for part in (q, k))
     for row, slot in enumerate(np.asarray(cache.slots)):
         if 0 <= slot < s:

@@ -325,7 +325,9 @@ MAY_IMPORT = {
         "pallas_kernels.device pallas_kernels.options pallas_kernels.rope_kernel "
         "pallas_kernels.tuned"
     ),
-    "pallas_kernels.around_product": "pallas_kernels.rope",
+    "pallas_kernels.around_product": (
+        "pallas_kernels.options pallas_kernels.rms_norm pallas_kernels.rope"
+    ),
     "pallas_kernels.head_places": "",
     "pallas_kernels.gemv_kernel": (
         "pallas_kernels._compat pallas_kernels.device pallas_kernels.head_places"

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.ops._select import Implementation, Table, pallas, select
-from jaxllm.ops.fused_linear import fused_linear
+from jaxllm.ops.fused_linear import fused_linear, turned_in_one_launch
+from pallas_kernels.around_product import Cache, Rotary
 from pallas_kernels.between_attentions import (
     Following,
     Link,
@@ -26,6 +27,7 @@ from pallas_kernels.between_attentions import between_attentions as in_one_launc
 from pallas_kernels.between_attentions_config import MEETING_WORDS
 from pallas_kernels.device import INTERPRETED_OP_BY_OP
 from pallas_kernels.packed import PLAIN, Packed
+from pallas_kernels.rope_into_cache import why_not as why_not_rope_into_cache
 
 # (scheme, numbers of a group, zero points) whose layer is faster in one launch. H200, us of
 # Llama-3.1-8B's against a launch a product (2026-11-25-h200-awaited-numbers.json): 103.7 and 110.1,
@@ -52,9 +54,11 @@ def between_attentions(
     *,
     meeting: Int[Array, " 2"],
     implementation: str | Mapping[str, str] = "auto",
-) -> tuple[Float[Array, "*B D"], tuple[Array, Array, Array] | None, Int[Array, " 2"]]:
+) -> tuple[Float[Array, "*B D"], tuple[Array, ...] | None, Int[Array, " 2"]]:
     """(y, (q, k, v) or None, meeting): x = x + out(heads), then y = x + down(gate(a) b), a and b
-    being gate_up(x), and of the layer that follows q [*B, N, H] of y and its cache with k and v.
+    being gate_up(x), and of the layer that follows q [*B, N, H] of y and its cache with k and v;
+    without a rotary its product alone, in a tuple. Where it norms q's and k's heads, the kernel
+    has a second launch behind it, `rope_into_cache`.
 
     link: weights, arrays or packed, each with what stands around it.
     meeting: `no_meeting()`, or what the call before has returned.
@@ -67,8 +71,8 @@ def between_attentions(
     call = (heads, x, link)
     run = select("between_attentions", BETWEEN_ATTENTIONS, implementation, *call, meeting=meeting)
     y, after, meeting = run(*call, meeting=meeting, implementation=implementation)
-    if link.following is None:
-        return y, None, meeting
+    if link.following is None or link.following.rotary is None:
+        return y, after, meeting
     q, *kv = after
     width = 2 * link.following.rotary.cos.shape[-1]
     return y, (q.reshape(*x.shape[:-1], -1, width), *kv), meeting
@@ -89,7 +93,23 @@ def with_weights(change: Callable[[Any], Packed], link: Link) -> Link:
 def _pallas(heads, x, link, *, meeting, implementation=None, interpret=False):
     del implementation
     link = with_weights(functools.partial(packed_in, x.dtype), link)
-    return in_one_launch(heads, x, link, meeting=meeting, interpret=interpret)
+    link, behind = _parted(link)
+    y, after, meeting = in_one_launch(heads, x, link, meeting=meeting, interpret=interpret)
+    if behind is not None and after is not None:
+        after = turned_in_one_launch(after[0], *behind, interpret=interpret)
+    return y, after, meeting
+
+
+def _parted(link: Link) -> tuple[Link, tuple[Rotary, Cache] | None]:
+    """The link with the next layer's product alone, and what is left to do with it, if its heads
+    are normed before they are turned; else the link, and None.
+    """
+    if (following := link.following) is None:
+        return link, None
+    qkv, rotary, cache = following
+    if rotary is None or cache is None or not rotary.norms:
+        return link, None
+    return link._replace(following=Following(qkv)), (rotary, cache)
 
 
 def packed_in(dtype: Any, weight: Any) -> Packed:
@@ -107,6 +127,8 @@ def in_parts(heads, x, link: Link, *, meeting, implementation):
     if link.following is None:
         return y, None, meeting
     qkv, rotary, cache = link.following
+    if rotary is None:
+        return y, (made(y, qkv),), meeting
     return y, made(y, qkv, epilogue="rope", rotary=rotary, cache=cache), meeting
 
 
@@ -124,7 +146,12 @@ def weights_as_shapes(link: Link, dtype: Any) -> Link:
 
 def _why_not_pallas(heads, x, link, *, device, meeting) -> str | None:
     del meeting
-    return why_not(heads, x, weights_as_shapes(link, x.dtype), device=device)
+    shapes, behind = _parted(weights_as_shapes(link, x.dtype))
+    if behind is not None and shapes.following is not None:
+        product = jax.ShapeDtypeStruct((1, shapes.following.qkv.weight.shape[0]), x.dtype)
+        if (reason := why_not_rope_into_cache(product, *behind, device=device)) is not None:
+            return f"the norms of its heads: {reason}"
+    return why_not(heads, x, shapes, device=device)
 
 
 def _not_auto(heads, x, link, *, device, meeting) -> str | None:

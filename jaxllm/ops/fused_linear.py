@@ -65,8 +65,9 @@ def fused_linear(
     """epilogue(norm(x) @ weight.T + bias) + residual: [*B, F] in x's dtype.
 
     epilogue "swiglu" or "relu2_glu": the outputs are gate, then up, and F is half of them. "rope":
-    they are the heads of q, k and v; those of q and k are turned, and the result is (q, k, v), each
-    [*B, heads, H]; with a `cache`, k and v are its own, [B, S, K, H], with these in their slots.
+    they are the heads of q, k and v; those of q and k are normed, if `rotary` has norms, and
+    turned, and the result is (q, k, v), each [*B, heads, H]; with a `cache`, k and v are its own,
+    [B, S, K, H], with these in their slots.
     "xla" computes it by the ops of its parts, which round between them, by the same
     `implementation`.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
@@ -99,7 +100,7 @@ def fused_linear(
 def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, cache, implementation):
     same = {"implementation": implementation}
     if norm is not None:
-        x = rms_norm(x, norm.weight, eps=norm.eps, zero_centered=norm.zero_centered, **same)
+        x = rms_norm(x, norm.weight, **norm.keywords, **same)
     y = linear(x, weight, bias, **same)
     if epilogue in GATES:
         y = glu(y, activation=GATES[epilogue], **same)
@@ -108,13 +109,17 @@ def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, cache, imple
     return _turn(y, rotary, cache, implementation)
 
 
-def _turn(y, rotary: Rotary, cache: Cache | None, implementation):
+def _turn(y, rotary: Rotary, cache: Cache | None, how):
     """What `gemv` returns of a product with the weights of q, k and v."""
     width, rows = 2 * rotary.cos.shape[-1], math.prod(y.shape[:-1])
     places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
     q, k, v = jnp.split(y.reshape(1, rows, -1, width), places, axis=2)
+    q, k = (
+        z if norm is None else rms_norm(z, norm.weight, **norm.keywords, implementation=how)
+        for z, norm in ((q, rotary.q_norm), (k, rotary.k_norm))
+    )
     angles = (a.reshape(1, -1, width // 2) for a in rotary[:2])
-    q, k = rope(q, k, *angles, sliced=True, implementation=implementation)
+    q, k = rope(q, k, *angles, sliced=not rotary.norms, implementation=how)
     if cache is not None:
         return q.reshape(*y.shape[:-1], -1), *write(cache, k[0], v[0])
     kv = jnp.concatenate([k, v], axis=2)
@@ -126,7 +131,10 @@ def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
     weight = _packed_for_several(x, weight)
     if isinstance(weight, Packed):
         return _packed(x, weight, bias, **around, interpret=interpret)
-    return gemv(x, weight, bias=bias, interpret=interpret, **around)
+    if (rotary := around["rotary"]) is None or not rotary.norms:
+        return gemv(x, weight, bias=bias, interpret=interpret, **around)
+    y = gemv(x, weight, bias=bias, norm=around["norm"], interpret=interpret)
+    return _turn_apart(y, rotary, around["cache"], interpret)
 
 
 def _packed_for_several(x, weight):
@@ -148,15 +156,14 @@ def _packed(x, weight, bias, *, norm, epilogue, residual, rotary, cache, interpr
     if weight.scheme == "ternary":
         before = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
         y = ternary_linear(x, weight, **before, **after, interpret=interpret)
-        return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
+        return y if rotary is None else _turn_apart(y, rotary, cache, interpret)
     if norm is not None and not _takes(x, weight, norm=norm, bias=bias, epilogue=epilogue):
-        norms = {"eps": norm.eps, "zero_centered": norm.zero_centered}
-        x, norm = rms_norm_kernel(x, norm.weight, **norms, interpret=interpret), None
+        x, norm = rms_norm_kernel(x, norm.weight, **norm.keywords, interpret=interpret), None
     if cache is not None and _takes(x, weight, norm=norm, rotary=rotary):
         after = {"bias": bias, "epilogue": "rope", "rotary": rotary, "cache": cache}
         return quantized_matmul(x, weight, norm=norm, **after, interpret=interpret)
     y = quantized_matmul(x, weight, norm=norm, **after, interpret=interpret)
-    return y if rotary is None else _turn_packed(y, rotary, cache, interpret)
+    return y if rotary is None else _turn_apart(y, rotary, cache, interpret)
 
 
 def _takes(x, weight, **around) -> bool:
@@ -164,14 +171,21 @@ def _takes(x, weight, **around) -> bool:
     return why_not_quantized(x, weight, **around, device=device_lib.INTERPRETED) is None
 
 
-def _turn_packed(y, rotary: Rotary, cache: Cache | None, interpret):
+def _turn_apart(y, rotary: Rotary, cache: Cache | None, interpret):
     """As `_turn`, in one launch where there is a cache to write to."""
     if cache is None:
         return _turn(y, rotary, cache, "xla")
+    return turned_in_one_launch(y, rotary, cache, interpret=interpret)
+
+
+def turned_in_one_launch(
+    y: Float[Array, "*B NKH"], rotary: Rotary, cache: Cache, *, interpret: bool
+) -> tuple[Array, Array, Array]:
+    """q [*B, N H] and the cache's keys and values, of a product y [*B, (N + 2 K) H]."""
     heads, cos, sin = (a.reshape(-1, a.shape[-1]) for a in (y, *rotary[:2]))
     rotary = rotary._replace(cos=cos, sin=sin)
-    q, *held = rope_into_cache(heads, rotary, cache, interpret=interpret)
-    return q.reshape(*y.shape[:-1], -1), *held
+    q, k, v = rope_into_cache(heads, rotary, cache, interpret=interpret)
+    return q.reshape(*y.shape[:-1], -1), k, v
 
 
 def _why_not_pallas(
@@ -180,13 +194,16 @@ def _why_not_pallas(
     weight = _packed_for_several(x, weight)
     if epilogue == "relu2_glu" and not (isinstance(weight, Packed) and weight.scheme == "ternary"):
         return "only ternary weights have 'relu2_glu'"
-    if not isinstance(weight, Packed):
+    plain = not isinstance(weight, Packed)
+    if plain and (rotary is None or not rotary.norms):
         around = {"norm": norm, "epilogue": epilogue, "rotary": rotary, "cache": cache, **rest}
         return why_not_gemv(x, weight, bias=bias, **around, device=device)
-    if cache is not None and not _takes(x, weight, rotary=rotary):
+    if cache is not None and (plain or not _takes(x, weight, rotary=rotary)):
         heads = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), weight.shape[0]), x.dtype)
         if (reason := why_not_rope_into_cache(heads, rotary, cache, device=device)) is not None:
             return f"its rotation: {reason}"
+    if plain:
+        return why_not_gemv(x, weight, norm=norm, bias=bias, device=device)
     epilogue = None if rotary is not None else epilogue
     if weight.scheme == "ternary":
         if norm is not None and norm.zero_centered:

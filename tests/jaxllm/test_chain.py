@@ -43,6 +43,10 @@ BITNET = dataclasses.replace(
 )
 
 
+# Heads of q and k are normed before they are turned
+NORMED = dataclasses.replace(WIDE, model_type="qwen3", qkv_bias=False, qk_norm=True)
+
+
 def made(config: ModelConfig, scheme: str | None = None, how: Any = "auto") -> Any:
     model = build(config, Runtime("bfloat16", "bfloat16", implementation=how))
     if scheme is not None:
@@ -83,9 +87,13 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("kv", [jnp.bfloat16, jnp.int8])
-@pytest.mark.parametrize("scheme", [None, "int8"])
-def test_the_chain_computes_what_blocks_do(scheme: Any, kv: Any, monkeypatch: pytest.MonkeyPatch):
-    model, found = made(WIDE, scheme), count(monkeypatch)
+@pytest.mark.parametrize(
+    ("config", "scheme"), [(WIDE, None), (WIDE, "int8"), (NORMED, None), (NORMED, "int4")]
+)
+def test_the_chain_computes_what_blocks_do(
+    config: ModelConfig, scheme: Any, kv: Any, monkeypatch: pytest.MonkeyPatch
+):
+    model, found = made(config, scheme), count(monkeypatch)
     ours = decoded(model, kv=kv)
     assert found == [3]  # the prompt is none, and three steps are one program
     monkeypatch.setattr(chain, "decode", lambda *_: None)
@@ -117,12 +125,14 @@ def assert_right(ours: Any, plain: Any, config: ModelConfig, scheme: str | None)
         assert_as_accurate(np.float64(ours) * 1.05, plain, truth)
 
 
-@pytest.mark.parametrize("scheme", [None, "int4"])
-def test_with_the_kernel(scheme: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("config", "scheme"), [(WIDE, None), (WIDE, "int4"), (NORMED, None), (NORMED, "int4")]
+)
+def test_with_the_kernel(config: ModelConfig, scheme: Any, monkeypatch: pytest.MonkeyPatch):
     """Interpreted, product by product."""
     if not _compat.WRITES_REFERENCES:
         pytest.skip("jax 0.10 writes into no array that is there")
-    config = dataclasses.replace(WIDE, num_hidden_layers=2, layer_types=())
+    config = dataclasses.replace(config, num_hidden_layers=2, layer_types=())
     how = {"between_attentions": "pallas-interpret"}
     found = count(monkeypatch)
     ours = decoded(made(config, scheme, how), interpreted)
@@ -232,12 +242,11 @@ NONE: Any = {
     "two tokens": (plain, {"tokens": 2}, "takes one token of one row"),
     "float16": (plain, {"dtype": jnp.float16}, "does not compute in float16"),
     "not fused": (not_fused, {}, f"layer 0 {MORE}"),
-    "q_norm": (
-        lambda how: made(dataclasses.replace(WIDE, qk_norm=True, model_type="qwen3"), how=how),
+    "norms behind": (
+        lambda how: made(dataclasses.replace(WIDE, post_norms=True), how=how),
         {},
         f"layer 0 {MORE}",
     ),
-    "norms behind": (lambda how: made(dataclasses.replace(WIDE, post_norms=True)), {}, MORE),
     "part of a head turned": (lambda how: made(dataclasses.replace(WIDE, rope=PARTIAL)), {}, MORE),
     "adapters": (lambda how: with_adapters(), {}, f"layer 1 {MORE}"),
     "inputs in another order": (
@@ -272,7 +281,7 @@ def test_what_is_none(name: str):
 
 
 @pytest.mark.parametrize("op", ["between_attentions", "decode_layers"])
-@pytest.mark.parametrize("name", ["two rows", "not fused", "q_norm"])
+@pytest.mark.parametrize("name", ["two rows", "not fused", "norms behind"])
 def test_who_names_an_op_is_told_what_keeps_it(op: str, name: str):
     """Of one token; a prompt it is never asked about."""
     make, call, phrase = NONE[name]
@@ -319,6 +328,7 @@ OTHERS = {
     ),
     "fp8": (WIDE, jnp.float8_e4m3fn),
     "soft cap": (dataclasses.replace(WIDE, attn_logit_softcapping=4.0), jnp.bfloat16),
+    "normed heads": (NORMED, jnp.bfloat16),
 }
 
 
@@ -344,12 +354,15 @@ APART: Any = {
     "ring": "layer 1 has another window than layer 0",
     "fp8": "layer 0 has keys and values in float8_e4m3fn, not bfloat16",
     "soft cap": "scores have a soft cap, 4",
+    "normed heads": "layer 0 norms its queries and keys",
 }
 
 
 @pytest.mark.parametrize("name", APART)
 def test_what_all_layers_in_one_launch_leave_out(name: str):
-    """Caches that differ, keys in 8 bits, scores with a cap: the kernel has none of them."""
+    """Caches that differ, keys in 8 bits, scores with a cap, heads with norms: the kernel has none
+    of them.
+    """
     config, kv = OTHERS[name]
     assert chain.why_not_together(*asked(made(WIDE))[1]) is None
     assert APART[name] in str(chain.why_not_together(*asked(made(config), kv=kv)[1]))
@@ -382,14 +395,29 @@ KERNELS: Any = [
 ]
 
 
-@pytest.mark.parametrize(("how", "kernels"), KERNELS)
-def test_on_a_gpu_few_kernels_are_left(how: Any, kernels: list[str]):
+def kernels_of(config: ModelConfig, how: Any, rows: int = 1) -> list[str]:
+    """Those of a step on a GPU, each as often as it is compiled."""
     if not _compat.WRITES_REFERENCES:
         pytest.skip("jax 0.10 writes into no array that is there")
     with absent():
-        model = made(WIDE, how=how)
-        cache = jaxllm.KVCache.create(WIDE, 1, 64, jnp.bfloat16)
-        weights, token = jaxllm.flatten(model), jnp.zeros(1, jnp.int32)
+        model = made(config, how=how)
+        cache = jaxllm.KVCache.create(config, rows, 64, jnp.bfloat16)
+        weights, token = jaxllm.flatten(model), jnp.zeros(rows, jnp.int32)
         text = str(jax.make_jaxpr(jaxllm.decode_step)(weights, token, cache))
-    names = "decode_layers|gemv\\w*|decode_attention|between_attentions|\\w*matmul\\w*"
-    assert sorted(re.findall(rf"\bname=({names})", text)) == kernels
+    names = (
+        "decode_layers|gemv\\w*|decode_attention|between_attentions|\\w*matmul\\w*|rope_into_cache"
+    )
+    return sorted(re.findall(rf"\bname=({names})", text))
+
+
+@pytest.mark.parametrize(("how", "kernels"), KERNELS)
+def test_on_a_gpu_few_kernels_are_left(how: Any, kernels: list[str]):
+    assert kernels_of(WIDE, how) == kernels
+
+
+def test_heads_with_norms_have_a_launch_for_these():
+    two = ["between_attentions", "between_attentions", "decode_attention"]
+    assert kernels_of(NORMED, "auto") == [*two, "gemv_norm_plain", "rope_into_cache"]
+    of_three = {"decode_attention", "quantized_matmul_norm", "rope_into_cache"}
+    of_three |= {"quantized_matmul", "quantized_matmul_norm_swiglu"}
+    assert of_three <= set(kernels_of(NORMED, "auto", 3))

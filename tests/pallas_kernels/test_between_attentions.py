@@ -21,6 +21,7 @@ from quantized_calls import FORMATS
 
 from jaxllm import aot
 from pallas_kernels import _compat, ternary_matmul
+from pallas_kernels.around_product import Norm
 from pallas_kernels.between_attentions import (
     Config,
     between_attentions,
@@ -46,6 +47,7 @@ QWEN, LLAMA_1B, PHI = (
     (3072, 8192, (32, 32, 96)),
 )
 BITNET = (2560, 6912, (20, 5, 128))
+QWEN3 = (1024, 3072, (16, 8, 128))
 
 
 def interpret(arguments: dict[str, Any]) -> Any:
@@ -74,6 +76,15 @@ def test_the_last_layer():
     y, after = interpret(arguments)
     assert after is None
     assert_right(arguments, (y, None))
+
+
+@written
+@pytest.mark.parametrize("form", ["int4", "ternary"])
+def test_the_product_of_the_next_layer_alone(form: str):
+    arguments = SMALL(form, turned=False)
+    y, after = interpret(arguments)
+    assert [a.shape for a in after] == [(1, 256)]  # all heads
+    assert_right(arguments, (y, after))
 
 
 @written
@@ -156,13 +167,16 @@ def changed(**change: Any) -> dict[str, Any]:
     arguments = SMALL(change.pop("form", "int4"))
     link = arguments["link"]
     for name, parts in change.items():
-        if name in link._fields[:3]:
+        if name in link._fields[:4]:
             link = link._replace(**{name: getattr(link, name)._replace(**parts)})
         elif name == "gate":
             link = link._replace(gate=parts)
         else:
             arguments[name] = parts
     return {**arguments, "link": link}
+
+
+NORMED = changed()["link"].following.rotary._replace(q_norm=Norm(jnp.ones(64), 1e-5))
 
 
 def in_groups(size: int) -> dict[str, Any]:
@@ -222,6 +236,14 @@ def wider(bits: int) -> Any:
         ),
         (call(256, 256, (16, 2, 20), "ternary"), "qkv: takes halves of heads in multiples of 8"),
         (in_groups(192), "out: groups of 192 straddle the inputs of a lane"),
+        (
+            changed(following={"rotary": NORMED}),
+            "qkv: norms no heads before it turns them",
+        ),
+        (
+            changed(form="ternary", following={"rotary": NORMED}),
+            "qkv: norms no heads before it turns them",
+        ),
         (in_groups(384), "out: groups of 384 and the 1024 numbers that warps take together"),
     ],
 )
@@ -290,6 +312,8 @@ def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):
             changed(gate_up={"norm": changed()["link"].gate_up.norm._replace(eps=0.0)}),
             ", gate_up: the norm's eps must be positive and finite, got 0.0",
         ),
+        (changed(following={"cache": None}), "'rope', rotary and a cache go together"),
+        (changed(following={"rotary": None}), "'rope', rotary and a cache go together"),
         (
             changed(x=jnp.ones((1, 128), jnp.int32)),
             ", out: the residual is int32|residual is int32",
@@ -386,6 +410,16 @@ def test_models_on_a_gpu(model: Any, form: str):
     arguments = call(*model, form)
     *found, _ = on_device(arguments)
     assert_right(arguments, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [PLAIN, "int8", "int4", "ternary"])
+def test_the_product_of_the_next_layer_alone_on_a_gpu(form: str):
+    for model in (QWEN, QWEN3):
+        arguments = call(*model, form, turned=False)
+        *found, meeting = on_device(arguments)
+        np.testing.assert_array_equal(meeting, 0)
+        assert_right(arguments, found)
 
 
 @pytest.mark.gpu

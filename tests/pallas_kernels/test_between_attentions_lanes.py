@@ -34,6 +34,16 @@ CALLS: Any = {
         7,
         partial(call, 128, 256, (2, 1, 64), PLAIN, sub_norms=True, centred=True),
     ),
+    "heads as they are": (
+        Config(4, 3, 2),
+        5,
+        partial(call, 128, 256, (2, 1, 64), PLAIN, bias=True, turned=False),
+    ),
+    "ternary, heads as they are": (
+        Config(4, 3, 2),
+        3,
+        partial(call, 256, 384, (4, 1, 64), "ternary", turned=False),
+    ),
     "folded int8": (Config(8, 2, 2), 6, partial(call, 128, 256, (4, 2, 32), "int8, groups")),
 }
 

@@ -1,5 +1,6 @@
 """A turned token and its place in the cache, in the interpreter; what is refused."""
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from numerics import assert_as_accurate
 from jaxllm import aot
 from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
-from pallas_kernels.around_product import Cache, Rotary
+from pallas_kernels.around_product import Cache, Norm, Rotary
 from pallas_kernels.gemv import gemv
 from pallas_kernels.rope_into_cache import (
     rope_into_cache,
@@ -27,19 +28,32 @@ pytestmark = pytest.mark.usefixtures("strict_jax")
 S = 5
 
 
-def case(B: int, N: int, K: int, H: int, slots: list[int], dtype: Any = jnp.bfloat16) -> Any:
+Q_NORM, K_NORM = {"zero_centered": False, "eps": 1e-6}, {"zero_centered": True, "eps": 0.5}
+
+
+def case(
+    B: int,
+    N: int,
+    K: int,
+    H: int,
+    slots: list[int],
+    dtype: Any = jnp.bfloat16,
+    norms: tuple[str, ...] = (),
+) -> Any:
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
     angles = rng.uniform(-4, 4, (B, H // 2))
     cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     cache = Cache(draw(B, S, K, H), draw(B, S, K, H), jnp.asarray(slots, jnp.int32))
-    return draw(B, (N + 2 * K) * H), Rotary(cos, sin, N, K), cache
+    heads, rotary = draw(B, (N + 2 * K) * H), Rotary(cos, sin, N, K)
+    kinds = {"q_norm": Q_NORM, "k_norm": K_NORM}
+    return heads, rotary._replace(**{name: Norm(draw(H), **kinds[name]) for name in norms}), cache
 
 
 def assert_right(ours: Any, heads, rotary, cache) -> None:
     f64 = lambda a: np.asarray(a, np.float64)  # noqa: E731
     angles = (f64(a.astype(heads.dtype)) for a in rotary[:2])
-    truth = oracles.turn_and_write(f64(heads), *angles, rotary.q_heads, cache)
+    truth = oracles.turn_and_write(f64(heads), *angles, rotary.q_heads, cache, rotary[4:])
     plain = rope_into_cache_reference(heads, rotary, cache)
     for a, b, wanted in zip(ours, plain, truth, strict=True):
         assert a.dtype == heads.dtype
@@ -47,44 +61,68 @@ def assert_right(ours: Any, heads, rotary, cache) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "slots", "dtype"),
+    ("sizes", "slots", "dtype", "norms"),
     [
-        ((1, 3, 1, 64), [0], jnp.bfloat16),
-        ((2, 4, 2, 96), [4, 5], jnp.float16),  # one row whose slot is past the end
-        ((3, 1, 1, 32), [2, -1, 1], jnp.bfloat16),  # not the last place
+        ((1, 3, 1, 64), [0], jnp.bfloat16, ()),
+        ((2, 4, 2, 96), [4, 5], jnp.float16, ()),  # one row whose slot is past the end
+        ((3, 1, 1, 32), [2, -1, 1], jnp.bfloat16, ()),  # not the last place
+        ((2, 3, 2, 64), [1, 4], jnp.bfloat16, ("q_norm", "k_norm")),
+        ((1, 2, 1, 32), [2], jnp.float16, ("k_norm",)),
     ],
 )
-def test_rope_into_cache(sizes, slots, dtype):
-    heads, rotary, cache = case(*sizes, slots=slots, dtype=dtype)
-
-    def run(heads, cos, sin, cache):
-        turn = rotary._replace(cos=cos, sin=sin)
-        return rope_into_cache(heads, turn, cache, interpret=True)
-
-    ours = interpreted(run, heads, rotary.cos, rotary.sin, cache)
+def test_rope_into_cache(sizes, slots, dtype, norms):
+    heads, rotary, cache = case(*sizes, slots=slots, dtype=dtype, norms=norms)
+    ours = interpreted(made(rotary, interpret=True), heads, rotary, cache)
     assert_right(ours, heads, rotary, cache)
+
+
+def made(rotary, **more: Any) -> Any:
+    """The call, of arrays alone."""
+
+    def run(heads, given, cache):
+        norms = {
+            name: norm._replace(weight=getattr(given, name).weight)
+            for name, norm in rotary.norms.items()
+        }
+        return rope_into_cache(
+            heads, rotary._replace(cos=given.cos, sin=given.sin, **norms), cache, **more
+        )
+
+    return run
 
 
 def test_the_check_can_fail():
     heads, rotary, cache = case(2, 2, 1, 32, [1, 5])
     q, k, v = rope_into_cache_reference(heads, rotary, cache)
     assert_right((q, k, v), heads, rotary, cache)
-    for wrong in ((q.at[0, 3].multiply(1.1), k, v), (q, v, k), (q, k, cache.v)):
+    normed = case(2, 2, 1, 32, [1, 5], norms=("q_norm", "k_norm"))
+    others = rope_into_cache_reference(*normed)
+    for wrong in ((q.at[0, 3].multiply(1.1), k, v), (q, v, k), (q, k, cache.v), others):
         with pytest.raises(AssertionError, match="error is"):
             assert_right(wrong, heads, rotary, cache)
 
 
-def test_its_gradient_is_that_of_the_plain_path():
-    heads, rotary, cache = case(1, 2, 1, 32, [3])
+@pytest.mark.parametrize("norms", [(), ("q_norm", "k_norm")])
+def test_its_gradient_is_that_of_the_plain_path(norms):
+    heads, rotary, cache = case(1, 2, 1, 32, [3], norms=norms)
+    weights = {name: norm.weight for name, norm in rotary.norms.items()}
 
-    def loss(f, heads, held, **more):
-        parts = f(heads, rotary, cache._replace(k=held), **more)
-        return sum(jnp.sum(part.astype(jnp.float32) ** 2) for part in parts)
+    def loss(f, heads, held, weights, **more):
+        norms = {name: rotary.norms[name]._replace(weight=w) for name, w in weights.items()}
+        parts = f(heads, rotary._replace(**norms), cache._replace(k=held), **more)
+        by = jnp.linspace(-1, 2, parts[1].size, dtype=heads.dtype)  # results are not rounded alike
+        return sum(jnp.sum(part.reshape(-1) * by[: part.size]) for part in parts)
 
-    ours = interpreted(
-        jax.grad(lambda *a: loss(rope_into_cache, *a, interpret=True), (0, 1)), heads, cache.k
+    given = heads, cache.k, weights
+    ours, plain = (
+        jax.grad(functools.partial(loss, f), (0, 1, 2))
+        for f in (functools.partial(rope_into_cache, interpret=True), rope_into_cache_reference)
     )
-    plain = jax.grad(lambda *a: loss(rope_into_cache_reference, *a), (0, 1))(heads, cache.k)
+    ours, plain = (
+        jax.tree.leaves(interpreted(ours, *given)),
+        jax.tree.leaves(jax.jit(plain)(*given)),
+    )
+    assert len(ours) == 2 + len(norms)
     for a, b in zip(ours, plain, strict=True):
         np.testing.assert_array_equal(np.float32(a), np.float32(b))
 
@@ -120,6 +158,14 @@ def test_what_does_not_fit_is_refused():
             (heads, rotary._replace(cos=jnp.ones((2, 16), jnp.int32)), cache),
             "cos is int32; it must",
         ),
+        (
+            (heads, rotary._replace(k_norm=Norm(jnp.ones(16), 1e-5)), cache),
+            r"k_norm's weight must be floating point, \[H\] = \[32\], got float32\[16\]",
+        ),
+        (
+            (heads, rotary._replace(q_norm=Norm(jnp.ones(32), -1.0)), cache),
+            "q_norm's eps must be positive and finite, got -1.0",
+        ),
     ):
         with pytest.raises(ValueError, match=f"^rope_into_cache: .*{said}"):
             rope_into_cache(*wrong)
@@ -142,11 +188,12 @@ def test_narrow_numbers_compile(slots):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("norms", [(), ("q_norm", "k_norm"), ("q_norm",)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     ("n", "k", "width"), [(14, 2, 64), (32, 8, 128), (20, 5, 128), (32, 32, 96)]
 )
-def test_on_a_gpu(n, k, width, dtype):
-    heads, rotary, cache = case(4, n, k, width, slots=[4, -1, 0, 5], dtype=dtype)
+def test_on_a_gpu(n, k, width, dtype, norms):
+    heads, rotary, cache = case(4, n, k, width, slots=[4, -1, 0, 5], dtype=dtype, norms=norms)
     run = jax.jit(lambda heads, cache: rope_into_cache(heads, rotary, cache))
     assert_right(run(heads, cache), heads, rotary, cache)

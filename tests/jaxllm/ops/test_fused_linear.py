@@ -21,7 +21,9 @@ from pallas_kernels.quantize import quantize
 HEADS, WIDTH = (2, 1), 32
 
 
-def case(epilogue: str | None, dtype: Any, rows: int = 2) -> tuple[Any, ...]:
+def case(
+    epilogue: str | None, dtype: Any, rows: int = 2, *, normed: bool = False
+) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
     outputs = 4 * WIDTH
@@ -30,7 +32,8 @@ def case(epilogue: str | None, dtype: Any, rows: int = 2) -> tuple[Any, ...]:
     if epilogue == "rope":
         angles = rng.uniform(-4, 4, (rows, 1, WIDTH // 2))
         cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-        around["rotary"] = Rotary(cos, sin, *HEADS)
+        norms = [Norm(draw(WIDTH), 1e-5), Norm(draw(WIDTH), 0.5, True)] if normed else []
+        around["rotary"] = Rotary(cos, sin, *HEADS, *norms)
     else:
         around["residual"] = draw(rows, 1, outputs // (1 if epilogue is None else 2))
     return x, weight, bias, around
@@ -45,7 +48,11 @@ def in_parts(x, weight, bias, *, norm, epilogue, residual: Any = None, rotary=No
     if rotary is None:
         return (y + residual,)
     heads = y.reshape(len(x), 1, 4, WIDTH)
-    q, k = ops.rope(heads[:, :, :2], heads[:, :, 2:3], rotary.cos, rotary.sin)
+    q, k = heads[:, :, :2], heads[:, :, 2:3]
+    if rotary.norms:
+        norms = (rotary.q_norm, rotary.k_norm)
+        q, k = (ops.rms_norm(z, n.weight, **n.keywords) for z, n in zip((q, k), norms, strict=True))
+    q, k = ops.rope(q, k, rotary.cos, rotary.sin)
     return q, k, heads[:, :, 3:]
 
 
@@ -152,7 +159,11 @@ def test_what_only_ternary_weights_have():
 
 
 @pytest.mark.parametrize(
-    "weights", ["plain", "plain, one row", "int8", "int8, turned apart", "ternary"]
+    "weights",
+    [
+        *("plain", "plain, one row", "int8", "int8, turned apart", "ternary"),
+        *("plain, normed", "plain, one row, normed", "int8, normed", "ternary, normed"),
+    ],
 )
 @pytest.mark.parametrize(("implementation", "atol"), [("xla", 0), ("pallas-interpret", 0.06)])
 def test_tokens_go_into_a_cache(weights, implementation, atol, monkeypatch):
@@ -161,7 +172,7 @@ def test_tokens_go_into_a_cache(weights, implementation, atol, monkeypatch):
         pytest.skip("jax 0.10 has no kernels that write into what they are given")
     dtype = jnp.float16 if weights == "ternary" else jnp.bfloat16
     slots = [2, 0][: 1 if "one row" in weights else 2]
-    x, weight, bias, around = case("rope", dtype, len(slots))
+    x, weight, bias, around = case("rope", dtype, len(slots), normed="normed" in weights)
     held = jnp.zeros((len(slots), 3, HEADS[1], WIDTH), dtype)
     cache = Cache(held, held + 1, jnp.asarray(slots, jnp.int32))
     scheme = weights.split(",")[0]
@@ -186,9 +197,10 @@ def test_tokens_go_into_a_cache(weights, implementation, atol, monkeypatch):
         ),
         *arrays,
     )
-    own = implementation != "xla" and ("apart" in weights or scheme == "ternary")
+    apart_by = any(word in weights for word in ("apart", "ternary", "normed"))
+    own = implementation != "xla" and apart_by
     assert bool(turned) == own
-    parts = in_parts(*arrays[:3], **around)
+    parts = jax.jit(lambda *a: in_parts(*a, **around))(*arrays[:3])
     np.testing.assert_allclose(np.float32(q), np.float32(parts[0]), atol=atol)
     for row, slot in enumerate(slots):
         for ours, part, before in ((k, parts[1], 0), (v, parts[2], 1)):
