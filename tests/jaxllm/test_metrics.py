@@ -91,11 +91,11 @@ def test_tensorboard_drops_the_steps_that_come_again(tmp_path, monkeypatch):
 
 
 def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
-    opened, finished = [], []
+    opened, logged, finished = [], [], []
 
     class Run:
         def log(self, row, step):
-            pass
+            logged.append((row, step))
 
         def finish(self):
             finished.append(self)
@@ -107,8 +107,10 @@ def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for first in (0, 5, 1):  # a run, the same resumed, another one
         write = metrics.wandb(tmp_path / "run", {})
-        write(first, {"loss": 1.0})
+        for step in (first, first + 1):
+            write(step, {"loss": 1.0 + step})
         write.close()
+    assert logged == [({"loss": 1.0 + step}, step) for step in (0, 1, 5, 6, 1, 2)]
     assert len(finished) == 3
     assert (tmp_path / "run/wandb-id").read_text() == opened[2][0]
     assert opened[0] == opened[1] != opened[2]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -22,10 +23,12 @@ from rich.console import Console
 from tiny_models import TINY, build
 
 from jaxllm import metrics, trace, train
+from jaxllm import trainer as trainer_module
 from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.config import Runtime
+from jaxllm.flops import flops_a_token, peak_flops
 from jaxllm.precision import DynamicScale
-from jaxllm.trainer import StoppedError, Trainer, fingerprint
+from jaxllm.trainer import SMOOTHED, StoppedError, Trainer, _Speed, _Work, fingerprint
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'jaxllm[train]'")
 
@@ -548,11 +551,29 @@ def test_a_scale_that_still_falls_is_waited_for(tmp_path, said, monkeypatch):
     assert said.text.splitlines()[0].startswith("step 12: the last 3 steps changed nothing")
 
 
-def test_stochastic_rounding_reaches_the_step(tmp_path, monkeypatch):
+def test_options_of_the_step_reach_it(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(train, "make_train_step", lambda *_, **options: seen.append(options))
-    trainer(tmp_path, loss=lambda *_: None, stochastic_rounding=True)
-    assert seen == [{"micro_batches": 1, "stochastic_rounding": True}]
+    trainer(tmp_path, loss=lambda *_: None, micro_batches=2, stochastic_rounding=True)
+    assert seen == [{"micro_batches": 2, "stochastic_rounding": True}]
+
+
+def test_how_often_it_evaluates_and_saves(tmp_path):
+    """Ten times in all, and a checkpoint each time, where nobody says otherwise."""
+    for steps, given, wanted in (
+        (95, {}, (10, 10)),
+        (8, {}, (1, 1)),
+        (95, {"eval_every": 7}, (7, 7)),
+        (95, {"save_every": 7}, (10, 7)),
+    ):
+        run = trainer(tmp_path, steps=steps, **{"eval_every": None, **given})
+        assert (run.eval_every, run.save_every) == wanted
+
+
+def test_as_many_checkpoints_are_kept_as_are_told(tmp_path):
+    trainer(tmp_path, save_every=1, keep=3, held_out=()).fit()
+    with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.steps == [6, 7, 8]
 
 
 def test_what_cannot_be_trained_is_said_before_anything_is_measured(tmp_path, said, monkeypatch):
@@ -785,6 +806,42 @@ def test_a_profile_without_kernels(tmp_path, said, monkeypatch):
     trainer(tmp_path, said=said, profile=2).fit()
     sentence = f"{tmp_path}/profile: steps 3 to 4; the profile holds no kernels"
     assert sentence in said.text.splitlines()
+
+
+def test_padding_is_no_work():
+    rows = {
+        "tokens": np.zeros((2, 5), np.int32),
+        "segment_ids": np.array([[1, 1, 2, 2, 2], [1, 1, 1, 0, 0]]),
+        "positions": np.array([[0, 1, 0, 1, 2], [0, 1, 2, 0, 0]]),
+    }
+    assert _Work.of(rows) == _Work(tokens=8, pairs=(1 + 2) + (1 + 2 + 3) + (1 + 2 + 3))
+    del rows["positions"]
+    assert _Work.of(rows) == _Work(tokens=8, pairs=15 + 6)
+    assert _Work.of({"tokens": rows["tokens"]}) == _Work(tokens=10, pairs=30)
+
+
+@pytest.mark.parametrize("trains_all", [True, False])
+def test_speed_and_mfu_are_of_the_last_steps_and_all_devices(monkeypatch, trains_all):
+    clock = iter([100.0, 102.0, 106.0, 200.0, *range(210, 1000, 10)])
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: next(clock))
+    gpu = types.SimpleNamespace(
+        device_kind="NVIDIA H200", memory_stats=lambda: {"peak_bytes_in_use": 7}
+    )
+    model, work = build(ONE_LAYER, Runtime("bfloat16")), _Work(tokens=80, pairs=240)
+    speed = _Speed(model, [gpu, gpu], trains_all=trains_all)
+    assert speed.of(work) == {"memory_bytes": 7}  # nothing is known of when it began
+    flops = 80 * flops_a_token(ONE_LAYER, 3, trains_all=trains_all)
+    row = speed.of(work)
+    assert row["tokens_per_s"] == 40
+    assert row["mfu"] == pytest.approx(flops / 2 / (2 * peak_flops("NVIDIA H200")))
+    assert speed.of(work)["tokens_per_s"] == pytest.approx(160 / 6)
+    speed.resume()  # an evaluation was in between
+    found = [speed.of(work if i else _Work(800, 0))["tokens_per_s"] for i in range(SMOOTHED + 1)]
+    assert found[0] == 80
+    assert found[-2:] == [(800 + 19 * 80) / 200, 8]
+    plain = _Speed(build(ONE_LAYER, Runtime("float32")), [gpu], trains_all=trains_all)
+    plain.resume()
+    assert plain.of(work).keys() == {"memory_bytes", "tokens_per_s"}
 
 
 # Forks processes that begin with everything imported, and no device asked for: each trains until it
