@@ -117,6 +117,30 @@ def test_merged_and_unmerged_give_the_same_logits(kind):
     np.testing.assert_allclose(logits(model, text), before, **ROUNDING)
 
 
+@pytest.mark.parametrize("scheme", [None, "int8"])
+@TWO_KINDS
+def test_a_merged_module_keeps_its_dtype_and_its_bias(kind, scheme):
+    """Also those that `disabled` has turned off; logits are those that they have elsewhere."""
+    config = dataclasses.replace(SMALL, qkv_bias=True, o_bias=True, mlp_bias=True)
+    model, text = build(config, Runtime("float32", "bfloat16")), tokens(2, 9)
+    if scheme is not None:
+        quantize(model, scheme)
+    lora.add_adapters(model, kind=kind, rank=3, rngs=nnx.Rngs(1))
+    stir(model)
+    before = logits(model, text)
+    biases = {n: x for n, x in train.parameters(model).items() if n.endswith(".bias")}
+    assert len(biases) == 7
+    with lora.disabled(model):
+        lora.merge(model)
+    merged = train.parameters(model)
+    assert merged.keys() == train.parameters(build(config)).keys()
+    assert {str(x.dtype) for x in merged.values()} == {"bfloat16"}
+    for name, bias in biases.items():
+        np.testing.assert_array_equal(merged[name.replace(".base.", ".")], bias)
+    # Logits of at most 5, of weights that are rounded once more to 8 bits
+    np.testing.assert_allclose(logits(model, text), before, atol=0.2)
+
+
 @KINDS
 def test_bfloat16_is_as_near_to_the_truth_as_the_formula(kind):
     rng = np.random.default_rng(0)
