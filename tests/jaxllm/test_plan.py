@@ -38,12 +38,13 @@ def test_the_kinds_of_full_training_sum_up_and_are_what_they_are():
 
 
 @pytest.mark.slow
-def test_it_says_what_the_step_really_takes():
+@pytest.mark.parametrize("parts", [1, 2])
+def test_it_says_what_the_step_really_takes(parts):
     """The same numbers as from the step of a model with weights."""
-    ours = plan(WIDE, **ON_CPU, policy="fp32", optimizer="sgd")
+    ours = plan(WIDE, **ON_CPU, policy="fp32", optimizer="sgd", micro_batches=parts)
     model, optimizer = tiny_models.build(WIDE), optax.sgd(1e-4)
     zeros = {name: jnp.zeros((2, 32), jnp.int32) for name in plan_module._rows(1, 1)}
-    step = train.make_train_step(model, optimizer)
+    step = train.make_train_step(model, optimizer, micro_batches=parts)
     lowered = step.lower(train.init_state(model, optimizer), zeros)
     memory = lowered.compile().memory_analysis()
     kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -69,6 +70,16 @@ def test_activations_are_what_the_policies_say():
     twice = dataclasses.replace(WIDE, num_hidden_layers=4, layer_types=())
     more = plan(twice, **ON_CPU, remat="full", policy="bf16").activations - found["full"]
     assert more == 2 * 2 * 32 * 64 * 2  # two more inputs of blocks
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_parts_of_a_batch_leave_the_activations_of_one_and_gradients_in_float32():
+    small, whole, parts = (
+        plan(WIDE, batch=batch, seq=32, target=None, policy="bf16", micro_batches=count)
+        for batch, count in ((2, 1), (4, 1), (4, 2))
+    )
+    assert parts.activations == small.activations < whole.activations
+    assert (whole.gradients, parts.gradients) == (2 * COUNT, 4 * COUNT)
 
 
 @pytest.mark.usefixtures("uncompiled")
