@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracles
 import pytest
 
 from jaxllm import ops
@@ -24,8 +25,7 @@ from pallas_kernels.quantize import (
 )
 from pallas_kernels.quantized_matmul import quantized_matmul
 
-E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-E2M1 += [-value for value in E2M1]
+E2M1 = oracles.E2M1.tolist()
 GOLDEN = [sign * tenth / 10 for tenth, sign in zip(range(1, 17), itertools.cycle((1, -1)))]
 CALLS = [
     *((scheme, {}) for scheme in SCHEMES),
@@ -41,33 +41,11 @@ def normal(*shape: int, dtype="float32", seed: int = 0) -> jax.Array:
 
 
 def numbers(packed: Packed) -> np.ndarray:
-    """[O, I] in float64, as the docstring of `Packed` says."""
-    codes = np.asarray(packed.codes)
-    if packed.scheme in ("int4", "nvfp4", "mxfp4"):
-        codes = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
+    """[O, I] in float64; a ternary weight has no fourth code."""
     if packed.scheme == "ternary":
-        codes = np.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], -1)
-        codes = codes.reshape(len(codes), -1)
-        assert codes.max() <= 2
-    if packed.scheme in ("nvfp4", "mxfp4"):
-        values = np.asarray(E2M1)[codes]
-    else:
-        values = codes.astype(np.float64)
-    group = packed.group_size or values.shape[1]
-
-    def wide(of_groups):
-        return np.repeat(np.asarray(of_groups).T, group, axis=1).astype(np.float64)
-
-    if packed.scheme == "int4":
-        values = values - (8 if packed.zero is None else wide(packed.zero))
-    if packed.scheme == "ternary":
-        values = values - 1
-    if packed.scale is not None:
-        mx = packed.scheme in ("mxfp4", "mxfp8")
-        values = values * (2.0 ** (wide(packed.scale) - 127) if mx else wide(packed.scale))
-    if packed.row_scale is not None:
-        values = values * np.asarray(packed.row_scale, np.float64)[:, None]
-    return values
+        codes = np.asarray(packed.codes)
+        assert not np.any(codes & (codes >> 1) & 0b01010101)
+    return oracles.packed_numbers(packed)
 
 
 def test_golden_nvfp4():
@@ -130,7 +108,7 @@ def with_codes(codes: np.ndarray, scheme: str) -> Packed:
 def test_every_code_of_four_bits(scheme):
     """All pairs of codes, in all 256 bytes."""
     got = dequantize(with_codes(np.arange(256, dtype=np.uint8)[None], scheme))
-    table = np.arange(16) - 8 if scheme == "int4" else np.asarray(E2M1)
+    table = np.arange(16) - 8 if scheme == "int4" else oracles.E2M1
     expected = np.stack([np.tile(table, 16), np.repeat(table, 16)], -1).reshape(1, -1)
     assert np.asarray(got).tolist() == expected.tolist()
     if scheme != "int4":
