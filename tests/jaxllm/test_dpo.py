@@ -79,6 +79,23 @@ def test_the_loss_is_the_formula(options):
     assert abs(other - wanted) > 1e-3 * wanted
 
 
+@KINDS
+def test_accuracy_and_margin_are_the_formula(kind):
+    """Of answers of other lengths, so that means and sums over tokens disagree."""
+    model, batch = build(SMALL), preference_batch(make_pairs(), LENGTH)
+    sums, counts = oracle_sums(model, batch)
+    reference = sums - np.array([3, 1, -1, 2, 2, 2, -3, 1.9]) * np.sqrt(counts)
+    ratios = (sums - reference) / (counts if kind == "ipo" else 1)
+    z = ratios[:4] - ratios[4:]
+    assert 0 < np.sum(z > 0) < 4
+    batch["reference"] = reference.astype(np.float32)
+    assert measure(dpo.make_accuracy(kind=kind), model, batch) == (np.sum(z > 0), 4)
+    total, count = measure(dpo.make_margin(beta=0.3, kind=kind), model, batch)
+    assert count == 4
+    # Differences of float32 sums of some 30 nats
+    np.testing.assert_allclose(total, 0.3 * np.sum(z), atol=1e-4)
+
+
 def test_padding_pairs_are_not_counted():
     pairs, model = make_pairs(3), build(SMALL)
     loss = dpo.make_loss()

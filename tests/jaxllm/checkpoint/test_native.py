@@ -94,6 +94,16 @@ def test_the_best_and_the_latest_are_kept(tmp_path):
     assert jax.random.key_impl(latest.key) == "rbg"
 
 
+@pytest.mark.parametrize("keep", [1, 3])
+def test_as_many_of_the_latest_are_kept_as_are_told(tmp_path, keep):
+    state, _ = start()
+    with Checkpoints(tmp_path, keep=keep) as checkpoints:
+        for step in range(5):
+            state = dataclasses.replace(state, step=jnp.int32(step))
+            checkpoints.save(state, key=jax.random.key(0))
+        assert checkpoints.steps == [0, 1, 2, 3, 4][-keep:]
+
+
 def test_an_empty_or_absent_folder_has_no_training(tmp_path):
     state, _ = start()
     with (
@@ -110,14 +120,14 @@ def test_a_file_is_not_a_folder(tmp_path):
             Checkpoints(path)
 
 
-def save_two(folder, **options):
+def save_two(folder):
     """Checkpoints of steps 1 and 2 with unlike weights; the state of step 1."""
     first, _ = start()
     first = dataclasses.replace(first, step=jnp.int32(1))
     second = dataclasses.replace(
         first, step=jnp.int32(2), params=jax.tree.map(lambda x: x + 1, first.params)
     )
-    with Checkpoints(folder, **options) as checkpoints:
+    with Checkpoints(folder) as checkpoints:
         for state in (first, second):
             checkpoints.save(state, key=jax.random.key(0), position={"at": int(state.step)})
     return first
