@@ -388,6 +388,25 @@ def test_preference_loading():
         PreferenceLoader(pairs, **arguments | {"pairs": 0})
 
 
+def test_processes_share_the_pairs_that_one_would_load():
+    pairs, arguments = make_pairs(7), {"length": 8, "seed": 0, "epochs": 1}
+    arguments["reference"] = np.arange(1, 15, dtype=np.float32).reshape(7, 2)
+    one = PreferenceLoader(pairs, pairs=4, **arguments)
+    two = [
+        PreferenceLoader(pairs, pairs=2, process_index=i, process_count=2, **arguments)
+        for i in range(2)
+    ]
+
+    def told(*batches):
+        """The references, which tell pairs apart, of those that are no padding."""
+        numbers = np.concatenate([batch["reference"] for batch in batches])
+        return sorted(numbers[numbers > 0].tolist())
+
+    together = [told(*parts) for parts in zip(*two, strict=True)]
+    assert together == [told(batch) for batch in one]
+    assert all(together)
+
+
 def test_loading_costs_little():
     # 0.4 ms a batch was measured; a step of the smallest shipped model takes 200 ms on two cores
     examples = [make_example(n) for n in range(20, 220)]

@@ -86,14 +86,18 @@ def test_micro_batches_are_weighted_by_their_tokens():
 
 
 def test_a_batch_without_targets_changes_nothing_and_is_counted():
-    """Weight decay and Adam's moments would move the weights without a gradient."""
+    """Weight decay and Adam's moments would move the weights without a gradient; and it is no step
+    of those after which the scale of the loss grows.
+    """
     model, optimizer = make_model(), optax.adamw(1e-2, weight_decay=0.1)
     step = train.make_train_step(model, optimizer)
-    state, _ = step(train.init_state(model, optimizer), make_batch())
-    before = copied((state.params, state.opt_state))
+    state = train.init_state(model, optimizer, scale=DynamicScale())
+    state, _ = step(state, make_batch())
+    before = copied((state.params, state.opt_state, state.scale))
     empty = {**make_batch(), "targets": np.full((4, 9), train.IGNORE, np.int32)}
     state, metrics = step(state, empty)
-    jax.tree.map(np.testing.assert_array_equal, before, copied((state.params, state.opt_state)))
+    after = copied((state.params, state.opt_state, state.scale))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
     assert (int(state.step), int(state.skipped), int(metrics["skipped"])) == (2, 1, 1)
     assert (int(metrics["tokens"]), float(metrics["loss"])) == (0, 0.0)
 
