@@ -95,6 +95,30 @@ def test_both_commands_hand_on_how_the_cache_is_stored(talker, monkeypatch):
     assert seen == [None, "int8", "fp8", "fp8"]
 
 
+def test_both_commands_hand_on_where_to_end_and_the_dtype(talker, monkeypatch):
+    seen, stream = [], jaxllm.stream
+
+    def recorded(model, *arguments, **options):
+        asked = (options["stop"], options.get("stop_ids", "not given"))
+        seen.append((model.runtime.param_dtype, *asked))
+        return stream(model, *arguments, **options)
+
+    monkeypatch.setattr(jaxllm, "stream", recorded)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    options = [str(talker), "--max-new-tokens", "2", NO_CACHE]
+    stops = ["--stop", "a b", "--stop", "c"]
+    assert main(["generate", *options]) == 0
+    assert main(["generate", *options, *stops, "--dtype", "bfloat16"]) == 0
+    assert main(["generate", *options, "--ignore-eos"]) == 0
+    assert main(["chat", *options, *stops, "--dtype", "float16"]) == 0
+    assert seen == [
+        ("float32", [], None),
+        ("bfloat16", ["a b", "c"], None),
+        ("float32", [], []),
+        ("float16", ["a b", "c"], "not given"),
+    ]
+
+
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     """Of the model that ships: large enough to change what is said."""
