@@ -279,20 +279,6 @@ def test_the_table_that_is_the_head_is_not_kept_and_packed():
     assert not packed_weights(model)
 
 
-def test_the_loss_of_a_packed_head():
-    for tied in (False, True):
-        config = dataclasses.replace(EVEN, tie_word_embeddings=tied)
-        model = tiny_models.build(config, Runtime("float32"))
-        jaxllm.quantize(model, "int8", head="int8")
-        text = tiny_models.tokens(2, 9)
-        batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
-        total, count = train.token_loss(model, batch)
-        logits = tiny_models.logits(model, batch["tokens"])
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        np.testing.assert_allclose(total, each.sum(), rtol=1e-5)
-        assert count == 16
-
-
 def test_a_bitnet_packed_computes_what_it_did():
     config = dataclasses.replace(EVEN, model_type="bitnet", hidden_act="relu2", sub_norms=True)
     config = dataclasses.replace(config, bit_linear=True)
