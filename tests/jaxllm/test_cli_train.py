@@ -20,7 +20,7 @@ from jaxllm import cli, cli_train, finetune, lora, metrics, optimizers, plan, tr
 from jaxllm.checkpoint import native
 from jaxllm.finetune import _sample
 from jaxllm.quantize import qlora_group_size
-from jaxllm.recipe import Recipe, read_recipe
+from jaxllm.recipe import Recipe, named, read_recipe
 from jaxllm.trainer import Fitted, StoppedError, Trainer
 
 pytest.importorskip("grain", reason="grain is not installed: pip install 'jaxllm[train]'")
@@ -290,6 +290,53 @@ def test_options_that_will_not_do_are_one_sentence(tune, tmp_path, more, words):
     assert words in err
     assert len([line for line in err.splitlines() if line.startswith("jaxllm: ")]) == 1
     assert not (tmp_path / "out").exists()
+
+
+OPTIONS = {
+    "held_out": 0.25,
+    "prompt_key": "question",
+    "completion_key": "answer",
+    "rank": 3,
+    "targets": "q_proj",
+    "kind": "dora",
+    "alpha": 5.0,
+    "learning_rate": 0.5,
+    "schedule": "linear",
+    "warmup_steps": 2,
+    "weight_decay": 0.125,
+    "steps": 9,
+    "rows": 6,
+    "length": 40,
+    "on_long": "drop",
+    "micro_batches": 3,
+    "precision": "fp16",
+    "remat": "dots",
+    "optimizer": "adamw_8bit",
+    "eval_every": 4,
+    "save_every": 5,
+    "seed": 11,
+}
+
+
+def test_every_option_is_the_recipes(run, monkeypatch):
+    seen = []
+
+    def stopped(recipe, out, **options):
+        seen.append((recipe, out, options))
+        raise StoppedError(None)
+
+    monkeypatch.setattr(finetune, "finetune", stopped)
+    command = ["finetune", "m", "--data", "d", "--out", "o", "--no-compile-cache"]
+    told = [(re.findall("--[a-z-]+", named(k))[0], v) for k, v in OPTIONS.items()]
+    others = ("--log", "wandb", "--profile", 7, "--resume")
+    assert run(*command, *(x for option in told for x in option), *others)[0] == 130
+    [(recipe, out, options)] = seen
+    assert recipe == Recipe("m", "d", **OPTIONS)
+    given = {"method", "model", "data", *OPTIONS}
+    assert (out, options.pop("given")) == ("o", given)
+    assert options == {"resume": True, "profile": 7, "log": "wandb"}
+    assert given | {"epochs"} == {field.name for field in dataclasses.fields(Recipe)}
+    assert not [k for k, v in OPTIONS.items() if v == getattr(Recipe, k)]
 
 
 def test_the_help_of_plan_names_its_cards(capsys):
