@@ -291,9 +291,15 @@ def poisoned(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("scale", "bad"), [(NoScale(), np.inf), (DynamicScale(), np.nan), (NoScale(), 1e38)]
+    ("scale", "bad", "is_number"),
+    [
+        (NoScale(), np.inf, False),
+        (DynamicScale(), np.nan, False),
+        (NoScale(), 1e38, False),
+        (NoScale(), 1e36, True),  # the loss, and not its gradient's norm
+    ],
 )
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(scale, bad):
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(scale, bad, is_number):
     model = make_model()
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     state = train.init_state(model, optimizer, scale=scale)
@@ -304,6 +310,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(scale, bad):
     before = copied((state.params, state.opt_state))
     # One micro-batch is enough
     state, metrics = step(state, {**good, "factor": np.array([1, bad, 1, 1], np.float32)})
+    assert np.isfinite(metrics["loss"]) == is_number
+    assert not np.isfinite(metrics["grad_norm"])
     after = copied((state.params, state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, before, after)
     assert (int(state.step), int(state.skipped), int(metrics["skipped"])) == (2, 1, 1)
