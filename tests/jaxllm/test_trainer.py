@@ -821,7 +821,8 @@ def test_padding_is_no_work():
 @pytest.mark.parametrize("trains_all", [True, False])
 def test_speed_and_mfu_are_of_the_last_steps_and_all_devices(monkeypatch, trains_all):
     clock = iter([100.0, 102.0, 106.0, 200.0, *range(210, 1000, 10)])
-    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: next(clock))
+    watch = types.SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr(trainer_module, "time", watch)
     gpu = types.SimpleNamespace(
         device_kind="NVIDIA H200", memory_stats=lambda: {"peak_bytes_in_use": 7}
     )
