@@ -126,8 +126,23 @@ def kernel(
 
 
 def hold(x: Any) -> Any:
-    """A reference to x, into which kernels write; `let_go` of it is what they have made."""
-    return jax.new_ref(_by_itself(x))
+    """A reference to x, into which kernels write; `let_go` of it is what they have made.
+
+    Under vmap the slices of x lie in front, whatever its axis: a kernel takes no view of a
+    reference, which is what JAX would make of it to bring them there.
+    """
+    return jax.new_ref(_by_itself(_slices_in_front(x)))
+
+
+@jax.custom_batching.custom_vmap
+def _slices_in_front(x: Any) -> Any:
+    return x
+
+
+@_slices_in_front.def_vmap
+def _(count, batched, x):
+    del count
+    return _slices_in_front(x), batched[0]
 
 
 def let_go(ref: Any) -> Any:

@@ -91,6 +91,24 @@ def made(rotary, **more: Any) -> Any:
     return run
 
 
+@pytest.mark.parametrize("axis", [1, -1])
+def test_under_vmap_slices_lie_along_any_axis(axis):
+    """What is written into has its slices in front for the kernel, wherever they come from."""
+    cases = [case(2, 2, 1, 32, slots=slots) for slots in ([1, 4], [3, 0])]
+    cases[1] = (-cases[1][0], *cases[1][1:])
+    rotary = cases[0][1]
+
+    def run(heads, k, v, slots):
+        return rope_into_cache(heads, rotary, Cache(k, v, slots), interpret=True)
+
+    arrays = [(heads, *cache) for heads, _, cache in cases]
+    stacked = [jnp.stack(each, axis) for each in zip(*arrays, strict=True)]
+    found = interpreted(jax.vmap(run, axis, axis), *stacked)
+    for i, (heads, _, cache) in enumerate(cases):
+        ours = [jnp.take(x, i, axis=axis) for x in found]
+        assert_right(ours, heads, rotary, cache)
+
+
 def test_the_check_can_fail():
     heads, rotary, cache = case(2, 2, 1, 32, [1, 5])
     q, k, v = rope_into_cache_reference(heads, rotary, cache)
