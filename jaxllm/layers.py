@@ -255,7 +255,7 @@ class Attention(nnx.Module):
             k = self.k_proj(x).reshape(b, t, self.kv_heads, self.width)
             v = self.v_proj(x).reshape(b, t, self.kv_heads, self.width)
         else:
-            every = self.qkv_proj(x).reshape(b, t, -1, self.width)
+            every = self.qkv_proj(x).reshape(b, t, self.heads + 2 * self.kv_heads, self.width)
             q, k, v = jnp.split(every, (self.heads, self.heads + self.kv_heads), axis=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

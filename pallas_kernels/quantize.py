@@ -398,7 +398,8 @@ def _times_power(x: Float[Array, "*B"], exponent: Int[Array, "*C"]) -> Float[Arr
 def _grouped_values(packed: Packed) -> Float[Array, "O J G"]:
     """What the codes stand for without scales, in float32."""
     scheme, rows = packed.scheme, packed.codes.shape[0]
-    shape = (rows, -1, packed.group_size or packed.shape[1])
+    group = packed.group_size or packed.shape[1]
+    shape = (rows, packed.shape[1] // group, group)
     if scheme not in CODES_PER_BYTE:
         return packed.codes.astype(jnp.float32).reshape(shape)
     codes = _unpack(packed.codes, CODES_PER_BYTE[scheme]).astype(jnp.int32)
@@ -432,7 +433,7 @@ def _unpack(codes: UInt8[Array, "O P"], per_byte: int) -> UInt8[Array, "O I"]:
     bits = 8 // per_byte
     shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits)
     columns = codes[..., None] >> shifts[None, None] & np.uint8(2**bits - 1)
-    return columns.reshape(codes.shape[0], -1)
+    return columns.reshape(codes.shape[0], codes.shape[1] * per_byte)
 
 
 def _zero_codes(packed: Packed) -> UInt8[Array, "J O"]:

@@ -91,10 +91,10 @@ def fused_linear(
     if rotary is None:
         return y
     q, *kv = y
-    shape = (*x.shape[:-1], -1, 2 * rotary.cos.shape[-1])
+    lead, width = x.shape[:-1], 2 * rotary.cos.shape[-1]
     if cache is None:
-        kv = jnp.split(kv[0].reshape(shape), 2, axis=-2)
-    return q.reshape(shape), *kv
+        kv = jnp.split(kv[0].reshape(*lead, 2 * rotary.kv_heads, width), 2, axis=-2)
+    return q.reshape(*lead, rotary.q_heads, width), *kv
 
 
 def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, cache, implementation):
@@ -113,17 +113,18 @@ def _turn(y, rotary: Rotary, cache: Cache | None, how):
     """What `gemv` returns of a product with the weights of q, k and v."""
     width, rows = 2 * rotary.cos.shape[-1], math.prod(y.shape[:-1])
     places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
-    q, k, v = jnp.split(y.reshape(1, rows, -1, width), places, axis=2)
+    heads = rotary.q_heads + 2 * rotary.kv_heads
+    q, k, v = jnp.split(y.reshape(1, rows, heads, width), places, axis=2)
     q, k = (
         z if norm is None else rms_norm(z, norm.weight, **norm.keywords, implementation=how)
         for z, norm in ((q, rotary.q_norm), (k, rotary.k_norm))
     )
-    angles = (a.reshape(1, -1, width // 2) for a in rotary[:2])
+    angles = (a.reshape(1, rows, width // 2) for a in rotary[:2])
     q, k = rope(q, k, *angles, sliced=not rotary.norms, implementation=how)
     if cache is not None:
-        return q.reshape(*y.shape[:-1], -1), *write(cache, k[0], v[0])
+        return q.reshape(*y.shape[:-1], rotary.q_heads * width), *write(cache, k[0], v[0])
     kv = jnp.concatenate([k, v], axis=2)
-    return tuple(part.reshape(*y.shape[:-1], -1) for part in (q, kv))
+    return tuple(part.reshape(*y.shape[:-1], part.shape[2] * width) for part in (q, kv))
 
 
 def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):

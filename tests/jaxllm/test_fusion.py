@@ -198,3 +198,14 @@ def test_the_gate_of_many_rows_is_its_products(monkeypatch, scheme, epilogue):
     monkeypatch.setattr(layers.ops, "fused_linear", watched)
     np.testing.assert_allclose(logits(model, ids), before, atol=2e-5)
     assert seen == ([] if epilogue is None else [epilogue])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_fused_model_of_no_tokens_gives_no_logits(shape, packed):
+    model = build(TINY)
+    fusion.fuse(model)
+    if packed:
+        jaxllm.quantize(model, "int8", head="int8")
+    none = jnp.zeros(shape, jnp.int32)
+    assert logits(model, none).shape == (*shape, TINY.vocab_size)

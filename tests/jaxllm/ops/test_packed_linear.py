@@ -140,3 +140,9 @@ def test_what_a_packed_table_refuses():
         ops.embedding(packed, jnp.asarray([0, 7]))
     reason = ops.EMBEDDING["pallas"].why_not(packed, jnp.asarray([0]), device=INTERPRETED)
     assert reason == "the table is packed"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_ids_give_no_rows(scheme):
+    table = quantize(draw(12, 64), scheme)
+    assert ops.embedding(table, jnp.zeros((2, 0), jnp.int32)).shape == (2, 0, 64)
