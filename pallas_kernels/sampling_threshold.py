@@ -158,6 +158,7 @@ def why_not(keys, ratio, top_k, top_p, *, device: Device | None = None) -> str |
 
 def check(keys, ratio, top_k, top_p) -> None:
     """Refuses what no implementation of the op can take."""
+    check_arrays("sampling_threshold", keys=keys, ratio=ratio, top_k=top_k, top_p=top_p)
     rows = keys.shape[:1]
     wanted = {
         "keys": (keys, jnp.int32, keys.shape),
@@ -165,7 +166,6 @@ def check(keys, ratio, top_k, top_p) -> None:
         "top_k": (top_k, jnp.int32, rows),
         "top_p": (top_p, jnp.float32, rows),
     }
-    check_arrays("sampling_threshold", keys=keys, ratio=ratio, top_k=top_k, top_p=top_p)
     if keys.ndim != 2:
         raise ValueError(f"sampling_threshold: keys must be [B, V], got {list(keys.shape)}")
     for name, (array, dtype, shape) in wanted.items():

@@ -120,6 +120,7 @@ def test_why_not():
 @pytest.mark.parametrize(
     ("place", "array", "said"),
     [
+        (0, [[1, 2]], r"keys must be an array, got \[\[1, 2\]\]"),
         (0, jnp.zeros(3, jnp.int32), r"keys must be \[B, V\], got \[3\]"),
         (0, jnp.zeros((2, 37)), r"keys must be int32\[2, 37\], got float32\[2, 37\]"),
         (1, jnp.zeros((2, 36)), r"ratio must be float32\[2, 37\], got float32\[2, 36\]"),
