@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jaxllm import ops
 from jaxllm.config import ModelConfig, Rope
 
@@ -54,6 +56,34 @@ LLAMA_8B = ModelConfig(
     hidden_act="silu",
     rope=Rope(5e5),
     tie_word_embeddings=False,
+)
+
+# Qwen/Qwen3-0.6B's config.json
+QWEN3 = ModelConfig(
+    model_type="qwen3",
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    rope=Rope(1e6),
+    tie_word_embeddings=True,
+    qk_norm=True,
+)
+# Qwen/Qwen3-8B's
+QWEN3_8B = dataclasses.replace(
+    QWEN3,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    tie_word_embeddings=False,
+    layer_types=(),
 )
 
 # microsoft/Phi-3-mini-4k-instruct's config.json

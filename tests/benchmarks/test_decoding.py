@@ -150,6 +150,11 @@ def test_the_sections_are_those_that_are_asked_for():
         *(f"packed-decode/{name}, 64 rows" for name in ("bfloat16", "int8", "int4")),
     ]
     assert len(keys["cuda-graphs"]) == 6
+    assert keys["decode-qwen3"][:4] == [
+        *(f"decode-qwen3/Qwen3-0.6B, {name}" for name in ("auto, fused", "auto", "xla")),
+        "decode-qwen3/Qwen3-0.6B, auto, fused, 16 rows",
+    ]
+    assert len(keys["decode-qwen3"]) == 12
     assert LLAMA_8B.num_hidden_layers == 32
 
 
@@ -160,6 +165,7 @@ def test_the_tables():
 
     sections = {
         "decode": {"auto": row(200.0), "xla": {"failed": "z"}},
+        "decode-qwen3": {"Qwen3-8B, auto, fused": row(210.0)},
         "packed-decode": {
             "bfloat16": row(300.0),
             "int4": row(930.0, bytes_a_token=3 * 10**9),
@@ -182,6 +188,7 @@ def test_the_tables():
     text = "\n".join(decoding.lines(lambda name: sections[name], ceilings, why))
     assert "| auto | 200 | 50 % | 40 % |" in text
     assert "| xla | {'failed': 'z'} | | |" in text
+    assert "| Qwen3-8B, auto, fused | 210 | 52 % | 42 % |" in text
     assert "| bfloat16 | 1 | 10.00 | 20.0 | 300 | 60 % |  |" in text
     assert "| int4 | 1 | 10.00 | 20.0 | 930 | 56 % | 3.10 |" in text
     assert "| ternary | 1 | | | {'not_run': 'late'} | | |" in text
