@@ -105,6 +105,23 @@ PHI_3_MINI = ModelConfig(
     layer_types=("sliding_attention",) * 32,
 )
 
+# microsoft/Phi-4-mini-instruct's config.json, but for its RoPE, which here scales nothing
+PHI_4_MINI = ModelConfig(
+    model_type="phi3",
+    vocab_size=200_064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    num_hidden_layers=32,
+    num_attention_heads=24,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+    rope=Rope(1e4, partial_rotary_factor=0.75),
+    tie_word_embeddings=True,
+)
+
 # A Llama of 1.3B parameters, for training steps
 LLAMA_1B = ModelConfig(
     model_type="llama",

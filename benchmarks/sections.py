@@ -29,7 +29,7 @@ SECTIONS = (
     "prefill",
     "long-context",
     "packed-decode",
-    "decode-qwen3",
+    "decode-heads",
     "cuda-graphs",
     "step-kernels",
     "train",
@@ -37,7 +37,7 @@ SECTIONS = (
 # Those of minutes are run by name only; whose tasks they are
 BY_NAME = {
     "packed-decode": decoding,
-    "decode-qwen3": decoding,
+    "decode-heads": decoding,
     "cuda-graphs": decoding,
     "step-kernels": step_kernels,
     "train": training,
@@ -52,7 +52,7 @@ GROUPS = {
         "prefill",
         "long-context",
     ),
-    "decoding": ("decode", "packed-decode", "decode-qwen3", "cuda-graphs", "step-kernels"),
+    "decoding": ("decode", "packed-decode", "decode-heads", "cuda-graphs", "step-kernels"),
 }
 LATE = ("decode", "prefill", *BY_NAME)  # whose programs take long to compile
 NUM_STAGES = 2 + len(training.STAGES)  # that of all else, training's, and that of what they leave

@@ -43,7 +43,7 @@ def decode(
     """
     attentions = [getattr(block, "self_attn", None) for block in blocks]
     how = next((each.implementation for each in attentions if type(each) is Attention), "auto")
-    if (reason := why_not(blocks, x, rotary)) is not None:
+    if (reason := why_not(blocks, x)) is not None:
         if x.shape[1] == 1:  # of a prompt nobody asks
             for op in INSTEAD:
                 _taken(op, how, reason)
@@ -67,16 +67,14 @@ def decode(
     return _linked(blocks, x, rotary, caches, found, how)
 
 
-def why_not(
-    blocks: Sequence[Block], x: Float[Array, "B T D"], rotary: Sequence[Tables]
-) -> str | None:
+def why_not(blocks: Sequence[Block], x: Float[Array, "B T D"]) -> str | None:
     """What keeps blocks from being one behind the other here; None: nothing."""
     if x.shape[:2] != (1, 1):
         return f"takes one token of one row, got x {list(x.shape)}"
-    for i, (block, angles) in enumerate(zip(blocks, rotary, strict=True)):
+    for i, block in enumerate(blocks):
         if type(block) is not Block:
             return f"layer {i} is a {type(block).__name__}, not a Block"
-        if not block.is_fused(1, 2 * angles[0].shape[-1]):
+        if not block.is_fused(1):
             return f"layer {i} is not fused, or has more around its products than a norm and a sum"
         if any(getattr(linear, "order", None) is not None for linear in _linears(block)):
             return f"layer {i} takes inputs in an order of their own"
@@ -100,8 +98,9 @@ def why_not_together(
         if cache.place(x.dtype) is None:
             return f"layer {i} has keys and values in {cache.entry.k.dtype}, not {x.dtype}"
     for i, (block, angles) in enumerate(zip(blocks, rotary, strict=True)):
-        if block.self_attn.turning(angles).norms:
-            return f"layer {i} norms its queries and keys"
+        outputs = weight_of(block.self_attn.qkv_proj).shape[0]
+        if reason := block.self_attn.turning(angles).why_apart(outputs):
+            return f"layer {i}: {reason}"
     first = _kind(blocks[0], caches[0], rotary[0])
     for i, given in enumerate(zip(blocks, caches, rotary, strict=True)):
         for what, value in _kind(*given).items():

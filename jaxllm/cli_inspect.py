@@ -161,7 +161,7 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
     gated = joined and ops.gates_itself(weight, mlp.activation)
     alone = _weight(model.layers[-1].self_attn.o_proj) if gated else weight
     yield "linear", "prefill", ops.explain("linear", array(1, t, alone.shape[1]), alone)
-    if model.layers[-1].is_fused(1, config.rotary_dim(config.layer_types[-1])):
+    if model.layers[-1].is_fused(1):
         around = {
             "norm": ops.Norm(array(d), config.rms_norm_eps, config.zero_centered_norm),
             "epilogue": ops.EPILOGUES[mlp.activation],
@@ -213,7 +213,7 @@ def _of_several_layers(
         tables = {kind: (angle, angle) for kind, angle in angles.items()}
         rotary = [tables[kind] for kind in config.layer_types]
         caches = [cache.layer(i, cache.lengths) for i in range(len(blocks))]
-        none, together = chain.why_not(blocks, x, rotary), None
+        none, together = chain.why_not(blocks, x), None
         if none is None:
             links = chain.links(blocks, x, rotary, caches)
             heads = jnp.zeros((1, 1, links[0].out.weight.shape[1]), x.dtype)

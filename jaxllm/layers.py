@@ -391,11 +391,7 @@ class Block(nnx.Module):
         if self.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(self.dtype)
         dtype = x.dtype  # modules of one's own may return another
-        if (
-            cache is not None
-            and rotary is not None
-            and self.is_fused(x.shape[0] * x.shape[1], 2 * rotary[0].shape[-1])
-        ):
+        if cache is not None and rotary is not None and self.is_fused(x.shape[0] * x.shape[1]):
             return self._decode(x, rotary, cache)
         with jax.named_scope("attention"):
             out, entry = self.self_attn(
@@ -414,10 +410,10 @@ class Block(nnx.Module):
             x = x.astype(dtype) + out.astype(dtype)
         return x, entry
 
-    def is_fused(self, tokens: int, turned: int) -> bool:
-        """Whether the layer can be had as `_decode` does it, of so many tokens and with so much of
-        each head turned: after `jaxllm.fuse`, of few, and without what stands between a product and
-        its neighbours in some families, or modules of another kind.
+    def is_fused(self, tokens: int) -> bool:
+        """Whether the layer can be had as `_decode` does it, of so many tokens: after
+        `jaxllm.fuse`, of few, and without what stands between a product and its neighbours in some
+        families, or modules of another kind.
         """
         attention, mlp = self.self_attn, self.mlp
         if [*map(type, (self, attention, mlp))] != [Block, Attention, MLP]:
@@ -434,7 +430,6 @@ class Block(nnx.Module):
             and ops.takes_rows(tokens, *weights)
             and not self.post_norms
             and (mlp.activation == "silu" or (mlp.activation == "relu2" and ternary))
-            and turned == attention.width
         )
 
     def _decode(self, x: Float[Array, "B T D"], rotary: Tables, cache: LayerCache):

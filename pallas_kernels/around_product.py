@@ -32,13 +32,14 @@ class Norm(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """cos and sin [*B, H / 2] of x's rows; the outputs are q's, k's and v's heads of H in turn.
+    """cos and sin [*B, R / 2] of x's rows; the outputs are q's, k's and v's heads of H in turn, of
+    which the first R numbers are turned.
 
     q_norm, k_norm: of each of q's heads and of k's, weights [H], before they are turned.
     """
 
-    cos: Float[Array, "*B H2"]
-    sin: Float[Array, "*B H2"]
+    cos: Float[Array, "*B R2"]
+    sin: Float[Array, "*B R2"]
     q_heads: int
     kv_heads: int
     q_norm: Norm | None = None
@@ -49,6 +50,20 @@ class Rotary(NamedTuple):
         """Those that there are, by name."""
         named = {"q_norm": self.q_norm, "k_norm": self.k_norm}
         return {name: norm for name, norm in named.items() if norm is not None}
+
+    def width(self, outputs: int) -> int:
+        """Of a head, where all have so many."""
+        return outputs // (self.q_heads + 2 * self.kv_heads)
+
+    def why_apart(self, outputs: int) -> str | None:
+        """What keeps so many outputs from being turned where they are summed, each with its partner
+        half a head further.
+        """
+        if self.norms:
+            return "heads are normed before they are turned"
+        if (turned := 2 * self.cos.shape[-1]) != (width := self.width(outputs)):
+            return f"{turned} of the {width} numbers of a head are turned"
+        return None
 
 
 class Cache(NamedTuple):
@@ -72,14 +87,14 @@ def turn_and_write(heads, rotary, cache=None):
     """q [B, N H] of heads of q, k and v side by side, normed and turned, and k and v: [B, K, H], or
     those of the cache with these in their slots.
     """
-    width = 2 * rotary.cos.shape[-1]
+    width = rotary.width(heads.shape[-1])
     places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
     q, k, v = jnp.split(heads.reshape(1, len(heads), -1, width), places, axis=2)
     q, k = (
         z if norm is None else rms_norm_reference(z, norm.weight, **norm.keywords)
         for z, norm in ((q, rotary.q_norm), (k, rotary.k_norm))
     )
-    q, k = rope_reference(q, k, *(a.reshape(1, -1, width // 2) for a in rotary[:2]))
+    q, k = rope_reference(q, k, *(a[None] for a in rotary[:2]))
     k, v = (k[0], v[0]) if cache is None else write(cache, k[0], v[0])
     return q.reshape(len(heads), -1), k, v
 
@@ -95,12 +110,11 @@ def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> t
     return k, v
 
 
-def check_head_norms(rotary: Rotary, *, who: str) -> None:
-    """Refuses norms that are none of a head of q or k; shapes suffice.
+def check_head_norms(rotary: Rotary, width: int, *, who: str) -> None:
+    """Refuses norms that are none of a head, of this width, of q or k; shapes suffice.
 
     Raises: ValueError, in the name of the op `who`.
     """
-    width = 2 * rotary.cos.shape[-1] if rotary.cos.ndim else 0
     for name, (weight, eps, zero_centered) in rotary.norms.items():
         check_number(who, f"{name}'s eps", eps, positive=True)
         check_flags(who, zero_centered=zero_centered)
@@ -117,17 +131,18 @@ def check_heads(heads, rotary, cache, *, who: str) -> None:
     Raises: ValueError, in the name of the op `who`.
     """
     lead, count = heads.shape[:-1], rotary.q_heads + 2 * rotary.kv_heads
-    width = 2 * rotary.cos.shape[-1] if rotary.cos.ndim else 0
+    width = cache.k.shape[-1]
+    half = min(rotary.cos.shape[-1], width // 2) if rotary.cos.ndim else 0
     own = math.prod(lead), cache.k.shape[1], rotary.kv_heads, width
     wanted = {
         "heads": (heads, (*lead, count * width)),
-        "cos": (rotary.cos, (*lead, width // 2)),
-        "sin": (rotary.sin, (*lead, width // 2)),
+        "cos": (rotary.cos, (*lead, half)),
+        "sin": (rotary.sin, (*lead, half)),
         "the cache's keys": (cache.k, own),
         "the cache's values": (cache.v, own),
         "the cache's slots": (cache.slots, own[:1]),
     }
-    check_head_norms(rotary, who=who)
+    check_head_norms(rotary, width, who=who)
     for name, (array, shape) in wanted.items():
         if array.shape != shape:
             raise ValueError(f"{who}: {name} must be {list(shape)}, got {list(array.shape)}")

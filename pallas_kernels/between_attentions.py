@@ -249,8 +249,8 @@ def _why_not_product(name: str, link: Link, dtype: Any, device: Device) -> str |
     if weight.shape[1] > MOST_TERNARY:
         return f"takes {MOST_TERNARY} inputs at most, got {weight.shape[1]}"
     if name == "qkv" and following and (rotary := following.rotary) is not None:
-        if rotary.norms:
-            return "norms no heads before it turns them"
+        if reason := rotary.why_apart(weight.shape[0]):
+            return reason
         if (half := rotary.cos.shape[-1]) % 8:
             return f"takes halves of heads in multiples of 8, got {half}"
     gate = link.gate if name == "gate_up" else None

@@ -201,7 +201,9 @@ def why_not(
         for name in sorted({*first, *kind}, key=lambda name: (name.endswith(FORMAT), name)):
             if first.get(name) != kind.get(name):
                 return f"layer {i} is not like layer 0 in {name}"
-    if reason := why_not_between(_heads(x, token), x, layers[0].link(token), device=device):
+    if reason := why_not_between(
+        _heads(x, layers[0], token), x, layers[0].link(token), device=device
+    ):
         return reason
     width, k = 2 * token.rotary.cos.shape[-1], layers[0].k
     if width % SPAN or width > WIDEST:
@@ -260,9 +262,9 @@ def _arrays_of(weights: Weights) -> dict[str, Any]:
     return {**parts, "bias": bias, "norm": None if norm is None else norm.weight}
 
 
-def _heads(x, token: Token) -> Any:
+def _heads(x, layer: Layer, token: Token) -> Any:
     """What the heads see, as a shape."""
-    width = 2 * token.rotary.cos.shape[-1] * token.rotary.q_heads
+    width = layer.k.shape[-1] * token.rotary.q_heads
     return jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype)
 
 
@@ -305,7 +307,7 @@ def check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
     if not layers:
         raise ValueError(f"{NAME}: there are no layers")
     for i, layer in enumerate(layers):
-        check_link(_heads(x, token), x, layer.link(token), who=f"{NAME}, layer {i}")
+        check_link(_heads(x, layer, token), x, layer.link(token), who=f"{NAME}, layer {i}")
     lengths, kv_heads = token.kv_lengths, token.rotary.kv_heads
     if (n := token.rotary.q_heads) % kv_heads:
         raise ValueError(

@@ -178,8 +178,8 @@ def why_not(
         return f"takes inputs in multiples of {THREADS}, got {i}"
     if i * ITEMSIZE > SHARED_BYTES - RESERVED_BYTES:
         return f"{i} inputs do not fit on chip"
-    if rotary is not None and rotary.norms:
-        return "norms no heads before it turns them"
+    if rotary is not None and (reason := rotary.why_apart(o)):
+        return reason
     span = _span(o, epilogue, rotary)
     if span % grain(i):
         return f"takes outputs in multiples of {grain(i)}, got {span}"
@@ -302,22 +302,23 @@ def check(
         if arrays[name] is not None and arrays[name].shape != shape:
             raise ValueError(f"{who}: {name} must be {list(shape)}, got {list(arrays[name].shape)}")
     if rotary is not None:
-        check_head_norms(rotary, who=who)
-        width = 2 * rotary.cos.shape[-1]
-        heads = rotary.q_heads + 2 * rotary.kv_heads
-        if rotary.cos.shape != (*lead, width // 2) or rotary.sin.shape != rotary.cos.shape:
+        width, heads = rotary.width(o), rotary.q_heads + 2 * rotary.kv_heads
+        turned = 2 * rotary.cos.shape[-1] if rotary.cos.ndim else 0
+        if rotary.cos.shape != (*lead, turned // 2) or rotary.sin.shape != rotary.cos.shape:
             raise ValueError(
                 f"{who}: cos {list(rotary.cos.shape)} and sin {list(rotary.sin.shape)} must be "
-                f"{list(lead)} and half a head"
+                f"{list(lead)} and half of what is turned of a head"
             )
-        if heads * width != o or residual is not None:
+        if heads * width != o or turned > width or residual is not None:
             raise ValueError(
-                f"{who}: 'rope' takes no residual, and {o} outputs are not {heads} heads of {width}"
+                f"{who}: 'rope' takes no residual, and {o} outputs are not {heads} heads of "
+                f"{max(width, turned)}"
             )
+        check_head_norms(rotary, width, who=who)
     if cache is not None:
         if rotary is None:
             raise ValueError(f"{who}: a cache takes what 'rope' makes, and the epilogue is another")
-        own = math.prod(lead), cache.k.shape[1], rotary.kv_heads, 2 * rotary.cos.shape[-1]
+        own = math.prod(lead), cache.k.shape[1], rotary.kv_heads, rotary.width(o)
         kinds = {(a.shape, a.dtype) for a in cache[:2]}
         if kinds != {(own, jnp.dtype(out_dtype or x.dtype))} or cache.slots.shape != own[:1]:
             raise ValueError(

@@ -186,8 +186,8 @@ def why_not(
         return reason
     if rotary is not None and (reason := _compat.why_not_written()):
         return reason
-    if rotary is not None and rotary.norms:
-        return "norms no heads before it turns them"
+    if rotary is not None and (reason := rotary.why_apart(packed.shape[0])):
+        return reason
     if x.dtype not in DTYPES:
         return f"takes x in bfloat16 or float16, got {x.dtype}"
     if packed.scheme not in SCHEMES:

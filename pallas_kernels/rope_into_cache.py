@@ -36,8 +36,8 @@ def rope_into_cache(
 ) -> tuple[Float[Array, "B NH"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """(q, cache.k, cache.v): q turned, and each row's key, turned, and value in its slot.
 
-    A slot below 0 or from S on is nowhere. `rotary` has B rows of half a head, and the norms of q's
-    and k's heads before they are turned, if there are any.
+    A slot below 0 or from S on is nowhere. `rotary` has B rows of half of what is turned of a head,
+    and the norms of q's and k's heads before they are turned, if there are any.
     Dtypes: bfloat16 or float16, of heads and cache alike; cos and sin of any float, rounded to it;
     norms' weights any float; slots any integers. Products and sums are float32, rounded once.
     Gradients are those of the plain path.
@@ -64,7 +64,6 @@ def rope_into_cache_reference(heads, rotary, cache):
 
 def why_not(heads, rotary, cache, *, device: Device | None = None) -> str | None:
     """What keeps the kernel from this call; shapes suffice."""
-    del cache
     if reason := device_lib.why_not_hopper(device or device_lib.current()):
         return reason
     if reason := _compat.why_not_written():
@@ -73,8 +72,11 @@ def why_not(heads, rotary, cache, *, device: Device | None = None) -> str | None
         return f"takes bfloat16 or float16, got {heads.dtype}"
     if 0 in heads.shape:
         return f"nothing to turn: heads are {list(heads.shape)}"
-    if (half := rotary.cos.shape[-1]) % GRAIN:
-        return f"takes halves of heads in multiples of {GRAIN}, got {half}"
+    half = rotary.cos.shape[-1]
+    rest = cache.k.shape[-1] - 2 * half
+    for what, size in (("halves of what is turned", half), ("what is not turned", rest)):
+        if size % GRAIN:
+            return f"takes {what} of a head in multiples of {GRAIN}, got {size}"
     return None
 
 
@@ -90,7 +92,8 @@ class _Static:
 
 def _turned(static: _Static, heads, cos, sin, weights, cache):
     (rows, _), half, dtype = heads.shape, cos.shape[-1], heads.dtype
-    n, k = static.q_heads, static.kv_heads
+    n, k, width = static.q_heads, static.kv_heads, cache.k.shape[-1]
+    rest = width - 2 * half
     vector = ACCESS_BYTES // ITEMSIZE
     line = ACROSS * vector
     layout = _compat.tiled_layout(
@@ -105,26 +108,27 @@ def _turned(static: _Static, heads, cos, sin, weights, cache):
     def angle(ref):
         return load(ref).astype(dtype).astype(jnp.float32)
 
-    def normed(both, weight_refs, head):
-        factors, eps, there = [0.0, 0.0], 0.0, 0.0
+    def normed(ys, weight_refs, places):
+        head, factors, eps, there = places.head, [0.0] * len(ys), 0.0, 0.0
         for begin, count, kind, ref in zip((0, n), (n, k), static.norms, weight_refs, strict=True):
             if kind is None:
                 continue
             here = ((head >= begin) & (head < begin + count)).astype(jnp.float32)
-            own = (load(ref.at[pl.ds(start, half)]) + float(kind[1]) for start in (0, half))
+            own = (load(ref.at[pl.ds(*piece)]) + float(kind[1]) for piece in places.pieces)
             factors = [factor + here * weight for factor, weight in zip(factors, own, strict=True)]
             eps, there = eps + here * kind[0], there + here
-        squares = sum(jnp.sum(y * y) for y in both) / (2 * half)
+        squares = sum(jnp.sum(y * y) for y in ys) / width
         root = lax.rsqrt(squares + eps + (1 - there))  # a head without a norm may be of zeros
-        return [y * (root * factor + (1 - there)) for y, factor in zip(both, factors, strict=True)]
+        return [y * (root * factor + (1 - there)) for y, factor in zip(ys, factors, strict=True)]
 
     def body(heads_ref, cos_ref, sin_ref, weight_refs, held, out_ref):
         row = lax.axis_index("row")
-        places = HeadPlaces(lax.axis_index("head"), half, half, (n, k))
-        both = [load(heads_ref.at[row, pl.ds(start, half)]) for start in places.starts]
+        places = HeadPlaces(lax.axis_index("head"), half, half, (n, k), rest)
+        spans = zip(places.starts, places.pieces, strict=True)
+        ys = [load(heads_ref.at[row, pl.ds(start, size)]) for start, (_, size) in spans]
         if any(static.norms):
-            both = normed(both, weight_refs, places.head)
-        turned = places.turned(both, angle(cos_ref.at[row]), angle(sin_ref.at[row]))
+            ys = normed(ys, weight_refs, places)
+        turned = places.turned(ys, angle(cos_ref.at[row]), angle(sin_ref.at[row]))
         for whether, *targets in places.targets([out_ref], held, row):
 
             @pl.when(whether)
@@ -136,7 +140,7 @@ def _turned(static: _Static, heads, cos, sin, weights, cache):
     q = _compat.kernel(
         body,
         name="rope_into_cache",
-        out_type=jax.ShapeDtypeStruct((rows, 2 * half * n), dtype),
+        out_type=jax.ShapeDtypeStruct((rows, width * n), dtype),
         grid=(n + 2 * k, rows),
         grid_names=("head", "row"),
         interpret=static.interpret,

@@ -57,8 +57,8 @@ def between_attentions(
 ) -> tuple[Float[Array, "*B D"], tuple[Array, ...] | None, Int[Array, " 2"]]:
     """(y, (q, k, v) or None, meeting): x = x + out(heads), then y = x + down(gate(a) b), a and b
     being gate_up(x), and of the layer that follows q [*B, N, H] of y and its cache with k and v;
-    without a rotary its product alone, in a tuple. Where it norms q's and k's heads, the kernel
-    has a second launch behind it, `rope_into_cache`.
+    without a rotary its product alone, in a tuple. Where it norms q's and k's heads, or turns only
+    a part of each, the kernel has a second launch behind it, `rope_into_cache`.
 
     link: weights, arrays or packed, each with what stands around it.
     meeting: `no_meeting()`, or what the call before has returned.
@@ -73,9 +73,8 @@ def between_attentions(
     y, after, meeting = run(*call, meeting=meeting, implementation=implementation)
     if link.following is None or link.following.rotary is None:
         return y, after, meeting
-    q, *kv = after
-    width = 2 * link.following.rotary.cos.shape[-1]
-    return y, (q.reshape(*x.shape[:-1], -1, width), *kv), meeting
+    q, k, v = after
+    return y, (q.reshape(*x.shape[:-1], -1, k.shape[-1]), k, v), meeting
 
 
 def with_weights(change: Callable[[Any], Packed], link: Link) -> Link:
@@ -102,12 +101,12 @@ def _pallas(heads, x, link, *, meeting, implementation=None, interpret=False):
 
 def _parted(link: Link) -> tuple[Link, tuple[Rotary, Cache] | None]:
     """The link with the next layer's product alone, and what is left to do with it, if its heads
-    are normed before they are turned; else the link, and None.
+    are not turned where they are summed; else the link, and None.
     """
     if (following := link.following) is None:
         return link, None
     qkv, rotary, cache = following
-    if rotary is None or cache is None or not rotary.norms:
+    if rotary is None or cache is None or not rotary.why_apart(qkv.weight.shape[0]):
         return link, None
     return link._replace(following=Following(qkv)), (rotary, cache)
 
@@ -150,7 +149,7 @@ def _why_not_pallas(heads, x, link, *, device, meeting) -> str | None:
     if behind is not None and shapes.following is not None:
         product = jax.ShapeDtypeStruct((1, shapes.following.qkv.weight.shape[0]), x.dtype)
         if (reason := why_not_rope_into_cache(product, *behind, device=device)) is not None:
-            return f"the norms of its heads: {reason}"
+            return f"what follows, rope_into_cache: {reason}"
     return why_not(heads, x, shapes, device=device)
 
 

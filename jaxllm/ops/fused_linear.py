@@ -91,7 +91,7 @@ def fused_linear(
     if rotary is None:
         return y
     q, *kv = y
-    lead, width = x.shape[:-1], 2 * rotary.cos.shape[-1]
+    lead, width = x.shape[:-1], rotary.width(weight.shape[0])
     if cache is None:
         kv = jnp.split(kv[0].reshape(*lead, 2 * rotary.kv_heads, width), 2, axis=-2)
     return q.reshape(*lead, rotary.q_heads, width), *kv
@@ -111,7 +111,7 @@ def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, cache, imple
 
 def _turn(y, rotary: Rotary, cache: Cache | None, how):
     """What `gemv` returns of a product with the weights of q, k and v."""
-    width, rows = 2 * rotary.cos.shape[-1], math.prod(y.shape[:-1])
+    width, rows = rotary.width(y.shape[-1]), math.prod(y.shape[:-1])
     places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
     heads = rotary.q_heads + 2 * rotary.kv_heads
     q, k, v = jnp.split(y.reshape(1, rows, heads, width), places, axis=2)
@@ -119,7 +119,7 @@ def _turn(y, rotary: Rotary, cache: Cache | None, how):
         z if norm is None else rms_norm(z, norm.weight, **norm.keywords, implementation=how)
         for z, norm in ((q, rotary.q_norm), (k, rotary.k_norm))
     )
-    angles = (a.reshape(1, rows, width // 2) for a in rotary[:2])
+    angles = (a.reshape(1, rows, a.shape[-1]) for a in rotary[:2])
     q, k = rope(q, k, *angles, sliced=not rotary.norms, implementation=how)
     if cache is not None:
         return q.reshape(*y.shape[:-1], rotary.q_heads * width), *write(cache, k[0], v[0])
@@ -132,7 +132,7 @@ def _pallas(x, weight, bias, *, implementation=None, interpret=False, **around):
     weight = _packed_for_several(x, weight)
     if isinstance(weight, Packed):
         return _packed(x, weight, bias, **around, interpret=interpret)
-    if (rotary := around["rotary"]) is None or not rotary.norms:
+    if (rotary := around["rotary"]) is None or not rotary.why_apart(weight.shape[0]):
         return gemv(x, weight, bias=bias, interpret=interpret, **around)
     y = gemv(x, weight, bias=bias, norm=around["norm"], interpret=interpret)
     return _turn_apart(y, rotary, around["cache"], interpret)
@@ -196,7 +196,7 @@ def _why_not_pallas(
     if epilogue == "relu2_glu" and not (isinstance(weight, Packed) and weight.scheme == "ternary"):
         return "only ternary weights have 'relu2_glu'"
     plain = not isinstance(weight, Packed)
-    if plain and (rotary is None or not rotary.norms):
+    if plain and (rotary is None or not rotary.why_apart(weight.shape[0])):
         around = {"norm": norm, "epilogue": epilogue, "rotary": rotary, "cache": cache, **rest}
         return why_not_gemv(x, weight, bias=bias, **around, device=device)
     if cache is not None and (plain or not _takes(x, weight, rotary=rotary)):

@@ -150,11 +150,11 @@ def test_the_sections_are_those_that_are_asked_for():
         *(f"packed-decode/{name}, 64 rows" for name in ("bfloat16", "int8", "int4")),
     ]
     assert len(keys["cuda-graphs"]) == 6
-    assert keys["decode-qwen3"][:4] == [
-        *(f"decode-qwen3/Qwen3-0.6B, {name}" for name in ("auto, fused", "auto", "xla")),
-        "decode-qwen3/Qwen3-0.6B, auto, fused, 16 rows",
+    assert keys["decode-heads"][:4] == [
+        *(f"decode-heads/Qwen3-0.6B, {name}" for name in ("auto, fused", "auto", "xla")),
+        "decode-heads/Qwen3-0.6B, auto, fused, 16 rows",
     ]
-    assert len(keys["decode-qwen3"]) == 12
+    assert len(keys["decode-heads"]) == 18
     assert LLAMA_8B.num_hidden_layers == 32
 
 
@@ -165,7 +165,7 @@ def test_the_tables():
 
     sections = {
         "decode": {"auto": row(200.0), "xla": {"failed": "z"}},
-        "decode-qwen3": {"Qwen3-8B, auto, fused": row(210.0)},
+        "decode-heads": {"Qwen3-8B, auto, fused": row(210.0)},
         "packed-decode": {
             "bfloat16": row(300.0),
             "int4": row(930.0, bytes_a_token=3 * 10**9),

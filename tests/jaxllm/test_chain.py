@@ -43,7 +43,8 @@ BITNET = dataclasses.replace(
 )
 
 
-# Heads of q and k are normed before they are turned
+# Of heads a part is turned, and heads of q and k are normed before that
+PARTIAL = dataclasses.replace(WIDE, head_dim=64, rope=Rope(10_000.0, partial_rotary_factor=0.5))
 NORMED = dataclasses.replace(WIDE, model_type="qwen3", qkv_bias=False, qk_norm=True)
 
 
@@ -88,7 +89,8 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("kv", [jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize(
-    ("config", "scheme"), [(WIDE, None), (WIDE, "int8"), (NORMED, None), (NORMED, "int4")]
+    ("config", "scheme"),
+    [(WIDE, None), (WIDE, "int8"), (NORMED, None), (NORMED, "int4"), (PARTIAL, None)],
 )
 def test_the_chain_computes_what_blocks_do(
     config: ModelConfig, scheme: Any, kv: Any, monkeypatch: pytest.MonkeyPatch
@@ -126,7 +128,8 @@ def assert_right(ours: Any, plain: Any, config: ModelConfig, scheme: str | None)
 
 
 @pytest.mark.parametrize(
-    ("config", "scheme"), [(WIDE, None), (WIDE, "int4"), (NORMED, None), (NORMED, "int4")]
+    ("config", "scheme"),
+    [(WIDE, None), (WIDE, "int4"), (NORMED, None), (NORMED, "int4"), (PARTIAL, "int4")],
 )
 def test_with_the_kernel(config: ModelConfig, scheme: Any, monkeypatch: pytest.MonkeyPatch):
     """Interpreted, product by product."""
@@ -182,7 +185,7 @@ def asked(
 ) -> tuple[str | None, tuple[Any, ...]]:
     """What keeps the model's blocks from being a chain, and what `chain` is handed."""
     given = handed(model, rows, tokens, dtype, kv)
-    return chain.why_not(*given[:3]), given
+    return chain.why_not(*given[:2]), given
 
 
 def test_what_is_a_chain():
@@ -222,9 +225,6 @@ def with_another_attention() -> Any:
     return model
 
 
-PARTIAL = Rope(10_000.0, partial_rotary_factor=0.5)
-
-
 MORE = "is not fused, or has more around its products than a norm and a sum"
 
 
@@ -247,7 +247,6 @@ NONE: Any = {
         {},
         f"layer 0 {MORE}",
     ),
-    "part of a head turned": (lambda how: made(dataclasses.replace(WIDE, rope=PARTIAL)), {}, MORE),
     "adapters": (lambda how: with_adapters(), {}, f"layer 1 {MORE}"),
     "inputs in another order": (
         lambda how: with_an_order(),
@@ -329,6 +328,7 @@ OTHERS = {
     "fp8": (WIDE, jnp.float8_e4m3fn),
     "soft cap": (dataclasses.replace(WIDE, attn_logit_softcapping=4.0), jnp.bfloat16),
     "normed heads": (NORMED, jnp.bfloat16),
+    "part of a head": (PARTIAL, jnp.bfloat16),
 }
 
 
@@ -354,7 +354,8 @@ APART: Any = {
     "ring": "layer 1 has another window than layer 0",
     "fp8": "layer 0 has keys and values in float8_e4m3fn, not bfloat16",
     "soft cap": "scores have a soft cap, 4",
-    "normed heads": "layer 0 norms its queries and keys",
+    "normed heads": "layer 0: heads are normed before they are turned",
+    "part of a head": "layer 0: 32 of the 64 numbers of a head are turned",
 }
 
 
@@ -415,9 +416,10 @@ def test_on_a_gpu_few_kernels_are_left(how: Any, kernels: list[str]):
     assert kernels_of(WIDE, how) == kernels
 
 
-def test_heads_with_norms_have_a_launch_for_these():
+def test_heads_with_norms_or_turned_in_part_have_a_launch_for_that():
     two = ["between_attentions", "between_attentions", "decode_attention"]
-    assert kernels_of(NORMED, "auto") == [*two, "gemv_norm_plain", "rope_into_cache"]
+    for config in (NORMED, PARTIAL):
+        assert kernels_of(config, "auto") == [*two, "gemv_norm_plain", "rope_into_cache"]
     of_three = {"decode_attention", "quantized_matmul_norm", "rope_into_cache"}
     of_three |= {"quantized_matmul", "quantized_matmul_norm_swiglu"}
     assert of_three <= set(kernels_of(NORMED, "auto", 3))

@@ -126,7 +126,7 @@ def test_a_norm_of_ones_own_within_a_layer_of_bitnet(owner, name):
         jaxllm.quantize(model, "ternary")
         jaxllm.fuse(model)
         runs.append(jaxllm.generate(model, None, [[1, 2]], max_new_tokens=4).tokens)
-        assert model.layers[0].is_fused(1, BITNET.head_dim) is not change
+        assert model.layers[0].is_fused(1) is not change
     assert runs[0] == runs[1]
 
 
@@ -292,13 +292,12 @@ def test_a_subclass_of_a_block_is_not_passed_over():
 
     model = made()
     jaxllm.fuse(model)
-    rotary = 2 * [2 * (jnp.ones((1, 1, TINY.head_dim // 2)),)]
     x = jnp.zeros((1, 1, TINY.hidden_size))
     blocks = list(model.layers)[:2]
-    assert jaxllm.chain.why_not(blocks, x, rotary) is None
+    assert jaxllm.chain.why_not(blocks, x) is None
     blocks[1].__class__ = Scaled
-    assert jaxllm.chain.why_not(blocks, x, rotary) == "layer 1 is a Scaled, not a Block"
-    assert not blocks[1].is_fused(1, TINY.head_dim)
+    assert jaxllm.chain.why_not(blocks, x) == "layer 1 is a Scaled, not a Block"
+    assert not blocks[1].is_fused(1)
 
 
 def frozen(model: jaxllm.Transformer) -> None:

@@ -238,11 +238,11 @@ def wider(bits: int) -> Any:
         (in_groups(192), "out: groups of 192 straddle the inputs of a lane"),
         (
             changed(following={"rotary": NORMED}),
-            "qkv: norms no heads before it turns them",
+            "qkv: heads are normed before they are turned",
         ),
         (
             changed(form="ternary", following={"rotary": NORMED}),
-            "qkv: norms no heads before it turns them",
+            "qkv: heads are normed before they are turned",
         ),
         (in_groups(384), "out: groups of 384 and the 1024 numbers that warps take together"),
     ],

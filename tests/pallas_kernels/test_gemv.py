@@ -305,7 +305,8 @@ def test_the_default_is_legal_at_the_sizes_of_models():
         x = jax.ShapeDtypeStruct((1, i), jnp.bfloat16)
         weight = jax.ShapeDtypeStruct((o, i), jnp.bfloat16)
         table: Any = jax.ShapeDtypeStruct((1, width // 2), jnp.float32)
-        around = {"epilogue": epilogue, "rotary": Rotary(table, table, 1, 1) if width else None}
+        rotary = Rotary(table, table, o // width - 2, 1) if width else None
+        around = {"epilogue": epilogue, "rotary": rotary}
         assert why_not(x, weight, **around, device=H200) is None
         config = default_config(x, weight, **around)
         assert problem(config, x, weight, **around) is None

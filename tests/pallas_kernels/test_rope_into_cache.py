@@ -39,10 +39,12 @@ def case(
     slots: list[int],
     dtype: Any = jnp.bfloat16,
     norms: tuple[str, ...] = (),
+    turned: int | None = None,
 ) -> Any:
+    """turned: of a head; None: all of it."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
-    angles = rng.uniform(-4, 4, (B, H // 2))
+    angles = rng.uniform(-4, 4, (B, (turned or H) // 2))
     cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     cache = Cache(draw(B, S, K, H), draw(B, S, K, H), jnp.asarray(slots, jnp.int32))
     heads, rotary = draw(B, (N + 2 * K) * H), Rotary(cos, sin, N, K)
@@ -61,17 +63,19 @@ def assert_right(ours: Any, heads, rotary, cache) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "slots", "dtype", "norms"),
+    ("sizes", "slots", "dtype", "norms", "turned"),
     [
-        ((1, 3, 1, 64), [0], jnp.bfloat16, ()),
-        ((2, 4, 2, 96), [4, 5], jnp.float16, ()),  # one row whose slot is past the end
-        ((3, 1, 1, 32), [2, -1, 1], jnp.bfloat16, ()),  # not the last place
-        ((2, 3, 2, 64), [1, 4], jnp.bfloat16, ("q_norm", "k_norm")),
-        ((1, 2, 1, 32), [2], jnp.float16, ("k_norm",)),
+        ((1, 3, 1, 64), [0], jnp.bfloat16, (), None),
+        ((2, 4, 2, 96), [4, 5], jnp.float16, (), None),  # one row whose slot is past the end
+        ((3, 1, 1, 32), [2, -1, 1], jnp.bfloat16, (), None),  # not the last place
+        ((2, 3, 2, 64), [1, 4], jnp.bfloat16, ("q_norm", "k_norm"), None),
+        ((1, 2, 1, 32), [2], jnp.float16, ("k_norm",), None),
+        ((1, 3, 1, 64), [1], jnp.bfloat16, (), 32),
+        ((2, 2, 1, 128), [4, 0], jnp.bfloat16, ("q_norm", "k_norm"), 96),
     ],
 )
-def test_rope_into_cache(sizes, slots, dtype, norms):
-    heads, rotary, cache = case(*sizes, slots=slots, dtype=dtype, norms=norms)
+def test_rope_into_cache(sizes, slots, dtype, norms, turned):
+    heads, rotary, cache = case(*sizes, slots=slots, dtype=dtype, norms=norms, turned=turned)
     ours = interpreted(made(rotary, interpret=True), heads, rotary, cache)
     assert_right(ours, heads, rotary, cache)
 
@@ -150,8 +154,10 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", False)
     assert "needs jax 0.11" in str(why_not(heads, rotary, cache, device=H200))
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
-    phrase = "takes halves of heads in multiples of 16, got 24"
+    phrase = "takes halves of what is turned of a head in multiples of 16, got 24"
     assert why_not(heads, rotary, cache, device=H200) == phrase
+    phrase = "takes what is not turned of a head in multiples of 16, got 8"
+    assert why_not(*case(1, 2, 1, 40, [0], turned=32), device=H200) == phrase
     wide = [jnp.zeros((1, 128)), *case(1, 2, 1, 32, [0])[1:]]
     assert why_not(*wide, device=H200) == "takes bfloat16 or float16, got float32"
     none = [x[:0] if x is heads else x for x in (heads, rotary, cache)]
@@ -209,9 +215,14 @@ def test_narrow_numbers_compile(slots):
 @pytest.mark.parametrize("norms", [(), ("q_norm", "k_norm"), ("q_norm",)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    ("n", "k", "width"), [(14, 2, 64), (32, 8, 128), (20, 5, 128), (32, 32, 96)]
+    ("n", "k", "width", "turned"),
+    [
+        *((14, 2, 64, None), (32, 8, 128, None), (20, 5, 128, None), (32, 32, 96, None)),
+        *((24, 8, 128, 96), (4, 1, 256, 64)),
+    ],
 )
-def test_on_a_gpu(n, k, width, dtype, norms):
-    heads, rotary, cache = case(4, n, k, width, slots=[4, -1, 0, 5], dtype=dtype, norms=norms)
+def test_on_a_gpu(n, k, width, turned, dtype, norms):
+    how = {"dtype": dtype, "norms": norms, "turned": turned}
+    heads, rotary, cache = case(4, n, k, width, slots=[4, -1, 0, 5], **how)
     run = jax.jit(lambda heads, cache: rope_into_cache(heads, rotary, cache))
     assert_right(run(heads, cache), heads, rotary, cache)

@@ -22,17 +22,24 @@ HEADS, WIDTH = (2, 1), 32
 
 
 def case(
-    epilogue: str | None, dtype: Any, rows: int = 2, *, normed: bool = False
+    epilogue: str | None,
+    dtype: Any,
+    rows: int = 2,
+    *,
+    normed: bool = False,
+    width: int = WIDTH,
+    turned: int | None = None,
 ) -> tuple[Any, ...]:
+    """width: of a head, of which the first `turned` numbers are, or all."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
-    outputs = 4 * WIDTH
+    outputs = 4 * width
     x, weight, bias = draw(rows, 1, 128), draw(outputs, 128) / 128**0.5, draw(outputs)
     around: dict[str, Any] = {"norm": Norm(draw(128), 1e-5), "epilogue": epilogue}
     if epilogue == "rope":
-        angles = rng.uniform(-4, 4, (rows, 1, WIDTH // 2))
+        angles = rng.uniform(-4, 4, (rows, 1, (turned or width) // 2))
         cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-        norms = [Norm(draw(WIDTH), 1e-5), Norm(draw(WIDTH), 0.5, True)] if normed else []
+        norms = [Norm(draw(width), 1e-5), Norm(draw(width), 0.5, True)] if normed else []
         around["rotary"] = Rotary(cos, sin, *HEADS, *norms)
     else:
         around["residual"] = draw(rows, 1, outputs // (1 if epilogue is None else 2))
@@ -47,7 +54,7 @@ def in_parts(x, weight, bias, *, norm, epilogue, residual: Any = None, rotary=No
         y = ops.glu(*jnp.split(y, 2, axis=-1), activation=activation)
     if rotary is None:
         return (y + residual,)
-    heads = y.reshape(len(x), 1, 4, WIDTH)
+    heads = y.reshape(len(x), 1, 4, -1)
     q, k = heads[:, :, :2], heads[:, :, 2:3]
     if rotary.norms:
         norms = (rotary.q_norm, rotary.k_norm)
@@ -163,6 +170,7 @@ def test_what_only_ternary_weights_have():
     [
         *("plain", "plain, one row", "int8", "int8, turned apart", "ternary"),
         *("plain, normed", "plain, one row, normed", "int8, normed", "ternary, normed"),
+        *("plain, one row, part of a head", "int8, part of a head"),
     ],
 )
 @pytest.mark.parametrize(("implementation", "atol"), [("xla", 0), ("pallas-interpret", 0.06)])
@@ -172,8 +180,9 @@ def test_tokens_go_into_a_cache(weights, implementation, atol, monkeypatch):
         pytest.skip("jax 0.10 has no kernels that write into what they are given")
     dtype = jnp.float16 if weights == "ternary" else jnp.bfloat16
     slots = [2, 0][: 1 if "one row" in weights else 2]
-    x, weight, bias, around = case("rope", dtype, len(slots), normed="normed" in weights)
-    held = jnp.zeros((len(slots), 3, HEADS[1], WIDTH), dtype)
+    part = {"width": 64, "turned": 32} if "part" in weights else {}
+    x, weight, bias, around = case("rope", dtype, len(slots), normed="normed" in weights, **part)
+    held = jnp.zeros((len(slots), 3, HEADS[1], len(weight) // 4), dtype)
     cache = Cache(held, held + 1, jnp.asarray(slots, jnp.int32))
     scheme = weights.split(",")[0]
     arrays = x, weight if scheme == "plain" else quantize(weight, scheme), bias, cache
@@ -197,7 +206,7 @@ def test_tokens_go_into_a_cache(weights, implementation, atol, monkeypatch):
         ),
         *arrays,
     )
-    apart_by = any(word in weights for word in ("apart", "ternary", "normed"))
+    apart_by = any(word in weights for word in ("apart", "ternary", "normed", "part"))
     own = implementation != "xla" and apart_by
     assert bool(turned) == own
     parts = jax.jit(lambda *a: in_parts(*a, **around))(*arrays[:3])
