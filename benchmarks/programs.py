@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 import jaxllm
-from benchmarks.models import LLAMA, LLAMA_8B, QWEN, kernels
+from benchmarks.models import LLAMA, LLAMA_8B, QWEN, QWEN3, kernels
 from jaxllm import aot, ops, train
 from jaxllm.config import ModelConfig, Runtime
 from pallas_kernels.measure import size_bytes
@@ -29,13 +29,14 @@ PROMPT, CAPACITY = 512, 1024  # tokens of the prefill, room in the cache
 LONG_PROMPT = 8192  # of the model of 8B, whose cache has room for no more
 BATCH = 4  # rows of PROMPT tokens in a training step
 
-_QWEN, _LLAMA, _LLAMA_8B = (
+_QWEN, _QWEN3, _LLAMA, _LLAMA_8B = (
     dataclasses.replace(model, num_hidden_layers=LAYERS, layer_types=())
-    for model in (QWEN, LLAMA, LLAMA_8B)
+    for model in (QWEN, QWEN3, LLAMA, LLAMA_8B)
 )
 MODELS = {
     "Qwen2.5-0.5B float32": (_QWEN, "float32"),
     "Qwen2.5-0.5B bfloat16": (_QWEN, "bfloat16"),
+    "Qwen3-0.6B bfloat16": (_QWEN3, "bfloat16"),
     "Llama-3.2-1B bfloat16": (_LLAMA, "bfloat16"),
     "Llama-3.1-8B bfloat16": (_LLAMA_8B, "bfloat16"),
 }
@@ -80,6 +81,7 @@ KEYS = (
         for name in ("one launch", "gemv")
     ),
     *(("Qwen2.5-0.5B bfloat16", "fused decode", name) for name in ("all layers", "xla")),
+    ("Qwen3-0.6B bfloat16", "fused decode", "one launch"),
     *((_8B, "int4 decode", name) for name in ("one launch", "packed")),
     *((_8B, "long prefill", name) for name in ("cudnn", "pallas attention")),
 )
