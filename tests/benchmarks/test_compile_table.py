@@ -251,7 +251,9 @@ def test_every_limit_of_a_program_can_be_broken(changes, said):
 
 
 def test_a_fused_model_decodes_in_two_launches_a_layer():
-    """Attention, and what lies between two of them; with packed weights, too. One more norms heads."""
+    """Attention, and what lies between two of them; with packed weights, too. Heads that are normed
+    have one more.
+    """
     found = {key: limit for key, limit in programs.limits().items() if key[2] == "one launch"}
     assert {program for _, program, _ in found} == {"fused decode", "int4 decode"}
     normed = {key for key in found if key[0].startswith("Qwen3")}
