@@ -132,7 +132,7 @@ def check_heads(heads, rotary, cache, *, who: str) -> None:
     """
     lead, count = heads.shape[:-1], rotary.q_heads + 2 * rotary.kv_heads
     width = cache.k.shape[-1]
-    half = min(rotary.cos.shape[-1], width // 2) if rotary.cos.ndim else 0
+    half = min([width // 2, *rotary.cos.shape[-1:]])
     own = math.prod(lead), cache.k.shape[1], rotary.kv_heads, width
     wanted = {
         "heads": (heads, (*lead, count * width)),

@@ -124,8 +124,8 @@ def rotary(rows: int, width: int) -> Rotary:
     return Rotary(angles, angles, 1, 1)
 
 
-X, W = shape(3, 256), shaped(64, 256)
-TERNARY = jax.eval_shape(lambda w: quantize(w, "ternary"), shape(64, 256))
+X, W = shape(3, 256), shaped(96, 256)
+TERNARY = jax.eval_shape(lambda w: quantize(w, "ternary"), shape(96, 256))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,8 @@ TERNARY = jax.eval_shape(lambda w: quantize(w, "ternary"), shape(64, 256))
         ({"out_dtype": F32}, "'rope' takes no residual and gives x's dtype"),
         ({"q_heads": 3}, r"heads must be \[1, 160\], got \[1, 128\]"),
         ({"cos": jnp.ones((1, 1, 16))}, r"cos must be \[1, 16\], got \[1, 1, 16\]"),
-        ({"cos": jnp.ones(())}, r"heads must be \[1, 0\]"),
+        ({"cos": jnp.ones(())}, r"cos must be \[1, 16\], got \[\]"),
+        ({"cos": jnp.ones((1, 17))}, r"cos must be \[1, 16\], got \[1, 17\]"),
     ],
 )
 def test_wrong_calls(change: dict[str, Any], sentence: str):
@@ -154,6 +155,7 @@ def test_wrong_calls(change: dict[str, Any], sentence: str):
     [
         (X, W, rotary(3, 32), None, None),
         (X, shaped(72, 256), rotary(3, 24), None, "heads in multiples of 16 at 3 rows"),
+        (X, W, rotary(3, 16), None, "16 of the 32 numbers of a head are turned"),
         (X, W, rotary(3, 32), Tiles(), "turns no heads where tiles"),
         (X, TERNARY, rotary(3, 32), None, "turns no heads of a ternary weight"),
         (
