@@ -428,6 +428,7 @@ class Block(nnx.Module):
         return (
             all(weight is not None for weight in weights)
             and ops.takes_rows(tokens, *weights)
+            and (attention.q_norm is None) == (attention.k_norm is None)
             and not self.post_norms
             and (mlp.activation == "silu" or (mlp.activation == "relu2" and ternary))
         )

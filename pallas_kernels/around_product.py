@@ -89,14 +89,15 @@ def turn_and_write(heads, rotary, cache=None):
     """
     width = rotary.width(heads.shape[-1])
     places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
-    q, k, v = jnp.split(heads.reshape(1, len(heads), -1, width), places, axis=2)
+    count = places[-1] + rotary.kv_heads
+    q, k, v = jnp.split(heads.reshape(1, len(heads), count, width), places, axis=2)
     q, k = (
         z if norm is None else rms_norm_reference(z, norm.weight, **norm.keywords)
         for z, norm in ((q, rotary.q_norm), (k, rotary.k_norm))
     )
     q, k = rope_reference(q, k, *(a[None] for a in rotary[:2]))
     k, v = (k[0], v[0]) if cache is None else write(cache, k[0], v[0])
-    return q.reshape(len(heads), -1), k, v
+    return q.reshape(len(heads), rotary.q_heads * width), k, v
 
 
 def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> tuple[Array, Array]:

@@ -39,8 +39,8 @@ def rope_into_cache(
     A slot below 0 or from S on is nowhere. `rotary` has B rows of half of what is turned of a head,
     and the norms of q's and k's heads before they are turned, if there are any.
     Dtypes: bfloat16 or float16, of heads and cache alike; cos and sin of any float, rounded to it;
-    norms' weights any float; slots any integers. Products and sums are float32, rounded once.
-    Gradients are those of the plain path.
+    norms' weights any float, as they are; slots any integers. Products and sums are float32,
+    rounded once. Gradients are those of the plain path.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError without a Hopper GPU
     (unless `interpret`), or for what `why_not` says.
     """
@@ -72,7 +72,8 @@ def why_not(heads, rotary, cache, *, device: Device | None = None) -> str | None
         return f"takes bfloat16 or float16, got {heads.dtype}"
     if 0 in heads.shape:
         return f"nothing to turn: heads are {list(heads.shape)}"
-    half = rotary.cos.shape[-1]
+    if not (half := rotary.cos.shape[-1]):
+        return "nothing of a head is turned"
     rest = cache.k.shape[-1] - 2 * half
     for what, size in (("halves of what is turned", half), ("what is not turned", rest)):
         if size % GRAIN:

@@ -105,6 +105,15 @@ def test_the_chain_computes_what_blocks_do(
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("config", [NORMED, PARTIAL])
+def test_heads_are_those_of_a_model_that_is_not_fused(config: ModelConfig):
+    """Of float32: each norm of its own heads, and the part that is turned."""
+    models = [build(config, Runtime("float32", "float32")) for _ in range(2)]
+    fusion.fuse(models[0])
+    ours, plain = (decoded(model, kv=jnp.float32) for model in models)
+    np.testing.assert_allclose(ours, plain, atol=2e-5 * np.abs(plain).max())
+
+
 def test_of_bitnet(monkeypatch: pytest.MonkeyPatch):
     model, found = made(BITNET, "ternary"), count(monkeypatch)
     ours = decoded(model)

@@ -114,12 +114,16 @@ def test_a_model_with_modules_of_ones_own_decodes(name, fused):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [("self_attn", "attn_sub_norm"), ("mlp", "ffn_sub_norm")]
+    ("owner", "name"),
+    [
+        *(("self_attn", "attn_sub_norm"), ("mlp", "ffn_sub_norm")),
+        *(("self_attn", "q_norm"), ("self_attn", "k_norm")),
+    ],
 )
 def test_a_norm_of_ones_own_within_a_layer_of_bitnet(owner, name):
-    runs = []
+    config, runs = dataclasses.replace(BITNET, qk_norm=True), []
     for change in (False, True):
-        model = build(BITNET, Runtime(dtype="float32"))
+        model = build(config, Runtime(dtype="float32"))
         if change:
             part = getattr(model.layers[0], owner)
             setattr(part, name, Around(getattr(part, name)))

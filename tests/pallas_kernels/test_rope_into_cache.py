@@ -80,6 +80,18 @@ def test_rope_into_cache(sizes, slots, dtype, norms, turned):
     assert_right(ours, heads, rotary, cache)
 
 
+@pytest.mark.parametrize("norms", [("q_norm", "k_norm"), ("k_norm",)])
+def test_heads_of_zeros_without_a_norm_stay(norms):
+    heads, rotary, cache = case(1, 2, 1, 32, slots=[2], norms=norms)
+    heads = heads.at[:, -32:].set(0)  # v's
+    if "q_norm" not in norms:
+        heads = heads.at[:, :64].set(0)
+    q, k, v = interpreted(made(rotary, interpret=True), heads, rotary, cache)
+    assert np.isfinite(np.float32(k)).all()
+    assert not np.float32(v[0, 2]).any()
+    assert np.float32(q).any() == ("q_norm" in norms)
+
+
 def made(rotary, **more: Any) -> Any:
     """The call, of arrays alone."""
 
@@ -160,6 +172,8 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch):
     assert why_not(*case(1, 2, 1, 40, [0], turned=32), device=H200) == phrase
     wide = [jnp.zeros((1, 128)), *case(1, 2, 1, 32, [0])[1:]]
     assert why_not(*wide, device=H200) == "takes bfloat16 or float16, got float32"
+    still = rotary._replace(cos=rotary.cos[:, :0], sin=rotary.sin[:, :0])
+    assert why_not(heads, still, cache, device=H200) == "nothing of a head is turned"
     none = [x[:0] if x is heads else x for x in (heads, rotary, cache)]
     assert why_not(*none, device=H200) == "nothing to turn: heads are [0, 192]"
     assert why_not(heads, rotary, cache, device=device_lib.Device("cpu")) == (
