@@ -55,6 +55,13 @@ class Rotary(NamedTuple):
         """Of a head, where all have so many."""
         return outputs // (self.q_heads + 2 * self.kv_heads)
 
+    def split(self, outputs: Float[Array, "B NKH"]) -> list[Array]:
+        """q, k and v [1, B, heads, H] of outputs [B, (N + 2 K) H]."""
+        rows, numbers = outputs.shape
+        places = (self.q_heads, self.q_heads + self.kv_heads)
+        count = places[-1] + self.kv_heads
+        return jnp.split(outputs.reshape(1, rows, count, self.width(numbers)), places, axis=2)
+
     def why_apart(self, outputs: int) -> str | None:
         """What keeps so many outputs from being turned where they are summed, each with its partner
         half a head further.
@@ -87,17 +94,14 @@ def turn_and_write(heads, rotary, cache=None):
     """q [B, N H] of heads of q, k and v side by side, normed and turned, and k and v: [B, K, H], or
     those of the cache with these in their slots.
     """
-    width = rotary.width(heads.shape[-1])
-    places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
-    count = places[-1] + rotary.kv_heads
-    q, k, v = jnp.split(heads.reshape(1, len(heads), count, width), places, axis=2)
+    q, k, v = rotary.split(heads)
     q, k = (
         z if norm is None else rms_norm_reference(z, norm.weight, **norm.keywords)
         for z, norm in ((q, rotary.q_norm), (k, rotary.k_norm))
     )
     q, k = rope_reference(q, k, *(a[None] for a in rotary[:2]))
     k, v = (k[0], v[0]) if cache is None else write(cache, k[0], v[0])
-    return q.reshape(len(heads), rotary.q_heads * width), k, v
+    return q.reshape(len(heads), q.shape[2] * q.shape[3]), k, v
 
 
 def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> tuple[Array, Array]:

@@ -112,9 +112,7 @@ def _in_parts(x, weight, bias, *, norm, epilogue, residual, rotary, cache, imple
 def _turn(y, rotary: Rotary, cache: Cache | None, how):
     """What `gemv` returns of a product with the weights of q, k and v."""
     width, rows = rotary.width(y.shape[-1]), math.prod(y.shape[:-1])
-    places = (rotary.q_heads, rotary.q_heads + rotary.kv_heads)
-    heads = rotary.q_heads + 2 * rotary.kv_heads
-    q, k, v = jnp.split(y.reshape(1, rows, heads, width), places, axis=2)
+    q, k, v = rotary.split(y.reshape(rows, y.shape[-1]))
     q, k = (
         z if norm is None else rms_norm(z, norm.weight, **norm.keywords, implementation=how)
         for z, norm in ((q, rotary.q_norm), (k, rotary.k_norm))
