@@ -131,7 +131,7 @@ def layers_of(
     """What `ops.decode_layers` takes, where `why_not_together` has nothing."""
     layers = []
     for block, cache in zip(blocks, caches, strict=True):
-        qkv, out, gate_up, down = map(_weights, _linears(block), _norms(block))
+        qkv, out, gate_up, down = map(_weights, block.products())
         layers.append(ops.Layer(qkv, out, gate_up, down, cache.entry.k, cache.entry.v))
     first, attention = caches[0], blocks[0].self_attn
     slots = first.entry.slots(first.lengths, first.counts)
@@ -154,7 +154,7 @@ def links(
         following = None
         if i + 1 < len(blocks):
             following = _beginning(blocks[i + 1], rotary[i + 1], caches[i + 1], x.dtype)
-        _, out, gate_up, down = map(_weights, _linears(block), _norms(block))
+        _, out, gate_up, down = map(_weights, block.products())
         found.append(ops.Link(out, gate_up, down, following, ops.EPILOGUES[block.mlp.activation]))
     return found
 
@@ -218,21 +218,15 @@ def _log_once(op: str, reason: str) -> None:
     logger.info("a token is decoded without %s: %s", op, reason)
 
 
-def _norms(block: Block) -> tuple[Any, Any, Any, Any]:
-    """Before each of `_linears`."""
-    attention, mlp = block.self_attn, block.mlp
-    before = (block.input_layernorm, attention.attn_sub_norm, block.post_attention_layernorm)
-    return *before, mlp.ffn_sub_norm
+def _linears(block: Block) -> list[Any]:
+    return [linear for linear, *_ in block.products()]
 
 
-def _linears(block: Block) -> tuple[Any, Any, Any, Any]:
-    attention, mlp = block.self_attn, block.mlp
-    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-
-
-def _weights(linear: Any, norm: RMSNorm | None) -> ops.Weights:
+def _weights(product: tuple[Any, RMSNorm | None, RMSNorm | None]) -> ops.Weights:
+    linear, *norms = product
     bias = None if linear.bias is None else linear.bias[...]
-    return ops.Weights(weight_of(linear), bias, None if norm is None else norm.as_argument())
+    around = (None if norm is None else norm.as_argument() for norm in norms)
+    return ops.Weights(weight_of(linear), bias, *around)
 
 
 def _beginning(block: Block, rotary: Tables, cache: LayerCache, dtype: Any) -> ops.Following | None:
@@ -240,5 +234,5 @@ def _beginning(block: Block, rotary: Tables, cache: LayerCache, dtype: Any) -> o
     if (place := cache.place(dtype)) is None:
         return None
     attention = block.self_attn
-    qkv = _weights(attention.qkv_proj, block.input_layernorm)
+    qkv = _weights(block.products()[0])
     return ops.Following(qkv, attention.turning(rotary), ops.Cache(*place))

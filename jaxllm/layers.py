@@ -330,7 +330,8 @@ class MLP(nnx.Module):
         if self.gate_up_proj is None:
             both = self.gate_proj(x), self.up_proj(x)
         elif ops.gates_itself(weight_of(self.gate_up_proj), self.activation):
-            return _fused(self.gate_up_proj, x, epilogue=ops.EPILOGUES[self.activation])
+            gate = ops.EPILOGUES[self.activation]
+            return _fused(self.gate_up_proj, None, None, x, epilogue=gate)
         else:
             both = (self.gate_up_proj(x),)
         return ops.glu(*both, activation=self.activation, implementation=self.implementation)
@@ -401,12 +402,10 @@ class Block(nnx.Module):
             if self.post_norms:
                 out = self.post_attention_layernorm(out).astype(dtype)
         with jax.named_scope("mlp"):
+            normed, x = self.mlp_norm(out, x)
+            out = self.mlp(normed)
             if self.post_norms:
-                normed, x = self.pre_feedforward_layernorm(out, x)
-                out = self.post_feedforward_layernorm(self.mlp(normed).astype(dtype))
-            else:
-                normed, x = self.post_attention_layernorm(out, x)
-                out = self.mlp(normed)
+                out = self.post_feedforward_layernorm(out.astype(dtype))
             x = x.astype(dtype) + out.astype(dtype)
         return x, entry
 
@@ -418,35 +417,52 @@ class Block(nnx.Module):
         attention, mlp = self.self_attn, self.mlp
         if [*map(type, (self, attention, mlp))] != [Block, Attention, MLP]:
             return False
-        norms = {type(self.input_layernorm), type(self.post_attention_layernorm)}
-        others = attention.q_norm, attention.k_norm, attention.attn_sub_norm, mlp.ffn_sub_norm
-        if norms != {RMSNorm} or not {*map(type, others)} <= {RMSNorm, type(None)}:
+        linears, norms, post_norms = zip(*self.products(), strict=True)
+        if {type(self.input_layernorm), type(self.mlp_norm)} != {RMSNorm}:
             return False
-        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        others = *norms, *post_norms, attention.q_norm, attention.k_norm
+        if not {*map(type, others)} <= {RMSNorm, type(None)}:
+            return False
         weights = [weight_of(linear) for linear in linears]
-        ternary = all(getattr(weight, "scheme", None) == "ternary" for weight in weights)
+        ternary = {getattr(weight, "scheme", None) == "ternary" for weight in weights}
+        gates = {"silu": {True, False}, "gelu_pytorch_tanh": {False}, "relu2": {True}}
         return (
             all(weight is not None for weight in weights)
             and ops.takes_rows(tokens, *weights)
             and (attention.q_norm is None) == (attention.k_norm is None)
-            and not self.post_norms
-            and (mlp.activation == "silu" or (mlp.activation == "relu2" and ternary))
+            and ternary <= gates.get(mlp.activation, set())
+        )
+
+    @property
+    def mlp_norm(self) -> RMSNorm:
+        """Before the MLP, whatever its name."""
+        return self.pre_feedforward_layernorm if self.post_norms else self.post_attention_layernorm
+
+    def products(self) -> tuple[tuple[Any, RMSNorm | None, RMSNorm | None], ...]:
+        """q's, k's and v's projection joined, attention's, the joined one of gate and up, and the
+        last, each with the norm before it, and the one behind it if there are post_norms.
+        """
+        attention, mlp, behind = self.self_attn, self.mlp, (None, None)
+        if self.post_norms:
+            behind = self.post_attention_layernorm, self.post_feedforward_layernorm
+        return (
+            (attention.qkv_proj, self.input_layernorm, None),
+            (attention.o_proj, attention.attn_sub_norm, behind[0]),
+            (mlp.gate_up_proj, self.mlp_norm, None),
+            (mlp.down_proj, mlp.ffn_sub_norm, behind[1]),
         )
 
     def _decode(self, x: Float[Array, "B T D"], rotary: Tables, cache: LayerCache):
         """`__call__` of a few tokens in as few launches as can be: norms in front of a product,
         rotation, gate and sum behind it, are part of it.
         """
-        attention, mlp = self.self_attn, self.mlp
+        _, out, gate_up, down = self.products()
         with jax.named_scope("attention"):
             q, entry, keys = self.begin(x, rotary, cache)
-            norm = _as_argument(attention.attn_sub_norm)
-            x = _fused(attention.o_proj, attention.attend(q, keys), norm=norm, residual=x)
+            x = _fused(*out, self.self_attn.attend(q, keys), residual=x)
         with jax.named_scope("mlp"):
-            norm = self.post_attention_layernorm.as_argument()
-            gate = ops.EPILOGUES[mlp.activation]
-            gated = _fused(mlp.gate_up_proj, x, norm=norm, epilogue=gate)
-            x = _fused(mlp.down_proj, gated, norm=_as_argument(mlp.ffn_sub_norm), residual=x)
+            gated = _fused(*gate_up, x, epilogue=ops.EPILOGUES[self.mlp.activation])
+            x = _fused(*down, gated, residual=x)
         return x, entry
 
     def begin(
@@ -458,9 +474,8 @@ class Block(nnx.Module):
         attention = self.self_attn
         place = cache.place(x.dtype) if x.shape[1] == 1 else None
         q, k, v = _fused(
-            attention.qkv_proj,
+            *self.products()[0],
             x,
-            norm=self.input_layernorm.as_argument(),
             epilogue="rope",
             rotary=attention.turning(rotary),
             cache=None if place is None else ops.Cache(*place),
@@ -489,18 +504,26 @@ def _as_argument(norm: RMSNorm | None) -> ops.Norm | None:
     return None if norm is None else norm.as_argument()
 
 
-def _fused(linear: Any, x: Float[Array, "*B I"], **around: Any) -> Any:
+def _fused(
+    linear: Any,
+    norm: RMSNorm | None,
+    post_norm: RMSNorm | None,
+    x: Float[Array, "*B I"],
+    **around: Any,
+) -> Any:
     """The product with what stands around it, as `ops.fused_linear` names it."""
-    bias = None if linear.bias is None else linear.bias[...]
+    bias, before = None if linear.bias is None else linear.bias[...], _as_argument(norm)
     x = x.astype(linear.dtype)
     if getattr(linear, "order", None) is not None:
         x = linear.arranged(x)  # the norm's mean of squares is of any order, its weight is not
-        if (norm := around.get("norm")) is not None:
-            around["norm"] = norm._replace(weight=linear.arranged(norm.weight))
+        if before is not None:
+            before = before._replace(weight=linear.arranged(before.weight))
     return ops.fused_linear(
         x,
         weight_of(linear),
         bias,
+        norm=before,
+        post_norm=_as_argument(post_norm),
         implementation=linear.implementation,
         **around,
     )

@@ -5,7 +5,8 @@
     y  = x + g Wd^T
     q, k, v = norm'(y) Wqkv'^T                   of the next layer; q and k are turned
 
-heads [*B, N H], x and y [*B, D], *B one row. Each product may have a norm before it. Weights are
+heads [*B, N H], x and y [*B, D], *B one row. Each product may have a norm before it, and what is
+added to the residual stream one behind it (between_attentions_join.py). Weights are
 `Packed`, of codes of 8, 4 or 2 bits or of numbers of 16 (`Packed.of`). As many blocks as there are
 multiprocessors, one on each, go over the four weights one behind the other; between two products
 they wait for each other, while what they multiply next is on its way. Four launches take 2 us and
@@ -38,10 +39,11 @@ from pallas_kernels.between_attentions_config import (
     MEETING_WORDS,
     Config,
     Plan,
+    PostNorm,
     Product,
 )
 from pallas_kernels.device import ACCESS_BYTES, LANES, REGISTERS, SHARED_BYTES, Device
-from pallas_kernels.options import check_options
+from pallas_kernels.options import check_flags, check_number, check_options
 from pallas_kernels.packed import CODES_PER_BYTE, PLAIN, Packed
 from pallas_kernels.quantized_matmul import (
     for_lanes,
@@ -51,6 +53,7 @@ from pallas_kernels.quantized_matmul import (
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.quantized_matmul_check import check as check_product
 from pallas_kernels.quantized_matmul_config import Heads, Static
+from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.ternary_matmul import (
     straight_through,
     ternary_linear,
@@ -58,7 +61,7 @@ from pallas_kernels.ternary_matmul import (
 )
 from pallas_kernels.ternary_matmul import why_not as why_not_ternary
 
-GATES = ("swiglu", "relu2_glu")  # silu(a) b and max(a, 0)^2 b
+GATES = ("swiglu", "geglu", "relu2_glu")  # silu(a) b, gelu(a) b and max(a, 0)^2 b
 MOST_TERNARY = 2**16  # inputs whose sums of bytes times codes stay whole numbers of float32
 # On their way to a multiprocessor. H200, us from attention to attention with 32, 48 and 64 KiB:
 # Llama-3.1-8B in bfloat16 115.7, 104.6 and 113.8, in int4 35.7, 34.6 and 36.3
@@ -70,11 +73,15 @@ HELD_ROUNDS = 4  # most turns of a tile whose x a thread keeps in registers, and
 
 
 class Weights(NamedTuple):
-    """Of a product: the weight [O, I], the bias [O] behind it, and the norm of x before it."""
+    """Of a product: the weight [O, I], the bias [O] behind it, and the norm of x before it.
+
+    post_norm: behind product and bias, of what is then added to the residual stream.
+    """
 
     weight: Packed
     bias: Float[Array, " O"] | None = None
     norm: Norm | None = None
+    post_norm: Norm | None = None
 
 
 class Following(NamedTuple):
@@ -148,14 +155,14 @@ def between_attentions(
             functools.partial(f, interpret=True) for f in (quantized_matmul, ternary_linear)
         )
         return *in_parts(most, ternary, heads, x, link), meeting
-    weights, biases, norms = zip(*link.products.values(), strict=True)
-    norms = tuple(norm and norm.weight for norm in norms)
+    weights, biases, *norms = zip(*link.products.values(), strict=True)
+    norms, post_norms = (tuple(norm and norm.weight for norm in each) for each in norms)
     angles = cache = None
     if (following := link.following) is not None and following.rotary is not None:
         rotary, cache = following.rotary, following.cache
         angles = tuple(a.reshape(1, -1) for a in (rotary.cos, rotary.sin))
     rows = (a.reshape(1, -1) for a in (heads, x))
-    found: Any = _between(plan, *rows, weights, biases, norms, angles, cache, meeting)
+    found: Any = _between(plan, *rows, weights, biases, norms, post_norms, angles, cache, meeting)
     y, *rest, meeting = found
     if not rest:
         return y.reshape(x.shape), None, meeting
@@ -208,7 +215,12 @@ def heads_of(packed_product, ternary_product, x, following: Following) -> tuple[
 
 
 def _product(packed_product, ternary_product, x, weights: Weights, **around: Any) -> Any:
-    weight, bias, norm = weights
+    weight, bias, norm, post_norm = weights
+    if post_norm is not None:
+        residual, alone = around.pop("residual"), weights._replace(post_norm=None)
+        y: Any = _product(packed_product, ternary_product, x, alone, **around)
+        y = rms_norm_reference(y, post_norm.weight, **post_norm.keywords)
+        return residual + y
     if weight.scheme != "ternary":
         return packed_product(x, weight, bias=bias, norm=norm, **around)
     normed = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
@@ -227,8 +239,8 @@ def why_not(heads, x, link: Link, *, device: Device | None = None) -> str | None
     if x.dtype != jnp.bfloat16 or heads.dtype != x.dtype:
         return f"takes bfloat16, got x {x.dtype} and heads {heads.dtype}"
     ternary = {weights.weight.scheme == "ternary" for weights in link.products.values()}
-    if link.gate != "swiglu" and False in ternary:
-        return f"only ternary weights have {link.gate!r}"
+    if link.gate == "relu2_glu" and False in ternary:
+        return "only ternary weights have 'relu2_glu'"
     for name in link.products:
         if reason := _why_not_product(name, link, x.dtype, device):
             return f"{name}: {reason}"
@@ -236,7 +248,9 @@ def why_not(heads, x, link: Link, *, device: Device | None = None) -> str | None
 
 
 def _why_not_product(name: str, link: Link, dtype: Any, device: Device) -> str | None:
-    (weight, _, norm), following = link.products[name], link.following
+    (weight, _, norm, post_norm), following = link.products[name], link.following
+    if post_norm is not None and post_norm.weight.dtype != dtype:
+        return f"takes a post_norm's weight in {dtype}, got {post_norm.weight.dtype}"
     row = jax.ShapeDtypeStruct((1, weight.shape[1]), dtype)
     if weight.scheme != "ternary":
         rotary = following.rotary if name == "qkv" and following else None
@@ -246,6 +260,11 @@ def _why_not_product(name: str, link: Link, dtype: Any, device: Device) -> str |
         return f"takes a norm's weight in {dtype}, got {norm.weight.dtype}"
     if norm is not None and norm.zero_centered:
         return "the norm before a ternary weight adds no 1 to its own"
+    if name == "gate_up" and link.gate == "geglu":
+        return "ternary weights have no 'geglu'"
+    before = {"gate_up": link.out, "qkv": link.down}.get(name)
+    if before is not None and before.post_norm is not None:
+        return "x of a ternary weight is no sum with a norm"
     if weight.shape[1] > MOST_TERNARY:
         return f"takes {MOST_TERNARY} inputs at most, got {weight.shape[1]}"
     if name == "qkv" and following and (rotary := following.rotary) is not None:
@@ -271,26 +290,33 @@ def plan_of(
     warps, following = (config or Config()).warps, link.following
     registers = registers or REGISTERS // (warps * LANES + BRINGING)
     products = []
-    for name, (weight, _, norm) in link.products.items():
+    post: PostNorm | None = None  # of the product before
+    for name, (weight, _, norm, post_norm) in link.products.items():
         tile = _tile(name, link, warps)
         eps, centered = (None, False) if norm is None else (float(norm.eps), norm.zero_centered)
-        gated, turned = name == "gate_up", None
+        gate, turned = link.gate if name == "gate_up" else None, None
         if name == "qkv" and following and following.rotary and following.cache:
             half, slots = following.rotary.cos.shape[-1], following.cache.k.shape[1]
             turned = Heads(following.rotary.q_heads, following.rotary.kv_heads, half, slots)
         static = Static(
-            name, tile, False, x.dtype.name, device.num_sms, gated, eps, centered, turned, link.gate
+            name, tile, False, x.dtype.name, device.num_sms, gate, eps, centered, turned
         )
         late = {"out": (), "down": ("x", "residual")}.get(name, ("x",))
+        if name == "qkv" and post is not None:
+            late = (*late, "stream")
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), weight)
         product = Product(static, shapes, late)
-        whole_rows = norm is not None and weight.scheme != "ternary"  # its squares are of one row
+        # Squares are of one row, and so is what is made of a product before
+        whole_rows = (norm is not None and weight.scheme != "ternary") or post is not None
         if _epilogue(name, link) is None and not whole_rows and _is_better_folded(product):
             product = dataclasses.replace(product, folded=True)
         if _may_hold(product, registers):
             held = dataclasses.replace(static, config=dataclasses.replace(tile, held=True))
             product = dataclasses.replace(product, static=held)
-        products.append(product)
+        post = None
+        if post_norm is not None:
+            post = PostNorm(float(post_norm.eps), post_norm.zero_centered)
+        products.append(dataclasses.replace(product, post_norm=post))
     plan = Plan(config or Config(), tuple(products))
     return plan if config else dataclasses.replace(plan, config=default_config(plan))
 
@@ -360,7 +386,7 @@ def check(heads, x, link: Link, *, who: str) -> None:
     y = jax.ShapeDtypeStruct(x.shape, x.dtype)
     inner = jax.ShapeDtypeStruct((*lead, link.gate_up.weight.shape[0] // 2), x.dtype)
     rows = {"out": heads, "gate_up": y, "down": inner, "qkv": y}
-    for name, (weight, bias, norm) in link.products.items():
+    for name, (weight, bias, norm, post_norm) in link.products.items():
         around: dict[str, Any] = {"rotary": None, "cache": None, "residual": None}
         if name == "qkv" and link.following is not None:
             around |= {"rotary": link.following.rotary, "cache": link.following.cache}
@@ -372,6 +398,21 @@ def check(heads, x, link: Link, *, who: str) -> None:
                 )
         rest = {"norm": norm, "bias": bias, "epilogue": _epilogue(name, link), "out_dtype": None}
         check_product(rows[name], weight, **rest, **around, who=f"{who}, {name}")
+        if post_norm is not None:
+            _check_post_norm(post_norm, d, name, who=f"{who}, {name}")
+
+
+def _check_post_norm(post_norm: Norm, d: int, name: str, *, who: str) -> None:
+    weight, eps, zero_centered = post_norm
+    if name not in ("out", "down"):
+        raise ValueError(f"{who}: only out and down have a post_norm")
+    check_number(who, "the post_norm's eps", eps, positive=True)
+    check_flags(who, zero_centered=zero_centered)
+    if weight.shape != (d,) or not jnp.issubdtype(weight.dtype, jnp.floating):
+        raise ValueError(
+            f"{who}: the post_norm's weight must be floating point, [D] = [{d}], got "
+            f"{weight.dtype}{list(weight.shape)}"
+        )
 
 
 def check_meeting(meeting, words: int, *, who: str) -> None:
@@ -382,21 +423,23 @@ def check_meeting(meeting, words: int, *, who: str) -> None:
         raise ValueError(f"{who}: meeting is {found}, not int32[{words}]")
 
 
-def _plain(plan: Plan, heads, x, weights, biases, norms, angles, cache, meeting):
+def _plain(plan: Plan, heads, x, weights, biases, norms, post_norms, angles, cache, meeting):
     """What `kernel.products` returns, as far as it has gradients."""
     products, following = {}, None
-    for product, weight, bias, scale in zip(plan.products, weights, biases, norms, strict=True):
-        static, norm = product.static, None
+    for product, *arrays in zip(plan.products, weights, biases, norms, post_norms, strict=True):
+        static, (weight, bias, scale, post_scale) = product.static, arrays
+        norm = post_norm = None
         if static.eps is not None:
             norm = Norm(scale, static.eps, static.zero_centered)
-        products[static.name] = Weights(weight, bias, norm)
+        if product.post_norm is not None:
+            post_norm = Norm(post_scale, *product.post_norm)
+        products[static.name] = Weights(weight, bias, norm, post_norm)
     if (turned := plan.products[-1].static.heads) is not None:
         rotary = Rotary(angles[0], angles[1], turned.q, turned.kv)
         following = Following(products.pop("qkv"), rotary, cache)
     elif "qkv" in products:
         following = Following(products.pop("qkv"))
-    gate = plan.products[1].static.gate
-    link = Link(**products, following=following, gate=gate)
+    link = Link(**products, following=following, gate=plan.gate)
     y, rest = in_parts(quantized_matmul_reference, straight_through, heads, x, link)
     return y, *(rest or ()), meeting
 

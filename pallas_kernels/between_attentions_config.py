@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from pallas_kernels import quantized_digits as digits
 from pallas_kernels import quantized_matmul_config as sizes
-from pallas_kernels.device import SHARED_BYTES, THREADS
+from pallas_kernels.device import ACCESS_BYTES, LANES, SHARED_BYTES, THREADS
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantized_matmul_config import PART_BYTES, PLACE_BYTES, TURN_BYTES, Static
 
@@ -18,6 +18,14 @@ MULTIPLYING = (4, 8, 16)  # warps: those that bring codes have whole rows of wha
 MARKS = 3  # words of a warp, by which x becomes int8
 MEETING_WORDS = 2  # of a `meeting`
 BRINGING = THREADS  # threads of a block that bring codes, beside those that multiply
+MOST_JOINED = 4  # accesses of a thread to x, where it is the sum of what came before and a norm's
+
+
+class PostNorm(NamedTuple):
+    """Of an RMSNorm of what a product gives, before it is added to the residual stream."""
+
+    eps: float
+    zero_centered: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +44,8 @@ class Config:
 @dataclasses.dataclass(frozen=True)
 class Product:
     """One of the products, of one row of x; packed is a shape. late: what of it other blocks have
-    written in this launch: "x", "residual".
+    written in this launch: "x", "residual", and the "stream" that is added to make x
+    (between_attentions_join.py). post_norm: of what it gives, if it is normed before it is added.
 
     folded: a tile has half as many outputs, and of each both halves of K as rows of their own; x's
     halves are two rows, and of their products with the others' rows nobody makes use. So there are
@@ -47,6 +56,7 @@ class Product:
     packed: Packed
     late: tuple[str, ...]
     folded: bool = False
+    post_norm: PostNorm | None = None
 
     @property
     def config(self) -> sizes.Config:
@@ -177,6 +187,16 @@ class Plan:
         return -(-max(p.stage_bytes for p in self.products) // TURN_BYTES) * TURN_BYTES
 
     @property
+    def gate(self) -> str:
+        """What becomes of gate and up."""
+        return next(p.static.gate for p in self.products if p.static.gate is not None)
+
+    @property
+    def joined(self) -> list[PostNorm | None]:
+        """Of each product, the norm of what the one before it gave, by which x is a sum here."""
+        return [None, *(product.post_norm for product in self.products[:-1])]
+
+    @property
     def tiles_before(self) -> list[int]:
         """Of each product, how many tiles those before it have."""
         return [sum(p.tiles for p in self.products[:i]) for i in range(len(self.products))]
@@ -215,6 +235,13 @@ class Plan:
                 return (
                     f"{product.static.name}: groups of {group} and the {chunk} numbers that warps "
                     "take together are no multiples of each other"
+                )
+        most = MOST_JOINED * c.warps * LANES * ACCESS_BYTES // 2
+        for product, post_norm in zip(self.products, self.joined, strict=True):
+            if post_norm is not None and product.numbers > most:
+                return (
+                    f"{product.static.name}: {product.packed.shape[1]} inputs, which are a sum "
+                    f"with a norm, are more than the {most} that threads hold"
                 )
         if self.shared_bytes > SHARED_BYTES:
             return f"takes {self.shared_bytes} of {SHARED_BYTES} bytes on chip"

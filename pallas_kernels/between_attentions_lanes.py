@@ -20,6 +20,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels.between_attentions_bring import Bring
 from pallas_kernels.between_attentions_config import BRINGING, Config, Plan
+from pallas_kernels.between_attentions_join import Join
 from pallas_kernels.between_attentions_tiles import Tiles, tiles_of
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import (
@@ -241,14 +242,23 @@ class Chain:
         """
         tiles, barrier = self._tiles(i), self.meeting.barrier
         self.products[i] = tiles
-        early, of_x = self._early(i), tiles.early()
+        early, of_x, join, made = self._early(i), tiles.early(), self._join(i), None
         meet()
-        tiles.keep(of_x, barrier)
+        if join is not None:
+            made = join.sums(self.block, barrier)
+        tiles.keep(of_x, barrier, made)
         barrier()
         at = self._sums(i, at)
         barrier()
         self._finish(i, early)
         return at
+
+    def _join(self, i: int) -> Join | None:
+        """What makes x of a product of what the one before gave, if that is not x."""
+        if (post_norm := self.plan.joined[i]) is None:
+            return None
+        tiles, late = self.products[i], self.plan.products[i].late
+        return Join(tiles.rows, post_norm, tiles.pointers, late="stream" in late)
 
     def _sums(self, i: int, at: list[Any]) -> list[Any]:
         """Of all the block's tiles of a product, a warp's share of K; on chip. at: stage, phase."""

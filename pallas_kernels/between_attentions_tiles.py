@@ -114,10 +114,12 @@ class Tiles(Block):
         """What x meets on its way on chip."""
         return self.rows.early()
 
-    def keep(self, early: Any, barrier: Callable[[], None]) -> None:
-        """Brings x on chip; a barrier must follow. early: what the function of this name gave."""
+    def keep(self, early: Any, barrier: Callable[[], None], made: Any = None) -> None:
+        """Brings x on chip; a barrier must follow. early: what the function of this name gave.
+        made: x, as `Join.sums` gives it; None: as it lies in memory.
+        """
         del barrier
-        self.rows.keep(lambda: None, early)
+        self.rows.keep(lambda: None, early, made)
 
     def behind_sums(self) -> dict[str, Any]:
         """Of x, what sums are multiplied by, and before that made less by."""
@@ -242,8 +244,9 @@ class TernaryTiles(Tiles):
             return None
         return ternary.read_row(self.pointers["norm"], self._inputs, self.config.warps, load_four)
 
-    def keep(self, early: Any, barrier: Callable[[], None]) -> None:
+    def keep(self, early: Any, barrier: Callable[[], None], made: Any = None) -> None:
         """As in `Tiles`."""
+        assert made is None, "x of a ternary weight lies in memory"
         names = {"x": "x", "norm": "norm", "kept": "rows", "sums": "marks"}
         at = {to: self.pointers[name] for name, to in names.items() if name in self.pointers}
         [scale], [total] = ternary.quantise_rows(

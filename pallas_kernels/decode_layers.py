@@ -201,6 +201,8 @@ def why_not(
         for name in sorted({*first, *kind}, key=lambda name: (name.endswith(FORMAT), name)):
             if first.get(name) != kind.get(name):
                 return f"layer {i} is not like layer 0 in {name}"
+    if layers[0].out.post_norm is not None or layers[0].down.post_norm is not None:
+        return "takes no post_norm"
     if reason := why_not_between(
         _heads(x, layers[0], token), x, layers[0].link(token), device=device
     ):
@@ -257,7 +259,7 @@ def plan_of(
 
 def _arrays_of(weights: Weights) -> dict[str, Any]:
     """Of a product, by the names of OWN."""
-    weight, bias, norm = weights
+    weight, bias, norm, _ = weights
     parts = {name: getattr(weight, name) for name in OWN if hasattr(weight, name)}
     return {**parts, "bias": bias, "norm": None if norm is None else norm.weight}
 
@@ -349,7 +351,7 @@ def _layer(plan: Plan, own: Sequence[Any]) -> Layer:
 
 def _plain(plan: Plan, x, own, angles, slots, lengths, meeting) -> Any:
     """What `kernel.layers` returns, as far as it has gradients."""
-    a, gate = plan.attend, plan.gate_up.static.gate
+    a, gate = plan.attend, plan.gate
     rotary = Rotary(angles[0], angles[1], a.q_heads, a.kv_heads)
     token = Token(rotary, slots, lengths, a.scale, a.window, gate)
     ops = (quantized_matmul_reference, straight_through, decode_attention_reference)

@@ -127,10 +127,6 @@ class Plan(between.Plan):
         return {"q": out[1], "heads": out[1], "middle": out[0], "gated": gate_up[0] // 2}
 
     @property
-    def gate_up(self) -> between.Product:
-        return self.products[NAMES.index("gate_up")]
-
-    @property
     def tiles(self) -> int:
         """Of a layer."""
         return sum(product.tiles for product in self.products)

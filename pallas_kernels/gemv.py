@@ -3,7 +3,7 @@
     y = epilogue(norm(x) W^T + bias) + residual
 
 x [*B, I], W [O, I]. A block owns some outputs (`gemv_kernel`), and norms x anew, which costs no
-launch and next to no byte. Epilogues need two outputs at once: gate and up of "swiglu", or the two
+launch and next to no byte. Epilogues need two outputs at once: gate and up, or the two
 numbers of a head that "rope" turns by one angle; so a block takes outputs of both halves. A
 gradient is the reference's.
 Source of norm and rotation: around_product.py.
@@ -32,7 +32,7 @@ from pallas_kernels.around_product import (
 )
 from pallas_kernels.device import ACCESS_BYTES, SHARED_BYTES, THREADS, Device
 from pallas_kernels.gemv_kernel import ITEMSIZE, Config, Static, grain, lanes_across, products
-from pallas_kernels.matmul_finish import finish
+from pallas_kernels.matmul_finish import GATES, finish
 from pallas_kernels.options import (
     check_arrays,
     check_dtype,
@@ -44,7 +44,6 @@ from pallas_kernels.rms_norm import rms_norm_reference
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-GATES = ("swiglu",)  # epilogues of gate and up
 AT_ONCE = (1, 2, 3, 4, 6, 8, 12, 16)  # accesses to a row that `candidates` lets a thread ask for
 # hidden and intermediate size, heads of queries, of keys, and their width
 TUNED_MODELS = {
@@ -73,7 +72,8 @@ def gemv(
 ) -> Any:
     """epilogue(norm(x) W^T + bias) + residual: [*B, F], *B one row; sums in float32.
 
-    epilogue "swiglu": the O = 2F outputs are gate, then up, and the result is silu(gate) * up.
+    epilogue "swiglu" or "geglu": the O = 2F outputs are gate, then up, and the result is
+    silu(gate) * up, or gelu(gate) * up with gelu's tanh.
     "rope": heads of q and k are turned by `rotary` as rope.py does, and the result is
     (q [*B, N H], k and v side by side [*B, 2 K H]); it has no residual. With a `cache`, whose rows
     are x's, it is (q, cache.k, cache.v) with the tokens in their slots: in the cache's own memory
@@ -190,7 +190,7 @@ def _span(o: int, epilogue: str | None, rotary: Any) -> int:
     """Outputs side by side, each of which has its partner one span further."""
     if rotary is not None:
         return rotary.cos.shape[-1]
-    return o // 2 if epilogue == "swiglu" else o
+    return o // 2 if epilogue in GATES else o
 
 
 def problem(config: Config, x, weight, *, epilogue=None, rotary=None, **rest: Any) -> str | None:
@@ -267,7 +267,7 @@ def check(
     cache,
     out_dtype,
     who: str = "gemv",
-    gates: tuple[str, ...] = GATES,
+    gates: tuple[str, ...] = tuple(GATES),
 ) -> None:
     """Refuses what no implementation of the op `who` takes; `gates` are its epilogues with a gate.
 

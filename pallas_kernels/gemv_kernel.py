@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels.device import ACCESS_BYTES, LANES, THREADS, WARPS
 from pallas_kernels.head_places import HeadPlaces
+from pallas_kernels.matmul_finish import GATES
 
 ITEMSIZE = 2
 
@@ -146,8 +147,8 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
                 y + wide(bias_ref.at[pl.ds(start, config.outputs)], column)
                 for y, start in zip(ys, starts, strict=True)
             ]
-        if static.epilogue == "swiglu":
-            ys = [jax.nn.silu(ys[0]) * ys[1]]
+        if static.epilogue in GATES:
+            ys = [GATES[static.epilogue](ys[0]) * ys[1]]
         if static.epilogue == "rope":
             here = pl.ds(places.first, config.outputs)
             cos, sin = (rounded(wide(ref.at[0, here], column)) for ref in angle_refs)
@@ -168,7 +169,7 @@ def products(static: Static, x, weight, norm, bias, residual, angles, cache):
     def rounded(y):
         return y.astype(dtype).astype(jnp.float32)
 
-    widths = [o // 2 if static.epilogue == "swiglu" else o]
+    widths = [o // 2 if static.epilogue in GATES else o]
     if angles:
         widths = [2 * half * static.heads[0], 4 * half * static.heads[1]]
     held = None

@@ -299,10 +299,16 @@ def mma(shape_and_types: str, a: list[Any], b: list[Any], sums: list[Any]) -> li
 
 
 def gated(epilogue: str, gate: Any, up: Any) -> Any:
-    """silu(gate) up of "swiglu", max(gate, 0)^2 up of "relu2_glu"; float32."""
+    """silu(gate) up of "swiglu", gelu(gate) up of "geglu" as in matmul_finish.py, max(gate, 0)^2 up
+    of "relu2_glu"; float32.
+    """
     text = {
         "swiglu": """{ .reg .f32 x; mul.f32 x, $1, 0fBFB8AA3B; ex2.approx.f32 x, x;
             add.f32 x, x, 0f3F800000; div.approx.f32 x, $1, x; mul.f32 $0, x, $2; }""",
+        # gate / (1 + 2^(gate (c + d gate^2)))
+        "geglu": """{ .reg .f32 x; mul.f32 x, $1, $1; fma.rn.f32 x, x, 0fBDD2D3E8, 0fC0135761;
+            mul.f32 x, x, $1; ex2.approx.f32 x, x; add.f32 x, x, 0f3F800000;
+            div.approx.f32 x, $1, x; mul.f32 $0, x, $2; }""",
         "relu2_glu": """{ .reg .f32 x; max.f32 x, $1, 0f00000000; mul.f32 x, x, x;
             mul.f32 $0, x, $2; }""",
     }[epilogue]

@@ -37,6 +37,8 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
 
 
 GELUS = {"gelu": gelu_exact, "gelu_pytorch_tanh": gelu_tanh}
+# Epilogues of gate and up, and what becomes of the gate before it multiplies up
+GATES = {"swiglu": jax.nn.silu, "geglu": gelu_tanh}
 EPILOGUES = (None, "swiglu", *GELUS)
 
 
@@ -83,9 +85,9 @@ def finish(
     for scale in (a_scale, b_scale):
         total = total if scale is None else total * wide(scale)
     total = total if bias is None else total + wide(bias)
-    if epilogue == "swiglu":
+    if epilogue in GATES:
         gate, up = jnp.split(total, 2, axis=-1)
-        total = jax.nn.silu(gate) * up
+        total = GATES[epilogue](gate) * up
     elif epilogue is not None:
         total = GELUS[epilogue](total)
     total = total if residual is None else total + wide(residual)

@@ -71,7 +71,7 @@ class Finish:
     eps: float | None = None
     heads: Heads | None = None
     late: bool = False
-    gate: str = "swiglu"
+    gate: str | None = None
 
     @property
     def tile_n(self) -> int:
@@ -193,7 +193,7 @@ class Finish:
         if self.heads is not None:
             self._turn(self.heads, ys, one, whole, operands)
             return
-        y = ys[0] if self.halves == 1 else gated(self.gate, *ys)
+        y = ys[0] if self.gate is None else gated(self.gate, *ys)
         if "residual" in operands:
             y = arith.addf(y, operands["residual"])
         out = jnp.dtype(self.out_dtype)

@@ -29,7 +29,7 @@ from pallas_kernels import quantized_tiles_config as tiles
 from pallas_kernels import ternary_matmul as ternary
 from pallas_kernels.around_product import Cache, Norm, Rotary, around_heads, turn_and_write
 from pallas_kernels.device import SHARED_BYTES, Device
-from pallas_kernels.matmul_finish import finish
+from pallas_kernels.matmul_finish import GATES, finish
 from pallas_kernels.options import check_options
 from pallas_kernels.packed import PLAIN, Packed
 from pallas_kernels.quantize import dequantize, quantize
@@ -68,10 +68,11 @@ def quantized_matmul(
 
     norm: an RMSNorm of few rows of x. Its weight multiplies x, rounded once to x's dtype, and its
     root the sums: what is normed is never rounded itself.
-    epilogue "swiglu": the O = 2F rows of W are gate, then up, and the result is silu(gate) * up,
-    [.., F]. "rope": few rows of x become heads of q, k and v; those of q and k are turned by
-    `rotary` as rope.py does, and the result is (q [*B, N H], cache.k, cache.v) with each row's key
-    and value in its slot of the `cache`, nowhere if a slot is below 0 or past S. Otherwise F is O.
+    epilogue "swiglu" or "geglu": the O = 2F rows of W are gate, then up, and the result is
+    silu(gate) * up, or gelu(gate) * up with gelu's tanh, [.., F]. "rope": few rows of x become
+    heads of q, k and v; those of q and k are turned by `rotary` as rope.py does, and the result is
+    (q [*B, N H], cache.k, cache.v) with each row's key and value in its slot of the `cache`,
+    nowhere if a slot is below 0 or past S. Otherwise F is O.
     Dtypes: x bfloat16 or float16 (times a ternary weight any float, which becomes int8 a row);
     bias, cos and sin any float, slots any integers; the result and the residual have `out_dtype`:
     bfloat16, float16 or float32, x's if None, and with "rope" no other. Scales of MX above 2^21,
@@ -86,7 +87,7 @@ def quantized_matmul(
     check_options("quantized_matmul", config, Config, Tiles, interpret=interpret)
     if bias is not None:
         bias = rest["bias"] = for_lanes(bias)
-    m, gated, out = math.prod(x.shape[:-1]), epilogue == "swiglu", result_dtype(x, out_dtype)
+    m, out = math.prod(x.shape[:-1]), result_dtype(x, out_dtype)
     around: dict[str, Any] = {**rest, "rotary": rotary}
     if config is not None and (
         problem := _problem(config, m, packed, _apart(packed, **around), out)
@@ -113,7 +114,7 @@ def quantized_matmul(
         interpret,
         out.name,
         device.num_sms,
-        gated,
+        epilogue if epilogue in GATES else None,
         *((None, False) if norm is None else (float(norm.eps), norm.zero_centered)),
     )
     angles, scale = None, None if norm is None else norm.weight
@@ -154,7 +155,8 @@ def quantized_matmul_reference(
         x = normed
     weight = dequantize(dataclasses.replace(packed, row_scale=None), x.dtype)
     total = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
-    y = _finished(total, packed, bias, residual, epilogue == "swiglu", result_dtype(x, out_dtype))
+    gate = epilogue if epilogue in GATES else None
+    y = _finished(total, packed, bias, residual, gate, result_dtype(x, out_dtype))
     if rotary is None:
         return y
     q, *held = turn_and_write(y.reshape(-1, y.shape[-1]), rotary, cache)
@@ -256,7 +258,7 @@ def _apart(packed: Packed, *, epilogue=None, rotary=None, **rest: Any) -> int:
     del rest
     if rotary is not None:
         return rotary.cos.shape[-1]
-    return packed.shape[0] // 2 if epilogue == "swiglu" else 0
+    return packed.shape[0] // 2 if epilogue in GATES else 0
 
 
 def _problem(config: Config | Tiles, m: int, packed: Packed, apart: int, out) -> str | None:
@@ -312,7 +314,7 @@ def default_config(
 ) -> Config | Tiles:
     """As many rows a block as x's bytes ask for, and as still give each multiprocessor a block."""
     del bias, residual, cache
-    m, (o, k), gated = math.prod(x.shape[:-1]), packed.shape, epilogue == "swiglu"
+    m, (o, k), gated = math.prod(x.shape[:-1]), packed.shape, epilogue in GATES
     if not _is_few(m, packed):
         gated = gated and result_dtype(x, out_dtype) != jnp.float32
         return tiles.default_tiles(m, packed, gated=gated, num_sms=device.num_sms)
@@ -443,7 +445,7 @@ def _plain(static: Static, x, packed, norm, bias, residual, angles=None, cache=N
         packed,
         norm=None if static.eps is None else Norm(norm, static.eps, static.zero_centered),
         bias=bias,
-        epilogue="swiglu" if static.gated else None,
+        epilogue=static.gate,
         residual=residual,
         rotary=rotary,
         cache=cache,
@@ -467,15 +469,15 @@ def _quantized_matmul(static: Static, x, packed, norm, bias, residual, angles, c
     if static.config.splits == 1 and not apart:
         return products(static, packed, norm, bias, residual)[0]
     assert norm is None, "a norm's root is that of whole rows"
-    of_sums = dataclasses.replace(static, out_dtype="float32", gated=False)
+    of_sums = dataclasses.replace(static, out_dtype="float32", gate=None)
     parts = products(of_sums, dataclasses.replace(packed, row_scale=None))
     total = functools.reduce(jnp.add, list(parts))  # in order
-    return _finished(total, packed, bias, residual, static.gated, static.out_dtype)
+    return _finished(total, packed, bias, residual, static.gate, static.out_dtype)
 
 
-def _finished(total, packed, bias, residual, gated: bool, out_dtype):
+def _finished(total, packed, bias, residual, gate: str | None, out_dtype):
     """What follows the sums, in plain JAX."""
-    after = {"epilogue": "swiglu" if gated else None, "out_dtype": out_dtype}
+    after = {"epilogue": gate, "out_dtype": out_dtype}
     return finish(total, bias, residual, b_scale=packed.row_scale, **after)
 
 

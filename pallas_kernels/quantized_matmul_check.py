@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.around_product import check_heads
+from pallas_kernels.matmul_finish import GATES
 from pallas_kernels.options import check_dtype, check_flags, check_number
 from pallas_kernels.packed import Packed
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-EPILOGUES = (None, "swiglu", "rope")
+EPILOGUES = (*GATES, "rope")
 
 
 def result_dtype(x, out_dtype) -> jnp.dtype:
@@ -51,10 +52,11 @@ def check(
     out = result_dtype(x, out_dtype)
     if out not in OUT_DTYPES:
         raise ValueError(f"{who}: out_dtype {out} is not bfloat16, float16 or float32")
-    if epilogue not in EPILOGUES:
-        raise ValueError(f"{who}: no epilogue is named {epilogue!r}; there are 'swiglu' and 'rope'")
-    if epilogue == "swiglu" and o % 2:
-        raise ValueError(f"{who}: 'swiglu' takes gate and up rows, but O = {o} is odd")
+    if epilogue not in (None, *EPILOGUES):
+        names = ", ".join(map(repr, EPILOGUES))
+        raise ValueError(f"{who}: no epilogue is named {epilogue!r}; there are {names}")
+    if epilogue in GATES and o % 2:
+        raise ValueError(f"{who}: {epilogue!r} takes gate and up rows, but O = {o} is odd")
     if norm is not None:
         check_number(who, "the norm's eps", norm.eps, positive=True)
         check_flags(who, zero_centered=norm.zero_centered)
@@ -64,7 +66,7 @@ def check(
             )
     if bias is not None and bias.shape != (o,):
         raise ValueError(f"{who}: bias {list(bias.shape)} is not [O] = [{o}]")
-    shape = (*x.shape[:-1], o // 2 if epilogue == "swiglu" else o)
+    shape = (*x.shape[:-1], o // 2 if epilogue in GATES else o)
     if residual is not None and (residual.shape, residual.dtype) != (shape, out):
         raise ValueError(
             f"{who}: the residual is {residual.dtype}{list(residual.shape)}, but the "

@@ -64,7 +64,8 @@ class Static:
     """What a kernel is compiled for.
 
     eps, zero_centered: of an RMSNorm of x, which there is none if eps is None. heads: of q, k and
-    v, which are turned and written to a cache. gate: what becomes of gate and up, if `gated`.
+    v, which are turned and written to a cache. gate: what becomes of gate and up, of
+    `lane_code.gated`; None where the outputs are no such.
     """
 
     name: str
@@ -72,11 +73,15 @@ class Static:
     interpret: bool
     out_dtype: str
     num_sms: int
-    gated: bool = False
+    gate: str | None = None
     eps: float | None = None
     zero_centered: bool = False
     heads: Heads | None = None
-    gate: str = "swiglu"
+
+    @property
+    def gated(self) -> bool:
+        """Whether outputs come as gate and up."""
+        return self.gate is not None
 
     @property
     def halves(self) -> int:

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels import quantized_unpack as unpack
+from pallas_kernels.matmul_finish import GATES
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantized_expand import halves as halves_of
 from pallas_kernels.quantized_expand import layout, load_turned, numbers, store_turned
@@ -58,7 +59,7 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
     [splits, M, O], of more splits than one each its part.
     """
     c, interpret = _tiles(static), static.interpret
-    gated, out_dtype = static.gated, jnp.dtype(static.out_dtype)
+    gate, gated, out_dtype = static.gate, static.gated, jnp.dtype(static.out_dtype)
     sums_alone = out_dtype == jnp.float32
     rest = 1.0 if interpret else unpack.rest(packed.scheme, x.dtype)
     halves, size, row_bytes = 1 + gated, step(packed), code_bytes(packed)
@@ -257,8 +258,8 @@ def tile_products(static: Static, x, packed: Packed, bias=None, residual=None):
                 for i, (start, count, piece) in enumerate(slices):
                     slot = slots.at[group, i % 2, pl.ds(0, count)]
                     y = finished(sums[piece], start, count, 0)
-                    if gated:
-                        y = jax.nn.silu(y) * finished(sums[1], start, count, 1)
+                    if gate is not None:
+                        y = GATES[gate](y) * finished(sums[1], start, count, 1)
                     if residual is not None:
                         plgpu.barrier_wait(scratch["residual"].at[group, i % 2])
                         added = load_turned(slot, interpret=interpret)

@@ -68,27 +68,36 @@ class Rows:
         """The norm's weights that the first accesses to x meet, for `keep`: asked for before x is
         there.
         """
-        starts = {start for _, start in self._places()[:AT_ONCE]} if "norm" in self.at else ()
-        return {start: self._read(load_four, self.at["norm"], start) for start in sorted(starts)}
+        starts = {start for _, start in self.places()[:AT_ONCE]} if "norm" in self.at else ()
+        return {start: self.read(load_four, self.at["norm"], start) for start in sorted(starts)}
 
-    def keep(self, first: Callable[[], None], early: Mapping[int, Any] | None = None) -> None:
+    def keep(
+        self,
+        first: Callable[[], None],
+        early: Mapping[int, Any] | None = None,
+        made: Mapping[int, Any] | None = None,
+    ) -> None:
         """Brings the rows on chip, then zeros; a barrier must follow.
 
         first: what is asked for between the first accesses and what is done with them. early: what
-        the function of this name gave.
+        the function of this name gave. made: of one row what its accesses are to be, by how far
+        from the thread's first, if it is not what lies at x.
         """
-        thread, units, end = mgpu_utils.thread_idx(), self._units, self._end()
-        threads, places, normed = self.warps * LANES, self._places(), "norm" in self.at
+        thread, units, end = mgpu_utils.thread_idx(), self._units, self.end()
+        threads, places, normed = self.warps * LANES, self.places(), "norm" in self.at
         squares: list[Any] = [None] * self.m
         for begin in range(0, len(places), AT_ONCE):
             some = places[begin : begin + AT_ONCE]
             read_x = load_late if self.late else load_four
-            loaded = [self._read(read_x, self._row(one), start) for one, start in some]
+            if made is None:
+                loaded = [self.read(read_x, self._row(one), start) for one, start in some]
+            else:
+                loaded = [made[start] for _, start in some]
             weights = dict(early or {})
             if normed:
                 for _, start in some:
                     if start not in weights:
-                        weights[start] = self._read(load_four, self.at["norm"], start)
+                        weights[start] = self.read(load_four, self.at["norm"], start)
             if begin == 0:
                 first()
             for (one, start), words in zip(some, loaded, strict=True):
@@ -98,9 +107,9 @@ class Rows:
                 if normed:
                     squares[one] = sum_of_squares(words, "bf16x2", squares[one])
                     words = self.weighed(words, weights[start])
-                made = self._made(words)
+                written = self._made(words)
                 inside = None if start + threads <= units else less(place, units)
-                only_where(inside, self._write, one, place, made)
+                only_where(inside, self._write, one, place, written)
         if normed:
             self._write_squares(squares)
 
@@ -109,12 +118,12 @@ class Rows:
         """Accesses to a row on chip."""
         return (self.row_bytes - PART_BYTES) // ACCESS_BYTES
 
-    def _end(self) -> Any:
+    def end(self) -> Any:
         """Accesses to the block's part of a row."""
         numbers = arith.minui(arith.subi(word(self.k), self.offset), word(self.count))
         return arith.divui(numbers, word(ACCESS_BYTES // 2))
 
-    def _places(self) -> list[tuple[int, int]]:
+    def places(self) -> list[tuple[int, int]]:
         """A thread's accesses: of which row, and how far from the thread's first."""
         places = [
             (one, at) for one in range(self.m) for at in range(0, self._units, self.warps * LANES)
@@ -123,9 +132,9 @@ class Rows:
             places.sort(key=lambda place: place[1])
         return places
 
-    def _read(self, read: Callable[..., list[Any]], source: Any, start: int) -> list[Any]:
+    def read(self, read: Callable[..., list[Any]], source: Any, start: int) -> list[Any]:
         """The thread's access to a row at `source`; past the row's end its last one."""
-        last = arith.subi(self._end(), word(1))
+        last = arith.subi(self.end(), word(1))
         at = arith.minui(arith.addi(mgpu_utils.thread_idx(), word(start)), last)
         return read(further(source, times(at, ACCESS_BYTES)), 0)
 

@@ -47,9 +47,10 @@ def call(
     sub_norms: bool = False,
     gate: str = "swiglu",
     turned: bool = True,
+    post_norms: str = "",
 ) -> dict[str, Any]:
     """Arguments; heads: how many q and k have and their width, or None for no next layer. turned:
-    whether these are, or the product stays as it is.
+    whether these are, or the product stays as it is. post_norms: behind "out", "down" or both.
     """
     n, k, width = heads or (2, 1, 64)
 
@@ -61,10 +62,11 @@ def call(
         return Weights(weight(seed, o, i, form), more, norm)
 
     before, within = (norm(11, n * width), norm(12, f)) if sub_norms else (None, None)
+    behind = {name: norm(13 + i) for i, name in enumerate(post_norms.split())}
     products = (
-        weights(2, d, n * width, before),
+        weights(2, d, n * width, before)._replace(post_norm=behind.get("out")),
         weights(4, 2 * f, d, norm(3)),
-        weights(5, d, f, within),
+        weights(5, d, f, within)._replace(post_norm=behind.get("down")),
     )
     following = None
     if heads is not None:
@@ -115,10 +117,19 @@ def exact(a: Any) -> np.ndarray:
     return np.asarray(a).astype(np.float64)
 
 
+def normed(x: np.ndarray, norm: Norm) -> Any:
+    """Likewise."""
+    return oracles.rms_norm(x, exact(norm.weight) + norm.zero_centered, eps=norm.eps)
+
+
 def product(x: np.ndarray, weights: Weights, **rest: Any) -> Any:
-    """Likewise, with its norm and bias."""
+    """Likewise, with its norms and bias."""
+    if (post_norm := weights.post_norm) is not None:
+        residual = rest.pop("residual")
+        z = product(x, weights._replace(post_norm=None), **rest)
+        return residual + normed(z, post_norm)
     if (norm := weights.norm) is not None:
-        x = oracles.rms_norm(x, exact(norm.weight) + norm.zero_centered, eps=norm.eps)
+        x = normed(x, norm)
     if weights.bias is not None:
         rest["bias"] = exact(weights.bias)
     return oracles.matmul(x, oracles.packed_numbers(weights.weight), transpose_b=True, **rest)
@@ -128,7 +139,7 @@ def truth(arguments: dict[str, Any]) -> Any:
     """In float64, rounded nowhere but where angles are."""
     link = arguments["link"]
     x = product(exact(arguments["heads"]), link.out, residual=exact(arguments["x"]))
-    gated = product(x, link.gate_up, epilogue="swiglu")
+    gated = product(x, link.gate_up, epilogue=link.gate)
     y = product(gated, link.down, residual=x)
     if link.following is None:
         return y, None

@@ -11,6 +11,7 @@ from lane_machine import LANES, stand_in
 
 from pallas_kernels import (
     between_attentions_bring,
+    between_attentions_join,
     between_attentions_lanes,
     between_attentions_tiles,
     lane_arithmetic,
@@ -23,11 +24,14 @@ from pallas_kernels import (
     ternary_rows,
 )
 from pallas_kernels.between_attentions import Config, plan_of
+from pallas_kernels.between_attentions_kernel import flows_of
 from pallas_kernels.between_attentions_lanes import Chain, begin
 from pallas_kernels.device import Device
+from pallas_kernels.rms_norm import rms_norm_reference
 
 MODULES = (
     between_attentions_bring,
+    between_attentions_join,
     between_attentions_lanes,
     between_attentions_tiles,
     lane_code,
@@ -50,31 +54,33 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
     assert plan.problem() is None
     held: dict[str, Any] = {name: arguments[name] for name in ("heads", "x")}
     held["meeting"] = np.zeros(2, np.uint32)
-    widths, dtypes = [], []
-    for i, (name, (weight, bias, norm)) in enumerate(link.products.items()):
+    widths, dtypes, post_norm = {}, [], None
+    for i, (name, (weight, bias, *norms)) in enumerate(link.products.items()):
+        norm, mine = (None if each is None else each.weight for each in norms)
         own = {part: getattr(weight, part) for part in PARTS}
-        own |= {"bias": bias, "norm": None if norm is None else norm.weight}
+        own |= {"bias": bias, "norm": norm, "post_norm": post_norm}
         held |= {f"{part} {i}": a for part, a in own.items() if a is not None}
-        widths.append(weight.shape[0] // (1 + (name == "gate_up")))
+        post_norm = mine  # before the next product
+        widths[name] = weight.shape[0] // (1 + (name == "gate_up"))
         dtypes.append({} if bias is None else {"bias": bias.dtype})
     rotary, cache = (None, None) if link.following is None else link.following[1:]
     if rotary is not None and cache is not None:
-        widths[3] = 2 * rotary.cos.shape[1] * rotary.q_heads
+        widths["qkv"] = 2 * rotary.cos.shape[1] * rotary.q_heads
         held |= {"cos": rotary.cos, "sin": rotary.sin, **cache._asdict()}
         dtypes[3] |= {"cos": rotary.cos.dtype, "sin": rotary.sin.dtype}
-    held |= {f"out {i}": np.full((1, n), np.nan, x.dtype) for i, n in enumerate(widths)}
+    flows, last, added = flows_of(plan)
+    widths |= {flow["joined"]: x.shape[1] for flow in flows if "joined" in flow}
+    held |= {name: np.full((1, n), np.nan, x.dtype) for name, n in widths.items()}
     held = {name: np.asarray(a) for name, a in held.items()}
     threads = config.warps * LANES
     machine = Blocks(held, plan.scratch_bytes(), threads + 4 * LANES, blocks)
     stand_in(monkeypatch, machine, MODULES)
     pointers = []
-    for i in range(len(widths)):
+    for i, flow in enumerate(flows):
         own = {name: machine.at[name] for name in plan.scratch_bytes()}
-        own["x"] = machine.at["heads" if i == 0 else f"out {i - 1}"]
+        own |= {name: machine.at[array] for name, array in flow.items()}
         names = [name for name in held if name.endswith(f" {i}")]
         own |= {name.split()[0]: machine.at[name] for name in names}
-        if i in (0, 2):
-            own["residual"] = machine.at["x" if i == 0 else "out 0"]
         if i == 3 and rotary is not None:
             own |= {name: machine.at[name] for name in ("cos", "sin", "k", "v", "slots")}
         pointers.append(own)
@@ -91,10 +97,14 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
         )
     machine.together(parts)
     assert not machine.content("meeting", np.uint32, (2,)).any()
-    y = machine.content("out 2", x.dtype, (1, widths[2]))
+    y = machine.content(last, x.dtype, x.shape)
+    if added is not None:
+        norm = link.down.post_norm
+        z = machine.content("down", x.dtype, x.shape)
+        y = y + np.asarray(rms_norm_reference(z, norm.weight, **norm.keywords))
     if link.following is None:
         return y, None
-    q = machine.content("out 3", x.dtype, (1, widths[3]))
+    q = machine.content("qkv", x.dtype, (1, widths["qkv"]))
     if cache is None:
         return y, (q,)
     return y, (q, *(machine.content(name, x.dtype, cache.k.shape) for name in "kv"))

@@ -172,6 +172,9 @@ def linear(
     return y if bias is None else _store(y + _load(dtype, bias)[0], dtype)
 
 
+GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}  # epilogues: the gate's activation
+
+
 def matmul(
     a: np.ndarray,
     b: np.ndarray,
@@ -211,8 +214,8 @@ def matmul(
     rows = rows[..., None] if rows.ndim else rows
     total = product * rows * columns
     total = total if bias is None else total + np.asarray(bias, a.dtype)
-    gate, up = np.split(total, 2, axis=-1) if epilogue == "swiglu" else (total, None)
-    activation = {None: None, "swiglu": "silu"}.get(epilogue, epilogue)
+    gate, up = np.split(total, 2, axis=-1) if epilogue in GATES else (total, None)
+    activation = GATES.get(epilogue, epilogue)
     if d_out is None:
         out = gate if activation is None else activate(gate, activation)
         out = out if up is None else out * up
@@ -222,7 +225,7 @@ def matmul(
     if activation is not None:
         d_total = d_out * (1 if up is None else up) * slope(gate, activation)
     if up is not None:
-        d_total = np.concatenate([d_total, d_out * activate(gate, "silu")], axis=-1)
+        d_total = np.concatenate([d_total, d_out * activate(gate, activation)], axis=-1)
     d_product = _store(d_total * rows * columns, dtype)
     d_b = np.swapaxes(a, -1, -2) @ d_product
     result = {

@@ -118,7 +118,8 @@ def packed_in(dtype: Any, weight: Any) -> Packed:
 
 def in_parts(heads, x, link: Link, *, meeting, implementation):
     def made(x, product: Weights, **around: Any) -> Any:
-        around |= {"norm": product.norm, "implementation": implementation}
+        around |= {"norm": product.norm, "post_norm": product.post_norm}
+        around |= {"implementation": implementation}
         return fused_linear(x, product.weight, product.bias, **around)
 
     x = made(heads, link.out, residual=x)

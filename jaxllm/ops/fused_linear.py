@@ -31,7 +31,8 @@ from pallas_kernels.ternary_matmul import ternary_linear
 from pallas_kernels.ternary_matmul import why_not as why_not_ternary
 
 PACKED_ROWS = 64  # of x: more are a prefill's, with packed weights
-GATES = {"swiglu": "silu", "relu2_glu": "relu2"}  # of an epilogue: the activation of its gate
+# Of an epilogue: the activation of its gate
+GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "relu2_glu": "relu2"}
 EPILOGUES = {activation: epilogue for epilogue, activation in GATES.items()}
 
 
@@ -60,14 +61,16 @@ def fused_linear(
     residual: Float[Array, "*B F"] | None = None,
     rotary: Rotary | None = None,
     cache: Cache | None = None,
+    post_norm: Norm | None = None,
     implementation: str | Mapping[str, str] = "auto",
 ) -> Any:
-    """epilogue(norm(x) @ weight.T + bias) + residual: [*B, F] in x's dtype.
+    """epilogue(norm(x) @ weight.T + bias) + residual: [*B, F] in x's dtype; with a `post_norm`,
+    which takes no epilogue, post_norm(norm(x) @ weight.T + bias) + residual, by `rms_norm`.
 
-    epilogue "swiglu" or "relu2_glu": the outputs are gate, then up, and F is half of them. "rope":
-    they are the heads of q, k and v; those of q and k are normed, if `rotary` has norms, and
-    turned, and the result is (q, k, v), each [*B, heads, H]; with a `cache`, k and v are its own,
-    [B, S, K, H], with these in their slots.
+    epilogue "swiglu", "geglu" or "relu2_glu": the outputs are gate, then up, and F is half of them.
+    "rope": they are the heads of q, k and v; those of q and k are normed, if `rotary` has norms,
+    and turned, and the result is (q, k, v), each [*B, heads, H]; with a `cache`, k and v are its
+    own, [B, S, K, H], with these in their slots.
     "xla" computes it by the ops of its parts, which round between them, by the same
     `implementation`.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
@@ -85,6 +88,13 @@ def fused_linear(
     shape: Any = jax.ShapeDtypeStruct(weight.shape, weight.dtype if plain else x.dtype)
     who = {"who": "fused_linear", "gates": tuple(GATES)}
     check(x, shape, bias=bias, out_dtype=None, **around, **who)
+    if post_norm is not None:
+        if epilogue is not None:
+            raise ValueError(f"fused_linear: a post_norm takes no epilogue, got {epilogue!r}")
+        same: Any = {"implementation": implementation}
+        y = fused_linear(x, weight, bias, norm=norm, **same)
+        y = rms_norm(y, post_norm.weight, **post_norm.keywords, **same)
+        return y if residual is None else residual.astype(y.dtype) + y
     weight = weight.astype(x.dtype) if plain else weight
     name = choose("fused_linear", FUSED_LINEAR, implementation, x, weight, bias, **around)
     y = FUSED_LINEAR[name].run(x, weight, bias, **around, implementation=implementation)
@@ -205,6 +215,8 @@ def _why_not_pallas(
         return why_not_gemv(x, weight, norm=norm, bias=bias, device=device)
     epilogue = None if rotary is not None else epilogue
     if weight.scheme == "ternary":
+        if epilogue == "geglu":
+            return "ternary weights have no 'geglu'"
         if norm is not None and norm.zero_centered:
             return "the norm before a ternary weight adds no 1 to its own"
         return why_not_ternary(x, weight, epilogue=epilogue, device=device)

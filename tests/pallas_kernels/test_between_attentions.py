@@ -306,7 +306,7 @@ def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):
         (changed(heads=jnp.ones((2, 128), jnp.bfloat16)), r"heads \[2, 128\] and x \[1, 128\]"),
         (changed(heads=jnp.ones((1, 96), jnp.bfloat16)), r", out: x \[1, 96\] is \[.., I\]"),
         (changed(x=jnp.ones((1, 96), jnp.bfloat16)), "the weight of out has 128 outputs, but x is"),
-        (changed(gate="geglu"), "no gate is named 'geglu'; there are swiglu, relu2_glu"),
+        (changed(gate="glu"), "no gate is named 'glu'; there are swiglu, geglu, relu2_glu"),
         (changed(down={"bias": jnp.ones(7, jnp.bfloat16)}), r", down: bias \[7\] is not \[O\]"),
         (
             changed(gate_up={"norm": changed()["link"].gate_up.norm._replace(eps=0.0)}),

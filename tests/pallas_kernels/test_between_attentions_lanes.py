@@ -44,6 +44,43 @@ CALLS: Any = {
         3,
         partial(call, 256, 384, (4, 1, 64), "ternary", turned=False),
     ),
+    "post norms": (
+        Config(4, 3, 2),
+        5,
+        partial(
+            call,
+            *(128, 256, (2, 1, 64), PLAIN),
+            centred=True,
+            gate="geglu",
+            turned=False,
+            post_norms="out down",
+        ),
+    ),
+    "post norms, turned heads": (
+        Config(4, 3, 2),
+        3,
+        partial(call, 256, 384, (4, 1, 64), "int4", post_norms="out down"),
+    ),
+    "post norms, rows of more than an access": (
+        Config(4, 2, 1),
+        2,
+        partial(call, 1280, 128, (2, 1, 64), "int8", bias=True, post_norms="out down"),
+    ),
+    "one post norm": (
+        Config(4, 3, 2),
+        3,
+        partial(call, 128, 256, (2, 1, 64), PLAIN, post_norms="out"),
+    ),
+    "the other post norm": (
+        Config(4, 3, 2),
+        3,
+        partial(call, 128, 256, (2, 1, 64), PLAIN, turned=False, post_norms="down"),
+    ),
+    "the last layer, post norms": (
+        Config(4, 5, 5),
+        2,
+        partial(call, 128, 256, None, "int8", centred=True, post_norms="out down"),
+    ),
     "folded int8": (Config(8, 2, 2), 6, partial(call, 128, 256, (4, 2, 32), "int8, groups")),
 }
 

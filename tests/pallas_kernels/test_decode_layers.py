@@ -223,7 +223,7 @@ def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):
     [
         (changed(layers=[]), "there are no layers"),
         (changed(x=jnp.ones((1, 96), jnp.bfloat16)), "layer 0: the weight of out has 128 outputs"),
-        (changed(gate="geglu"), "no gate is named 'geglu'; there are swiglu, relu2_glu"),
+        (changed(gate="glu"), "no gate is named 'glu'; there are swiglu, geglu, relu2_glu"),
         (changed(kv_lengths=jnp.ones(2, jnp.int32)), r"kv_lengths is int32\[2\], not int32\[1\]"),
         (changed(kv_lengths=jnp.ones(1)), r"kv_lengths is float32\[1\], not int32\[1\]"),
         (call(128, 256, (3, 2, 64), PLAIN), "3 query heads cannot share 2 key heads; N must be"),

@@ -455,7 +455,7 @@ def test_what_lies_on_chip_is_known(form: str, monkeypatch: pytest.MonkeyPatch):
         x, weight = shape(rows, i), shaped(256, i, form)
         config = default_config(x, weight, epilogue=epilogue, device=H200)
         for c in (config, Config(32, 4, 3, 1), Config(32, 4, 1, 1, splits=2), TOO_LARGE):
-            static = Static("name", c, False, "bfloat16", 132, epilogue == "swiglu")
+            static = Static("name", c, False, "bfloat16", 132, epilogue)
             run = partial(kernel.warp_products, static, plain=jnp.add)
             taken = on_chip(monkeypatch, run, x, weight)
             assert taken < sizes.shared_bytes(c, rows, weight) <= taken + 1024
