@@ -75,7 +75,7 @@ def why_not(blocks: Sequence[Block], x: Float[Array, "B T D"]) -> str | None:
         if type(block) is not Block:
             return f"layer {i} is a {type(block).__name__}, not a Block"
         if not block.is_fused(1):
-            return f"layer {i} is not fused, or has more around its products than a norm and a sum"
+            return f"layer {i} is not fused, or has around its products what no kernel has in it"
         if any(getattr(linear, "order", None) is not None for linear in _linears(block)):
             return f"layer {i} takes inputs in an order of their own"
         if any(linear.dtype != x.dtype for linear in _linears(block)):

@@ -87,7 +87,7 @@ def call(
     or "heads" with how many there are of q and k, and their width.
     """
     out = keywords.get("out_dtype") or dtype
-    f = o // 2 if keywords.get("epilogue") == "swiglu" else o
+    f = o // 2 if keywords.get("epilogue") in oracles.GATES else o
     arrays: dict[str, Any] = {
         "x": numbers(0, (m, i), dtype),
         "packed": packed_weight(form, o, i, dtype),

@@ -91,13 +91,13 @@ def fused_linear(
     if post_norm is not None:
         if epilogue is not None:
             raise ValueError(f"fused_linear: a post_norm takes no epilogue, got {epilogue!r}")
-        same: Any = {"implementation": implementation}
-        y = fused_linear(x, weight, bias, norm=norm, **same)
-        y = rms_norm(y, post_norm.weight, **post_norm.keywords, **same)
-        return y if residual is None else residual.astype(y.dtype) + y
+        around["residual"] = None  # added behind the norm
     weight = weight.astype(x.dtype) if plain else weight
     name = choose("fused_linear", FUSED_LINEAR, implementation, x, weight, bias, **around)
     y = FUSED_LINEAR[name].run(x, weight, bias, **around, implementation=implementation)
+    if post_norm is not None:
+        y = rms_norm(y, post_norm.weight, **post_norm.keywords, implementation=implementation)
+        return y if residual is None else residual.astype(y.dtype) + y
     if rotary is None:
         return y
     q, *kv = y
@@ -198,8 +198,9 @@ def turned_in_one_launch(
 
 
 def _why_not_pallas(
-    x, weight, bias, *, device, norm, epilogue, rotary, cache, **rest
+    x, weight, bias, *, device, norm, epilogue, rotary, cache, post_norm=None, **rest
 ) -> str | None:
+    del post_norm  # by `rms_norm`, behind it
     weight = _packed_for_several(x, weight)
     if epilogue == "relu2_glu" and not (isinstance(weight, Packed) and weight.scheme == "ternary"):
         return "only ternary weights have 'relu2_glu'"

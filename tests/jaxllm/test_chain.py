@@ -14,7 +14,7 @@ from absent_device import absent
 from flax import nnx
 from kernels import interpreted
 from numerics import assert_as_accurate
-from tiny_models import TINY, build
+from tiny_models import ALL, TINY, build
 
 import jaxllm
 from jaxllm import chain, fusion
@@ -46,6 +46,17 @@ BITNET = dataclasses.replace(
 # Of heads a part is turned, and heads of q and k are normed before that
 PARTIAL = dataclasses.replace(WIDE, head_dim=64, rope=Rope(10_000.0, partial_rotary_factor=0.5))
 NORMED = dataclasses.replace(WIDE, model_type="qwen3", qkv_bias=False, qk_norm=True)
+GEMMA = dataclasses.replace(
+    NORMED,
+    model_type="gemma3_text",
+    hidden_act="gelu_pytorch_tanh",
+    zero_centered_norm=True,
+    post_norms=True,
+    scale_embedding=True,
+)
+GEMMA_2 = dataclasses.replace(
+    GEMMA, model_type="gemma2", qk_norm=False, attn_logit_softcapping=2.0, query_pre_attn_scalar=48
+)
 
 
 def made(config: ModelConfig, scheme: str | None = None, how: Any = "auto") -> Any:
@@ -90,7 +101,10 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("kv", [jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize(
     ("config", "scheme"),
-    [(WIDE, None), (WIDE, "int8"), (NORMED, None), (NORMED, "int4"), (PARTIAL, None)],
+    [
+        *((WIDE, None), (WIDE, "int8"), (NORMED, None), (NORMED, "int4"), (PARTIAL, None)),
+        *((GEMMA, None), (GEMMA, "int4"), (GEMMA_2, None)),
+    ],
 )
 def test_the_chain_computes_what_blocks_do(
     config: ModelConfig, scheme: Any, kv: Any, monkeypatch: pytest.MonkeyPatch
@@ -105,9 +119,9 @@ def test_the_chain_computes_what_blocks_do(
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("config", [NORMED, PARTIAL])
-def test_heads_are_those_of_a_model_that_is_not_fused(config: ModelConfig):
-    """Of float32: each norm of its own heads, and the part that is turned."""
+@pytest.mark.parametrize("config", [NORMED, PARTIAL, GEMMA, GEMMA_2, ALL])
+def test_it_is_what_a_model_gives_that_is_not_fused(config: ModelConfig):
+    """In float32: each norm in its place, and of heads the part that is turned."""
     models = [build(config, Runtime("float32", "float32")) for _ in range(2)]
     fusion.fuse(models[0])
     ours, plain = (decoded(model, kv=jnp.float32) for model in models)
@@ -138,7 +152,10 @@ def assert_right(ours: Any, plain: Any, config: ModelConfig, scheme: str | None)
 
 @pytest.mark.parametrize(
     ("config", "scheme"),
-    [(WIDE, None), (WIDE, "int4"), (NORMED, None), (NORMED, "int4"), (PARTIAL, "int4")],
+    [
+        *((WIDE, None), (WIDE, "int4"), (NORMED, None), (NORMED, "int4"), (PARTIAL, "int4")),
+        *((GEMMA, None), (GEMMA, "int8"), (GEMMA_2, "int4")),
+    ],
 )
 def test_with_the_kernel(config: ModelConfig, scheme: Any, monkeypatch: pytest.MonkeyPatch):
     """Interpreted, product by product."""
@@ -234,7 +251,7 @@ def with_another_attention() -> Any:
     return model
 
 
-MORE = "is not fused, or has more around its products than a norm and a sum"
+MORE = "is not fused, or has around its products what no kernel has in it"
 
 
 def plain(how: Any) -> Any:
@@ -251,8 +268,8 @@ NONE: Any = {
     "two tokens": (plain, {"tokens": 2}, "takes one token of one row"),
     "float16": (plain, {"dtype": jnp.float16}, "does not compute in float16"),
     "not fused": (not_fused, {}, f"layer 0 {MORE}"),
-    "norms behind": (
-        lambda how: made(dataclasses.replace(WIDE, post_norms=True), how=how),
+    "another gate": (
+        lambda how: made(dataclasses.replace(WIDE, hidden_act="gelu"), how=how),
         {},
         f"layer 0 {MORE}",
     ),
@@ -289,7 +306,7 @@ def test_what_is_none(name: str):
 
 
 @pytest.mark.parametrize("op", ["between_attentions", "decode_layers"])
-@pytest.mark.parametrize("name", ["two rows", "not fused", "norms behind"])
+@pytest.mark.parametrize("name", ["two rows", "not fused", "another gate"])
 def test_who_names_an_op_is_told_what_keeps_it(op: str, name: str):
     """Of one token; a prompt it is never asked about."""
     make, call, phrase = NONE[name]

@@ -25,6 +25,7 @@ from pallas_kernels.around_product import Norm
 from pallas_kernels.between_attentions import (
     Config,
     between_attentions,
+    between_attentions_reference,
     plan_of,
     why_not,
 )
@@ -76,6 +77,33 @@ def test_the_last_layer():
     y, after = interpret(arguments)
     assert after is None
     assert_right(arguments, (y, None))
+
+
+# By name, which norms behind products there are, and what is otherwise with them
+POST_NORMS: Any = {
+    "both": partial(SMALL, PLAIN, centred=True, gate="geglu", post_norms="out down"),
+    "one": partial(SMALL, "int4", post_norms="out"),
+    "the other, the product alone": partial(SMALL, "int8", turned=False, post_norms="down"),
+    "the last layer": partial(call, 128, 256, None, "int8", bias=True, post_norms="out down"),
+    "the last layer, one": partial(call, 128, 256, None, PLAIN, post_norms="down"),
+}
+
+
+@written
+@pytest.mark.parametrize("name", POST_NORMS)
+def test_norms_behind_products(name: str):
+    arguments = POST_NORMS[name]()
+    assert_right(arguments, interpret(arguments))
+
+
+@written
+def test_the_check_sees_another_norm_behind_a_product():
+    arguments = POST_NORMS["both"]()
+    found, link = interpret(arguments), arguments["link"]
+    norm = link.down.post_norm._replace(eps=0.5)
+    other = link._replace(down=link.down._replace(post_norm=norm))
+    with pytest.raises(AssertionError, match="error is"):
+        assert_right({**arguments, "link": other}, found)
 
 
 @written
@@ -157,6 +185,36 @@ def test_gradients(form: str, monkeypatch: pytest.MonkeyPatch):
         assert np.linalg.norm(a - c) > 5e-2 * size
 
 
+@pytest.mark.parametrize("name", POST_NORMS)
+def test_gradients_of_norms_behind_products(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Of x and of the norms' weights, as of the plain path."""
+    module = sys.modules["pallas_kernels.between_attentions"]
+    arguments = POST_NORMS[name]()
+    monkeypatch.setattr(module.kernel, "products", module._plain)
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
+    products = [part for part in ("out", "down") if getattr(arguments["link"], part).post_norm]
+
+    def loss(run: Any, x: Any, weights: Any) -> Any:
+        link = arguments["link"]
+        for part, weight in zip(products, weights, strict=True):
+            product = getattr(link, part)
+            norm = product.post_norm._replace(weight=weight)
+            link = link._replace(**{part: product._replace(post_norm=norm)})
+        y, *_ = run(arguments["heads"], x, link)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    weights = [getattr(arguments["link"], part).post_norm.weight for part in products]
+    with absent():
+        ours = partial(loss, partial(between_attentions, meeting=MEETING))
+        found = jax.grad(ours, (0, 1))(arguments["x"], weights)
+    expected = jax.grad(partial(loss, between_attentions_reference), (0, 1))
+    for a, b in zip(*map(jax.tree.leaves, (found, expected(arguments["x"], weights))), strict=True):
+        a, b = (np.asarray(each, np.float32) for each in (a, b))
+        assert np.linalg.norm(b) > 0.1
+        # XLA rounds to bfloat16 at other places where it compiles all at once
+        assert np.linalg.norm(a - b) < 2e-2 * np.linalg.norm(b)
+
+
 def larger(reference: Any, *call: Any) -> Any:
     y, after = reference(*call)
     return jnp.bfloat16(1.1) * y, after
@@ -167,7 +225,9 @@ def changed(**change: Any) -> dict[str, Any]:
     arguments = SMALL(change.pop("form", "int4"))
     link = arguments["link"]
     for name, parts in change.items():
-        if name in link._fields[:4]:
+        if parts is None:
+            link = link._replace(**{name: None})
+        elif name in link._fields[:4]:
             link = link._replace(**{name: getattr(link, name)._replace(**parts)})
         elif name == "gate":
             link = link._replace(gate=parts)
@@ -191,6 +251,9 @@ def in_groups(size: int) -> dict[str, Any]:
     out, gate_up, down = map(packed, link[:3])
     following = link.following._replace(qkv=qkv)
     return {**arguments, "link": type(link)(out, gate_up, down, following)}
+
+
+BEHIND = Norm(jnp.ones(128, jnp.bfloat16), 1e-5)
 
 
 def wider(bits: int) -> Any:
@@ -244,6 +307,17 @@ def wider(bits: int) -> Any:
             changed(form="ternary", following={"rotary": NORMED}),
             "qkv: heads are normed before they are turned",
         ),
+        (changed(gate="geglu", out={"post_norm": BEHIND}, down={"post_norm": BEHIND}), None),
+        (changed(form="ternary", gate="geglu"), "gate_up: ternary weights have no 'geglu'"),
+        *(
+            (changed(form="ternary", **{part: {"post_norm": BEHIND}}), f"{name}: x of a ternary")
+            for part, name in (("out", "gate_up"), ("down", "qkv"))
+        ),
+        (changed(form="ternary", down={"post_norm": BEHIND}, following=None), None),
+        (
+            changed(down={"post_norm": wider(32)}),
+            "down: takes a post_norm's weight in bfloat16, got float32",
+        ),
         (in_groups(384), "out: groups of 384 and the 1024 numbers that warps take together"),
     ],
 )
@@ -291,6 +365,14 @@ def test_what_does_not_fit_on_chip(monkeypatch: pytest.MonkeyPatch):
     assert "bytes on chip" in str(why_not(**shapes, device=H200))
 
 
+def test_the_widest_sum_with_a_norm(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
+    for d, said in ((8192, None), (8704, "gate_up: 8704 inputs, which are a sum with a norm, are")):
+        shapes = shapes_of(partial(call, d, 128, None, PLAIN, post_norms="out"))
+        reason = why_not(**shapes, device=H200)
+        assert reason is None if said is None else said in str(reason), reason
+
+
 def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):
     arguments = changed()
     assert "needs an NVIDIA GPU" in str(why_not(**arguments, device=Device("cpu")))
@@ -311,6 +393,15 @@ def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):
         (
             changed(gate_up={"norm": changed()["link"].gate_up.norm._replace(eps=0.0)}),
             ", gate_up: the norm's eps must be positive and finite, got 0.0",
+        ),
+        (changed(gate_up={"post_norm": BEHIND}), ", gate_up: only out and down have a post"),
+        (
+            changed(out={"post_norm": BEHIND._replace(eps=-1.0)}),
+            ", out: the post_norm's eps must be",
+        ),
+        (
+            changed(down={"post_norm": BEHIND._replace(weight=jnp.ones(64))}),
+            r", down: the post_norm's weight must be floating point, \[D\] = \[128\], got float32",
         ),
         (changed(following={"cache": None}), "'rope', rotary and a cache go together"),
         (changed(following={"rotary": None}), "'rope', rotary and a cache go together"),

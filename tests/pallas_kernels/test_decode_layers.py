@@ -21,6 +21,7 @@ from layers_calls import assert_right, call, jitted, poisoned
 
 from jaxllm import aot
 from pallas_kernels import _compat, device
+from pallas_kernels.around_product import Norm
 from pallas_kernels.decode_layers import (
     MOST_ARRAYS,
     decode_layers,
@@ -137,6 +138,14 @@ def with_a_bias() -> dict[str, Any]:
     return unlike(qkv=qkv._replace(bias=jnp.ones(128, jnp.bfloat16)))
 
 
+def with_post_norms() -> dict[str, Any]:
+    norm = Norm(jnp.ones(128, jnp.bfloat16), 1e-5)
+    layers = changed()["layers"]
+    return changed(
+        layers=[each._replace(down=each.down._replace(post_norm=norm)) for each in layers]
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "phrase"),
     [
@@ -148,6 +157,7 @@ def with_a_bias() -> dict[str, Any]:
         (changed(x=jnp.ones((2, 128), jnp.bfloat16)), "takes one row of x, got 2"),
         (changed(x=jnp.ones((1, 128), jnp.float16)), "takes bfloat16, got x float16"),
         (changed(gate="relu2_glu"), "only ternary weights have 'relu2_glu'"),
+        (with_post_norms(), "takes no post_norm"),
         (call(128, 256, (4, 1, 48), PLAIN), "head width 48 is not a multiple of 32 up to 128"),
         (call(128, 256, (2, 1, 160), PLAIN), "head width 160 is not a multiple of 32 up to 128"),
         (call(128, 256, (9, 1, 32), PLAIN), "9 query heads share a key head; it takes 8 at most"),

@@ -62,9 +62,9 @@ def truth(x, weight, *, norm=None, bias=None, epilogue=None, residual=None, rota
         y = y / np.sqrt(np.mean(y * y, -1, keepdims=True) + norm.eps) * scale
     y = y @ f64(weight).T
     y = y if bias is None else y + f64(bias)
-    if epilogue == "swiglu":
+    if epilogue in oracles.GATES:
         gate, up = np.split(y, 2, axis=-1)
-        y = oracles.glu(gate, up, activation="silu")
+        y = oracles.glu(gate, up, activation=oracles.GATES[epilogue])
     if rotary is None:
         return (y if residual is None else y + f64(residual),)
     heads = y.reshape(1, 1, -1, WIDTH)
@@ -81,6 +81,7 @@ CASES = {
     "half the lanes share a row": case(24, 3 * 128, norm=False, bias=True, residual=True),
     "float16": case(8, 512, jnp.float16, norm=True, bias=True),
     "swiglu": case(32, 256, norm=False, bias=True, epilogue="swiglu", residual=True),
+    "geglu": case(16, 256, norm=True, epilogue="geglu"),
     "rope": case(5 * WIDTH, 256, norm=True, bias=True, epilogue="rope"),
 }
 
@@ -172,7 +173,7 @@ def test_a_cache_that_does_not_fit_is_refused():
         gemv(x, weight, **around, cache=cache._replace(slots=jnp.zeros(1)))
 
 
-@pytest.mark.parametrize("name", ["swiglu", "rope"])
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "rope"])
 def test_gradients_are_the_references(name):
     x, weight, around = CASES[name]
 
@@ -233,7 +234,7 @@ def test_why_not_elsewhere():
         ({"bias": jnp.ones(3)}, r"bias must be \[4\], got \[3\]"),
         ({"residual": jnp.ones((1, 5))}, r"residual must be \[1, 4\], got \[1, 5\]"),
         ({"norm": Norm(jnp.ones(7), 1e-5)}, r"norm's weight must be \[8\], got \[7\]"),
-        ({"epilogue": "gelu"}, "epilogue 'gelu' is not None, 'swiglu' or 'rope'"),
+        ({"epilogue": "gelu"}, "epilogue 'gelu' is not None, 'swiglu', 'geglu' or 'rope'"),
         ({"epilogue": "swiglu", "weight": jnp.ones((3, 8))}, "two halves of outputs, got 3"),
         ({"epilogue": "rope"}, "'rope' and rotary go together"),
         (

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 from lane_machine import Machine, dialects, stand_in
 from quantized_calls import BF16, DTYPES, F16, F32, FORMATS, assert_right, call
@@ -40,11 +41,12 @@ MODULES = (
 def by_lanes(monkeypatch: Any, arrays: Any, keywords: Any, config: Config) -> Any:
     """The result, by two multiprocessors' blocks."""
     x, packed, norm = arrays["x"], arrays["packed"], arrays.get("norm")
-    gated, rotary = keywords.get("epilogue") == "swiglu", arrays.get("rotary")
+    gate, rotary = keywords.get("epilogue"), arrays.get("rotary")
+    gate = gate if gate in oracles.GATES else None
     out = jnp.dtype(keywords.get("out_dtype") or x.dtype)
     around = (None, False) if norm is None else (norm.eps, norm.zero_centered)
-    static = Static("", config, False, out.name, 2, gated, *around)
-    m, n, c = len(x), packed.shape[0] // (1 + gated), config
+    static = Static("", config, False, out.name, 2, gate, *around)
+    m, n, c = len(x), packed.shape[0] // (1 + static.gated), config
     further = {}
     if rotary is not None:
         half, cache = rotary.cos.shape[1], arrays["cache"]
@@ -191,6 +193,10 @@ CALLS: Any = {
     "16 bits, a gate": (
         Config(32, 4, 3, 1),
         partial(call, 16, 64, 896, PLAIN, BF16, "norm bias", epilogue="swiglu"),
+    ),
+    "GELU's gate": (
+        Config(32, 4, 2, 1),
+        partial(call, 2, 64, 256, "int8", BF16, "norm centred", epilogue="geglu"),
     ),
     "16 bits, held": (HELD(16, 8, 2, 1), partial(call, 7, 64, 576, PLAIN, F16, "bias")),
     "16 bits, heads": (

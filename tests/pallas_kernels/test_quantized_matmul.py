@@ -60,6 +60,8 @@ CALLS: Any = {
     "all": partial(call, 3, 64, 512, "int8", BF16, "bias residual", epilogue="swiglu"),
     "norm": partial(call, 2, 64, 256, "int4, zero points", BF16, "norm bias residual"),
     "norm of one row, gate": partial(call, 1, 64, 896, "int8", BF16, "norm", epilogue="swiglu"),
+    "GELU's gate": partial(call, 2, 64, 256, "int4", BF16, "norm centred", epilogue="geglu"),
+    "GELU's gate, not packed": partial(call, 3, 64, 256, PLAIN, F16, "bias", epilogue="geglu"),
     "norm that adds 1": partial(call, 3, 32, 256, "mxfp4", BF16, "norm centred"),
     "float32 result": partial(call, 2, 32, 256, "nvfp4", BF16, "residual", out_dtype=F32),
     "not packed": partial(call, 9, 64, 256, PLAIN, BF16, "norm bias residual", epilogue="swiglu"),
@@ -221,7 +223,11 @@ TERNARY = jax.eval_shape(lambda w: quantize(w, "ternary"), shape(64, 256))
         ),
         (X, {"norm": norm(256, eps=0.0)}, "the norm's eps must be positive and finite, got 0.0"),
         (X, {"norm": norm(256, dtype=jnp.int32)}, "the norm's weight is int32"),
-        (X, {"epilogue": "relu"}, "no epilogue is named 'relu'; there are 'swiglu' and"),
+        (
+            X,
+            {"epilogue": "relu"},
+            "no epilogue is named 'relu'; there are 'swiglu', 'geglu', 'rope'",
+        ),
     ],
 )
 def test_wrong_calls(x: Any, keywords: dict[str, Any], sentence: str):

@@ -121,6 +121,10 @@ CALLS: Any = {  # K of 896 and N of 80 are what is left of real models
         Tiles(64, 128, 2, splits=2),
         partial(call, 33, 272, 384, "nvfp4", BF16, "bias", epilogue="swiglu", out_dtype=F32),
     ),
+    "GELU's gate": (
+        Tiles(64, 128, 2),
+        partial(call, 17, 272, 256, "int8", BF16, "bias residual", epilogue="geglu"),
+    ),
     "a row": (Tiles(32, 64, 2), partial(call, 1, 64, 256, "mxfp8")),
     "K of 320, a chunk a stage": (Tiles(32, 64, 3), partial(call, 17, 80, 320, "int8")),
     "likewise, groups, K in three": (
@@ -325,7 +329,7 @@ def test_what_lies_on_chip_is_known(form: str, monkeypatch: pytest.MonkeyPatch):
         assert isinstance(default, Tiles)
         for c in (default, Tiles(64, 192, 3), Tiles(96, 256, 2), Tiles(256, 128, 2)):
             c = dataclasses.replace(c, splits=1)
-            static = Static("name", c, False, "bfloat16", 132, gated)
+            static = Static("name", c, False, "bfloat16", 132, "swiglu" if gated else None)
             run = partial(quantized_matmul_tiles.tile_products, static)
             taken = on_chip(monkeypatch, run, x, weight, bias, residual)
             assert taken < shared_bytes(c, weight, gated=gated) < taken + 4096

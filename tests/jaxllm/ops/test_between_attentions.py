@@ -51,6 +51,15 @@ def test_of_bitnet():
     assert_right(arguments, run(arguments, "xla"))
 
 
+@pytest.mark.parametrize("form", [PLAIN, "int4"])
+@pytest.mark.parametrize("implementation", ["xla", "pallas-interpret"])
+def test_norms_behind_products(form: str, implementation: str):
+    if implementation != "xla" and not _compat.WRITES_REFERENCES:
+        pytest.skip("jax 0.10 writes into no array that is there")
+    arguments = call(*SMALL, form, centred=True, gate="geglu", post_norms="out down")
+    assert_right(arguments, run(arguments, implementation))
+
+
 def test_the_last_layer():
     arguments = call(128, 256, None, "int8")
     assert_right(arguments, run(arguments, "auto"))

@@ -49,9 +49,9 @@ def case(
 def in_parts(x, weight, bias, *, norm, epilogue, residual: Any = None, rotary=None) -> Any:
     """The ops of its parts, one by one."""
     y = ops.linear(ops.rms_norm(x, norm.weight, eps=norm.eps), weight, bias)
-    if epilogue in ("swiglu", "relu2_glu"):
-        activation = {"swiglu": "silu", "relu2_glu": "relu2"}[epilogue]
-        y = ops.glu(*jnp.split(y, 2, axis=-1), activation=activation)
+    gates = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "relu2_glu": "relu2"}
+    if epilogue in gates:
+        y = ops.glu(*jnp.split(y, 2, axis=-1), activation=gates[epilogue])
     if rotary is None:
         return (y + residual,)
     heads = y.reshape(len(x), 1, 4, -1)
@@ -63,7 +63,7 @@ def in_parts(x, weight, bias, *, norm, epilogue, residual: Any = None, rotary=No
     return q, k, heads[:, :, 3:]
 
 
-@pytest.mark.parametrize("epilogue", [None, "swiglu", "rope"])
+@pytest.mark.parametrize("epilogue", [None, "swiglu", "geglu", "rope"])
 @pytest.mark.parametrize("rows", [1, 2, 16])
 @pytest.mark.parametrize(
     ("implementation", "dtype", "atol"),
@@ -133,7 +133,7 @@ def assert_as_in_parts(scheme, epilogue, implementation, atol, dtype):
         np.testing.assert_allclose(np.float32(y), np.float32(part), atol=atol)
 
 
-@pytest.mark.parametrize("epilogue", [None, "swiglu", "rope"])
+@pytest.mark.parametrize("epilogue", [None, "swiglu", "geglu", "rope"])
 @pytest.mark.parametrize(
     ("implementation", "atol"),
     [("xla", 0), ("pallas-interpret", 0.06)],
@@ -163,6 +163,47 @@ def test_what_only_ternary_weights_have():
         assert ops.explain("fused_linear", x, packed, **around)["pallas"] is None
         around["norm"] = around["norm"]._replace(zero_centered=True)
         assert "adds no 1" in str(ops.explain("fused_linear", x, packed, **around)["pallas"])
+
+
+def test_what_ternary_weights_have_not():
+    x, weight, _, around = case("geglu", jnp.bfloat16)
+    around = {"norm": around["norm"], "epilogue": "geglu"}
+    with absent("NVIDIA H200"):
+        for scheme, said in (("ternary", "ternary weights have no 'geglu'"), ("int8", None)):
+            reasons = ops.explain("fused_linear", x, quantize(weight, scheme), **around)
+            assert reasons["pallas"] == said
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "ternary"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("implementation", "atol"), [("xla", 0), ("pallas-interpret", 0.06)])
+def test_a_norm_behind_the_product(scheme, rows, implementation, atol):
+    """Of product and bias, before the residual."""
+    x, weight, bias, around = case(None, jnp.bfloat16, rows)
+    weight = weight if scheme is None else quantize(weight, scheme)
+    norm, residual = around["norm"], around["residual"]
+    behind = Norm(jnp.linspace(-0.5, 0.5, 128).astype(jnp.bfloat16), 0.25, True)
+    run = interpreted if "interpret" in implementation else lambda f, *args: jax.jit(f)(*args)
+    how = {"norm": norm, "post_norm": behind, "implementation": implementation}
+
+    def parts(x, weight, bias, residual):
+        y = ops.linear(ops.rms_norm(x, norm.weight, eps=norm.eps), weight, bias)
+        return residual + ops.rms_norm(y, behind.weight, **behind.keywords)
+
+    arrays = x, weight, bias
+    ours = run(lambda *a: fused_linear(*a[:3], residual=a[3], **how), *arrays, residual)
+    np.testing.assert_allclose(
+        np.float32(ours), np.float32(jax.jit(parts)(*arrays, residual)), atol=atol
+    )
+    alone = run(lambda *a: fused_linear(*a, **how), *arrays)
+    expected = jax.jit(parts)(*arrays, jnp.zeros_like(residual))
+    np.testing.assert_allclose(np.float32(alone), np.float32(expected), atol=atol)
+
+
+def test_a_norm_behind_a_gate_is_refused():
+    x, weight, bias, around = case("swiglu", jnp.float32)
+    with pytest.raises(ValueError, match="^fused_linear: a post_norm takes no epilogue, got 'swig"):
+        fused_linear(x, weight, bias, **around, post_norm=around["norm"])
 
 
 @pytest.mark.parametrize(
@@ -279,7 +320,7 @@ def test_a_wrong_call_is_refused():
         with pytest.raises(ValueError, match=r"^fused_linear: residual must be \[2, 1, 64\], got"):
             fused_linear(x, w, bias, **wrong)
         wrong = {"norm": around["norm"], "epilogue": "gelu"}
-        said = "^fused_linear: epilogue 'gelu' is not None, 'swiglu', 'relu2_glu' or 'rope'"
+        said = "^fused_linear: epilogue 'gelu' is not None, 'swiglu', 'geglu', 'relu2_glu' or"
         with pytest.raises(ValueError, match=said):
             fused_linear(x, w, bias, **wrong, implementation="xla")
 
