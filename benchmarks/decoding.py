@@ -19,7 +19,17 @@ import numpy as np
 from flax import nnx
 
 import jaxllm
-from benchmarks.models import LLAMA_8B, PHI_4_MINI, QWEN, QWEN3, QWEN3_8B, kernels
+from benchmarks.models import (
+    GEMMA2_2B,
+    GEMMA3_1B,
+    GEMMA3_4B,
+    LLAMA_8B,
+    PHI_4_MINI,
+    QWEN,
+    QWEN3,
+    QWEN3_8B,
+    kernels,
+)
 from jaxllm.config import ModelConfig, Runtime
 from jaxllm.programs import LOOP_AS_GRAPH, DecodeState, decode, prefill
 from jaxllm.quantize import PackedLinear, linears
@@ -28,7 +38,7 @@ from jaxllm.sampling import Sampling
 from pallas_kernels.measure import Stopwatch, size_bytes
 from pallas_kernels.quantize import quantize
 
-SECTIONS = ("decode", "packed-decode", "decode-heads", "cuda-graphs")
+SECTIONS = ("decode", "packed-decode", "decode-heads", "decode-gemma", "cuda-graphs")
 PROMPT, NEW_TOKENS = 64, 256
 FUSED = "auto, fused"  # what `jaxllm generate` runs
 # What is behind a name, and what `Runtime` takes for it
@@ -63,6 +73,9 @@ GRAPHS: dict[str, Mapping[str, Any]] = {
 GRAPH_MODELS = {"Qwen2.5-0.5B": QWEN, "Llama-3.1-8B": LLAMA_8B}
 # Whose heads are normed before they are turned, or turned in part
 HEAD_MODELS = {"Qwen3-0.6B": QWEN3, "Qwen3-8B": QWEN3_8B, "Phi-4-mini": PHI_4_MINI}
+# And whose products have norms behind them
+GEMMA_MODELS = {"Gemma-3-1B": GEMMA3_1B, "Gemma-3-4B": GEMMA3_4B, "Gemma-2-2B": GEMMA2_2B}
+MODELS = {"decode-heads": HEAD_MODELS, "decode-gemma": GEMMA_MODELS}
 
 Work = Callable[[Stopwatch], dict[str, Any]]
 
@@ -79,11 +92,11 @@ def tasks(section: str) -> Iterator[tuple[str, Work]]:
         for name, rows in PACKED:
             run = functools.partial(packed, LLAMA_8B, name, rows)
             yield f"packed-decode/{_label(name, rows)}", run
-    elif section == "decode-heads":
-        for (model, config), rows in itertools.product(HEAD_MODELS.items(), (1, 16)):
+    elif section in MODELS:
+        for (model, config), rows in itertools.product(MODELS[section].items(), (1, 16)):
             for name in (FUSED, "auto", "xla"):
                 run = functools.partial(by_implementation, config, name, rows=rows)
-                yield f"decode-heads/{model}, {_label(name, rows)}", run
+                yield f"{section}/{model}, {_label(name, rows)}", run
     elif section == "cuda-graphs":
         for model, config in GRAPH_MODELS.items():
             for how in GRAPHS:
@@ -292,6 +305,7 @@ def lines(
     yield from _by_implementation(
         "shapes of Qwen3 and Phi-4-mini", found("decode-heads"), ceilings, why
     )
+    yield from _by_implementation("shapes of Gemma", found("decode-gemma"), ceilings, why)
     yield from _packed(found("packed-decode"), ceilings, why)
     yield from _graphs(found("cuda-graphs"), why)
 

@@ -122,6 +122,65 @@ PHI_4_MINI = ModelConfig(
     tie_word_embeddings=True,
 )
 
+# google/gemma-3-1b-it's config.json
+GEMMA3_1B = ModelConfig(
+    model_type="gemma3_text",
+    vocab_size=262_144,
+    hidden_size=1152,
+    intermediate_size=6912,
+    num_hidden_layers=26,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=256,
+    max_position_embeddings=32_768,
+    rms_norm_eps=1e-6,
+    hidden_act="gelu_pytorch_tanh",
+    rope=Rope(1e6),
+    sliding_rope=Rope(1e4),
+    tie_word_embeddings=True,
+    qk_norm=True,
+    zero_centered_norm=True,
+    post_norms=True,
+    scale_embedding=True,
+    query_pre_attn_scalar=256,
+    sliding_window=512,
+    layer_types=("sliding_attention",) * 5
+    + (("full_attention",) + ("sliding_attention",) * 5) * 3
+    + ("full_attention",)
+    + ("sliding_attention",) * 2,
+)
+# google/gemma-3-4b-it's of text, but for its RoPE, which here scales nothing
+GEMMA3_4B = dataclasses.replace(
+    GEMMA3_1B,
+    vocab_size=262_208,
+    hidden_size=2560,
+    intermediate_size=10_240,
+    num_hidden_layers=34,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=131_072,
+    sliding_window=1024,
+    layer_types=(("sliding_attention",) * 5 + ("full_attention",)) * 5 + ("sliding_attention",) * 4,
+)
+# google/gemma-2-2b's config.json
+GEMMA2_2B = dataclasses.replace(
+    GEMMA3_1B,
+    model_type="gemma2",
+    vocab_size=256_000,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=8192,
+    rope=Rope(1e4),
+    sliding_rope=None,
+    qk_norm=False,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+    sliding_window=4096,
+    layer_types=("sliding_attention", "full_attention") * 13,
+)
+
 # A Llama of 1.3B parameters, for training steps
 LLAMA_1B = ModelConfig(
     model_type="llama",

@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 import jaxllm
-from benchmarks.models import LLAMA, LLAMA_8B, QWEN, QWEN3, kernels
+from benchmarks.models import GEMMA3_1B, LLAMA, LLAMA_8B, QWEN, QWEN3, kernels
 from jaxllm import aot, ops, train
 from jaxllm.config import ModelConfig, Runtime
 from pallas_kernels.measure import size_bytes
@@ -33,10 +33,16 @@ _QWEN, _QWEN3, _LLAMA, _LLAMA_8B = (
     dataclasses.replace(model, num_hidden_layers=LAYERS, layer_types=())
     for model in (QWEN, QWEN3, LLAMA, LLAMA_8B)
 )
+_GEMMA3 = dataclasses.replace(  # both kinds among the first ones too
+    GEMMA3_1B,
+    num_hidden_layers=LAYERS,
+    layer_types=("sliding_attention", "full_attention") * (LAYERS // 2),
+)
 MODELS = {
     "Qwen2.5-0.5B float32": (_QWEN, "float32"),
     "Qwen2.5-0.5B bfloat16": (_QWEN, "bfloat16"),
     "Qwen3-0.6B bfloat16": (_QWEN3, "bfloat16"),
+    "Gemma-3-1B bfloat16": (_GEMMA3, "bfloat16"),
     "Llama-3.2-1B bfloat16": (_LLAMA, "bfloat16"),
     "Llama-3.1-8B bfloat16": (_LLAMA_8B, "bfloat16"),
 }
@@ -81,7 +87,7 @@ KEYS = (
         for name in ("one launch", "gemv")
     ),
     *(("Qwen2.5-0.5B bfloat16", "fused decode", name) for name in ("all layers", "xla")),
-    ("Qwen3-0.6B bfloat16", "fused decode", "one launch"),
+    *((f"{name} bfloat16", "fused decode", "one launch") for name in ("Qwen3-0.6B", "Gemma-3-1B")),
     *((_8B, "int4 decode", name) for name in ("one launch", "packed")),
     *((_8B, "long prefill", name) for name in ("cudnn", "pallas attention")),
 )
@@ -203,7 +209,8 @@ def compile_program(model: str, program: str, implementation: str) -> Facts:
     launches, layers = len(whole.launches), LAYERS
     if program != "training":
         layers = LAYERS // 2
-        short = dataclasses.replace(config, num_hidden_layers=layers, layer_types=())
+        kinds = config.layer_types[:layers]
+        short = dataclasses.replace(config, num_hidden_layers=layers, layer_types=kinds)
         function, fewer_arguments, _ = PROGRAMS[program](short, dtype, chosen)
         launches -= len(aot.compile_for(function, *fewer_arguments).launches)
     return Facts(

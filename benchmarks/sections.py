@@ -30,6 +30,7 @@ SECTIONS = (
     "long-context",
     "packed-decode",
     "decode-heads",
+    "decode-gemma",
     "cuda-graphs",
     "step-kernels",
     "train",
@@ -38,6 +39,7 @@ SECTIONS = (
 BY_NAME = {
     "packed-decode": decoding,
     "decode-heads": decoding,
+    "decode-gemma": decoding,
     "cuda-graphs": decoding,
     "step-kernels": step_kernels,
     "train": training,
@@ -52,7 +54,14 @@ GROUPS = {
         "prefill",
         "long-context",
     ),
-    "decoding": ("decode", "packed-decode", "decode-heads", "cuda-graphs", "step-kernels"),
+    "decoding": (
+        "decode",
+        "packed-decode",
+        "decode-heads",
+        "decode-gemma",
+        "cuda-graphs",
+        "step-kernels",
+    ),
 }
 LATE = ("decode", "prefill", *BY_NAME)  # whose programs take long to compile
 NUM_STAGES = 2 + len(training.STAGES)  # that of all else, training's, and that of what they leave

@@ -256,8 +256,8 @@ def test_a_fused_model_decodes_in_two_launches_a_layer():
     """
     found = {key: limit for key, limit in programs.limits().items() if key[2] == "one launch"}
     assert {program for _, program, _ in found} == {"fused decode", "int4 decode"}
-    normed = {key for key in found if key[0].startswith("Qwen3")}
-    assert len(normed) == 1
+    normed = {key for key in found if key[0].startswith(("Qwen3", "Gemma-3"))}
+    assert len(normed) == 2
     for key, limit in found.items():
         assert limit.kernels_a_layer <= 2 + (key in normed)
         assert limit.weight_copies == 0

@@ -154,7 +154,8 @@ def test_the_sections_are_those_that_are_asked_for():
         *(f"decode-heads/Qwen3-0.6B, {name}" for name in ("auto, fused", "auto", "xla")),
         "decode-heads/Qwen3-0.6B, auto, fused, 16 rows",
     ]
-    assert len(keys["decode-heads"]) == 18
+    assert len(keys["decode-heads"]) == len(keys["decode-gemma"]) == 18
+    assert keys["decode-gemma"][0] == "decode-gemma/Gemma-3-1B, auto, fused"
     assert LLAMA_8B.num_hidden_layers == 32
 
 
@@ -166,6 +167,7 @@ def test_the_tables():
     sections = {
         "decode": {"auto": row(200.0), "xla": {"failed": "z"}},
         "decode-heads": {"Qwen3-8B, auto, fused": row(210.0)},
+        "decode-gemma": {"Gemma-3-4B, auto, fused": row(310.0)},
         "packed-decode": {
             "bfloat16": row(300.0),
             "int4": row(930.0, bytes_a_token=3 * 10**9),

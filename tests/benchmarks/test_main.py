@@ -798,7 +798,7 @@ def test_sections_are_chosen_by_name():
     for name in sections.BY_NAME:
         assert set(keys([name], quick=True)) == {name}
     assert set(keys(sections.expand(["decoding"]))) == {
-        *("decode", "packed-decode", "decode-heads", "cuda-graphs", "step-kernels")
+        *("decode", "packed-decode", "decode-heads", "decode-gemma", "cuda-graphs", "step-kernels")
     }
     assert set(keys(["layer"])) == {"layer"}
     assert "decode" not in keys([], quick=True)

@@ -461,15 +461,16 @@ def test_inspect_describes_the_calls_that_the_cache_makes():
 
 
 def test_inspect_tells_fused_products_where_a_layer_decodes_with_them():
-    calls = {}
-    for name, config in (("llama", TINY), ("norms behind", ALL)):
+    calls, other = {}, dataclasses.replace(TINY, hidden_act="gelu")
+    for name, config in (("llama", TINY), ("every switch", ALL), ("another gate", other)):
         model = tiny_models.build(config, Runtime("bfloat16"))
         jaxllm.fuse(model)
         said = cli_inspect.explained(model, "bfloat16")
         calls[name] = [(op, call) for op, call, _ in said if "linear" in op and "decode" in call]
     assert calls == {
         "llama": [("fused_linear", "decode"), ("linear", "decode, head")],
-        "norms behind": [("linear", "decode")],
+        "every switch": [("fused_linear", "decode"), ("linear", "decode, head")],
+        "another gate": [("linear", "decode")],
     }
 
 
@@ -515,8 +516,10 @@ def test_inspect_tells_what_decoding_has_in_one_launch(monkeypatch):
     )
     capped = dataclasses.replace(wide, attn_logit_softcapping=4.0)
     said = {}
-    configs = (("wide", wide), ("capped", capped), ("narrow", TINY), ("norms behind", ALL))
-    for name, config in configs:
+    behind = dataclasses.replace(wide, post_norms=True, hidden_act="gelu_pytorch_tanh")
+    other = dataclasses.replace(wide, hidden_act="gelu")
+    configs = (("wide", wide), ("capped", capped), ("narrow", TINY), ("norms behind", behind))
+    for name, config in (*configs, ("another gate", other)):
         model = tiny_models.build(config, Runtime("bfloat16"))
         jaxllm.fuse(model)
         with absent():
@@ -532,7 +535,9 @@ def test_inspect_tells_what_decoding_has_in_one_launch(monkeypatch):
     reasons = said["narrow"]["between_attentions"]
     assert reasons["pallas"] == "out: takes outputs in multiples of 16 at 1 rows, got 24"
     assert reasons["op by op"] is None
-    assert said["norms behind"] == {}
+    assert said["norms behind"]["decode_layers"]["pallas"] == "takes no post_norm"
+    assert said["norms behind"]["between_attentions"]["pallas"] is None
+    assert said["another gate"] == {}
 
 
 def test_inspect_asks_with_packed_tables():

@@ -49,6 +49,8 @@ QWEN, LLAMA_1B, PHI = (
 )
 BITNET = (2560, 6912, (20, 5, 128))
 QWEN3 = (1024, 3072, (16, 8, 128))
+GEMMA3_1B, GEMMA2_2B = (1152, 6912, (4, 1, 256)), (2304, 9216, (8, 4, 256))
+GEMMA3_27B = (5376, 21504, (32, 16, 128))
 
 
 def interpret(arguments: dict[str, Any]) -> Any:
@@ -446,7 +448,7 @@ def test_refuses_without_a_gpu():
 
 
 @pytest.mark.parametrize("form", [PLAIN, "int8", "int4", "ternary"])
-@pytest.mark.parametrize("model", [QWEN, LLAMA_1B, PHI, BITNET])
+@pytest.mark.parametrize("model", [QWEN, LLAMA_1B, PHI, BITNET, GEMMA3_1B])
 def test_every_output_is_some_blocks(model: Any, form: str):
     """Tiles are dealt without a gap, the default fits on chip, and folding evens blocks out."""
     arguments = shapes_of(partial(call, *model, form))
@@ -466,10 +468,13 @@ def test_every_output_is_some_blocks(model: Any, form: str):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("form", [PLAIN, "int4", "ternary"])
-def test_compiled(form: str):
+@pytest.mark.parametrize(
+    ("form", "more"),
+    [*((form, "") for form in (PLAIN, "int4", "ternary")), (PLAIN, "out down"), ("int4", "down")],
+)
+def test_compiled(form: str, more: str):
     """One launch; codes are read by 16 bytes, and multiplied by tensor cores."""
-    shapes = shapes_of(partial(call, 256, 512, (4, 2, 64), form))
+    shapes = shapes_of(partial(call, 256, 512, (4, 2, 64), form, post_norms=more))
     run, arrays = jitted(shapes)
     program = aot.compile_for(run, *arrays)
     assert program.mosaic_launches() == ["between_attentions"]
@@ -514,6 +519,29 @@ def test_the_product_of_the_next_layer_alone_on_a_gpu(form: str):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", [PLAIN, "int8", "int4", "int4, zero points"])
+@pytest.mark.parametrize("model", [GEMMA3_1B, GEMMA2_2B, GEMMA3_27B])
+def test_norms_behind_products_on_a_gpu(model: Any, form: str):
+    how: Any = {"centred": True, "gate": "geglu", "post_norms": "out down"}
+    arguments = call(*model, form, turned=model == GEMMA2_2B, **how)
+    *found, meeting = on_device(arguments)
+    np.testing.assert_array_equal(meeting, 0)
+    assert_right(arguments, found)
+    for config in (Config(4, 6, 2), Config(16, 2, 1)) if model == GEMMA3_1B else ():
+        *found, _ = on_device(arguments, config=config)
+        assert_right(arguments, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", POST_NORMS)
+def test_either_norm_behind_a_product_on_a_gpu(name: str):
+    arguments = POST_NORMS[name]()
+    *found, meeting = on_device(arguments)
+    np.testing.assert_array_equal(meeting, 0)
+    assert_right(arguments, found)
+
+
+@pytest.mark.gpu
 def test_bitnet_on_a_gpu():
     arguments = call(*BITNET, "ternary", sub_norms=True, gate="relu2_glu")
     *found, _ = on_device(arguments)
@@ -530,12 +558,18 @@ def test_configs_on_a_gpu(form: str, config: Config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [PLAIN, "int4", "ternary"])
-def test_a_hundred_times_on_a_gpu(form: str):
+@pytest.mark.parametrize(
+    ("form", "more"),
+    [
+        *((form, {}) for form in (PLAIN, "int4", "ternary")),
+        *((form, {"post_norms": "out down", "turned": False}) for form in (PLAIN, "int4")),
+    ],
+)
+def test_a_hundred_times_on_a_gpu(form: str, more: Any):
     """The same bits each time, by one meeting and of two calls in turn: nobody reads what was not
     written yet, which would be the other's.
     """
-    arguments = call(*LLAMA_1B, form)
+    arguments = call(*LLAMA_1B, form, **more)
     run, (arrays, meeting) = jitted(arguments)
     rows = [i for i, a in enumerate(arrays) if a.shape[:-1] == (1,) and a.dtype == jnp.bfloat16]
     assert len(rows) == 2  # heads and x

@@ -630,7 +630,7 @@ def test_on_a_gpu(rows: int, form: str, dtype: str):
     for i in (1024, 3584) if form == "int4, groups of 512" else (896, 4864):
         calls = [(None, ""), ("swiglu", "bias residual")]
         if dtype == "bfloat16" and i <= 1024:
-            calls += [(None, "norm residual"), ("swiglu", "norm centred")]
+            calls += [(None, "norm residual"), ("swiglu", "norm centred"), ("geglu", "norm")]
         for epilogue, extra in calls:
             arrays, keywords = call(rows, 256, i, form, DTYPES[dtype], extra, epilogue=epilogue)
             config = default_config(arrays["x"], arrays["packed"], **keywords, device=H200)

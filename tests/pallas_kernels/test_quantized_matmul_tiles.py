@@ -479,6 +479,7 @@ def test_on_a_gpu(form: str, dtype: str):
         (short, Tiles(128, 192, 2), "residual", None),
         (short, Tiles(96, 256, 2), "bias residual", "swiglu"),
         (odd, Tiles(256, 128, 2), "bias", None),
+        (short, Tiles(128, 128, 2), "bias", "geglu"),
     ]
     for k, config, extra, epilogue in calls:
         arrays, keywords = call(rows, 304, k, form, DTYPES[dtype], extra, epilogue=epilogue)
