@@ -126,22 +126,27 @@ MAY_IMPORT = {
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_tiles "
         "pallas_kernels.device pallas_kernels.lane_code"
     ),
+    "pallas_kernels.between_attentions_join": (
+        "pallas_kernels.between_attentions_config pallas_kernels.device "
+        "pallas_kernels.lane_arithmetic pallas_kernels.lane_code pallas_kernels.quantized_rows"
+    ),
     "pallas_kernels.between_attentions_lanes": (
-        "pallas_kernels.between_attentions_bring "
+        "pallas_kernels.between_attentions_bring pallas_kernels.between_attentions_join "
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_tiles "
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.quantized_matmul_config"
     ),
     "pallas_kernels.between_attentions_kernel": (
         "pallas_kernels._compat pallas_kernels.between_attentions_config "
         "pallas_kernels.between_attentions_lanes pallas_kernels.device pallas_kernels.lane_code "
-        "pallas_kernels.packed"
+        "pallas_kernels.packed pallas_kernels.rms_norm"
     ),
     "pallas_kernels.between_attentions": (
         "pallas_kernels._compat pallas_kernels.around_product "
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_kernel "
         "pallas_kernels.device pallas_kernels.options pallas_kernels.packed "
         "pallas_kernels.quantized_matmul pallas_kernels.quantized_matmul_check "
-        "pallas_kernels.quantized_matmul_config pallas_kernels.ternary_matmul"
+        "pallas_kernels.quantized_matmul_config pallas_kernels.rms_norm "
+        "pallas_kernels.ternary_matmul"
     ),
     "pallas_kernels.decode_layers_config": (
         "pallas_kernels.between_attentions_config pallas_kernels.device "
@@ -184,12 +189,13 @@ MAY_IMPORT = {
         "pallas_kernels.quantized_unpack pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_matmul_tiles": (
-        "pallas_kernels._compat pallas_kernels.packed pallas_kernels.quantized_expand "
-        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_tiles_config "
-        "pallas_kernels.quantized_unpack pallas_kernels.ring pallas_kernels.wgmma_tiles"
+        "pallas_kernels._compat pallas_kernels.matmul_finish pallas_kernels.packed "
+        "pallas_kernels.quantized_expand pallas_kernels.quantized_matmul_config "
+        "pallas_kernels.quantized_tiles_config pallas_kernels.quantized_unpack pallas_kernels.ring pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_matmul_check": (
-        "pallas_kernels.around_product pallas_kernels.options pallas_kernels.packed"
+        "pallas_kernels.around_product pallas_kernels.matmul_finish pallas_kernels.options "
+        "pallas_kernels.packed"
     ),
     "pallas_kernels.quantized_matmul": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
@@ -330,7 +336,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.head_places": "",
     "pallas_kernels.gemv_kernel": (
-        "pallas_kernels._compat pallas_kernels.device pallas_kernels.head_places"
+        "pallas_kernels._compat pallas_kernels.device pallas_kernels.head_places "
+        "pallas_kernels.matmul_finish"
     ),
     "pallas_kernels.gemv": (
         "pallas_kernels._compat pallas_kernels.around_product pallas_kernels.device "
