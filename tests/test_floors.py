@@ -191,7 +191,8 @@ MAY_IMPORT = {
     "pallas_kernels.quantized_matmul_tiles": (
         "pallas_kernels._compat pallas_kernels.matmul_finish pallas_kernels.packed "
         "pallas_kernels.quantized_expand pallas_kernels.quantized_matmul_config "
-        "pallas_kernels.quantized_tiles_config pallas_kernels.quantized_unpack pallas_kernels.ring pallas_kernels.wgmma_tiles"
+        "pallas_kernels.quantized_tiles_config pallas_kernels.quantized_unpack "
+        "pallas_kernels.ring pallas_kernels.wgmma_tiles"
     ),
     "pallas_kernels.quantized_matmul_check": (
         "pallas_kernels.around_product pallas_kernels.matmul_finish pallas_kernels.options "
