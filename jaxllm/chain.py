@@ -2,7 +2,7 @@
 them are.
 
 A `Block` begins with a norm and ends with a sum; what wants fewest launches begins behind a layer's
-attention and ends before the next one's. So a token goes through layers of the plain kind here.
+attention and ends before the next one's. So a token goes through layers that are fused here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxllm import ops
 from jaxllm.cache import Entry, LayerCache
-from jaxllm.layers import Attention, Block, RMSNorm, Tables, weight_of
+from jaxllm.layers import Attention, Block, Product, Tables, weight_of
 
 logger = logging.getLogger("jaxllm")
 
@@ -74,8 +74,8 @@ def why_not(blocks: Sequence[Block], x: Float[Array, "B T D"]) -> str | None:
     for i, block in enumerate(blocks):
         if type(block) is not Block:
             return f"layer {i} is a {type(block).__name__}, not a Block"
-        if not block.is_fused(1):
-            return f"layer {i} is not fused, or has around its products what no kernel has in it"
+        if (reason := block.why_not_fused(1)) is not None:
+            return f"layer {i}: {reason}"
         if any(getattr(linear, "order", None) is not None for linear in _linears(block)):
             return f"layer {i} takes inputs in an order of their own"
         if any(linear.dtype != x.dtype for linear in _linears(block)):
@@ -219,10 +219,10 @@ def _log_once(op: str, reason: str) -> None:
 
 
 def _linears(block: Block) -> list[Any]:
-    return [linear for linear, *_ in block.products()]
+    return [product.linear for product in block.products()]
 
 
-def _weights(product: tuple[Any, RMSNorm | None, RMSNorm | None]) -> ops.Weights:
+def _weights(product: Product) -> ops.Weights:
     linear, *norms = product
     bias = None if linear.bias is None else linear.bias[...]
     around = (None if norm is None else norm.as_argument() for norm in norms)

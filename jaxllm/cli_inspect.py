@@ -161,7 +161,7 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
     gated = joined and ops.gates_itself(weight, mlp.activation)
     alone = _weight(model.layers[-1].self_attn.o_proj) if gated else weight
     yield "linear", "prefill", ops.explain("linear", array(1, t, alone.shape[1]), alone)
-    if model.layers[-1].is_fused(1):
+    if model.layers[-1].why_not_fused(1) is None:
         around = {
             "norm": ops.Norm(array(d), config.rms_norm_eps, config.zero_centered_norm),
             "epilogue": ops.EPILOGUES[mlp.activation],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +193,14 @@ def _turns(rope: Rope, rotary_dim: int, divisors: tuple[float, ...] | None) -> l
     return [part[None, None, :] for part in turns(radians)]
 
 
+class Product(NamedTuple):
+    """A projection of a layer, with the norm before it and the one behind it, if there are such."""
+
+    linear: Any
+    norm: RMSNorm | None = None
+    post_norm: RMSNorm | None = None
+
+
 class Attention(nnx.Module):
     """Self-attention of layer `layer` of the config, from its projections to its output's."""
 
@@ -331,7 +339,7 @@ class MLP(nnx.Module):
             both = self.gate_proj(x), self.up_proj(x)
         elif ops.gates_itself(weight_of(self.gate_up_proj), self.activation):
             gate = ops.EPILOGUES[self.activation]
-            return _fused(self.gate_up_proj, None, None, x, epilogue=gate)
+            return _fused(Product(self.gate_up_proj), x, epilogue=gate)
         else:
             both = (self.gate_up_proj(x),)
         return ops.glu(*both, activation=self.activation, implementation=self.implementation)
@@ -392,7 +400,11 @@ class Block(nnx.Module):
         if self.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(self.dtype)
         dtype = x.dtype  # modules of one's own may return another
-        if cache is not None and rotary is not None and self.is_fused(x.shape[0] * x.shape[1]):
+        if (
+            cache is not None
+            and rotary is not None
+            and not self.why_not_fused(x.shape[0] * x.shape[1])
+        ):
             return self._decode(x, rotary, cache)
         with jax.named_scope("attention"):
             out, entry = self.self_attn(
@@ -402,79 +414,82 @@ class Block(nnx.Module):
             if self.post_norms:
                 out = self.post_attention_layernorm(out).astype(dtype)
         with jax.named_scope("mlp"):
-            normed, x = self.mlp_norm(out, x)
+            normed, x = self._mlp_norm(out, x)
             out = self.mlp(normed)
             if self.post_norms:
                 out = self.post_feedforward_layernorm(out.astype(dtype))
             x = x.astype(dtype) + out.astype(dtype)
         return x, entry
 
-    def is_fused(self, tokens: int) -> bool:
-        """Whether the layer can be had as `_decode` does it, of so many tokens: after
-        `jaxllm.fuse`, of few, and without what stands between a product and its neighbours in some
-        families, or modules of another kind.
+    def why_not_fused(self, tokens: int) -> str | None:
+        """What keeps the layer from being had as `_decode` does it, of so many tokens: it is for
+        few, after `jaxllm.fuse`, and for modules of this file.
         """
         attention, mlp = self.self_attn, self.mlp
         if [*map(type, (self, attention, mlp))] != [Block, Attention, MLP]:
-            return False
-        linears, norms, post_norms = zip(*self.products(), strict=True)
-        if {type(self.input_layernorm), type(self.mlp_norm)} != {RMSNorm}:
-            return False
-        others = *norms, *post_norms, attention.q_norm, attention.k_norm
-        if not {*map(type, others)} <= {RMSNorm, type(None)}:
-            return False
-        weights = [weight_of(linear) for linear in linears]
+            return "its attention or MLP is a module of another kind"
+        products = self.products()
+        norms = [norm for each in products for norm in (each.norm, each.post_norm)]
+        kinds = {*map(type, norms), type(attention.q_norm), type(attention.k_norm)}
+        required = {type(self.input_layernorm), type(self._mlp_norm)}
+        if required != {RMSNorm} or not kinds <= {RMSNorm, type(None)}:
+            return "a norm of it is a module of another kind"
+        if (attention.q_norm is None) != (attention.k_norm is None):
+            return "of q's and k's norm it has but one"
+        weights = [weight_of(each.linear) for each in products]
+        if any(weight is None for weight in weights):
+            return "it is not fused (jaxllm.fuse), or has projections of another kind"
+        if not ops.takes_rows(tokens, *weights):
+            return f"{tokens} tokens are too many"
         ternary = {getattr(weight, "scheme", None) == "ternary" for weight in weights}
         gates = {"silu": {True, False}, "gelu_pytorch_tanh": {False}, "relu2": {True}}
-        return (
-            all(weight is not None for weight in weights)
-            and ops.takes_rows(tokens, *weights)
-            and (attention.q_norm is None) == (attention.k_norm is None)
-            and ternary <= gates.get(mlp.activation, set())
-        )
+        if not ternary <= gates.get(mlp.activation, set()):
+            kind = "ternary weights" if True in ternary else "weights that are not ternary"
+            return f"a gate of {mlp.activation!r} is in no product with {kind}"
+        return None
 
     @property
-    def mlp_norm(self) -> RMSNorm:
+    def _mlp_norm(self) -> RMSNorm:
         """Before the MLP, whatever its name."""
         return self.pre_feedforward_layernorm if self.post_norms else self.post_attention_layernorm
 
-    def products(self) -> tuple[tuple[Any, RMSNorm | None, RMSNorm | None], ...]:
+    def products(self) -> tuple[Product, Product, Product, Product]:
         """q's, k's and v's projection joined, attention's, the joined one of gate and up, and the
-        last, each with the norm before it, and the one behind it if there are post_norms.
+        last.
         """
         attention, mlp, behind = self.self_attn, self.mlp, (None, None)
         if self.post_norms:
             behind = self.post_attention_layernorm, self.post_feedforward_layernorm
         return (
-            (attention.qkv_proj, self.input_layernorm, None),
-            (attention.o_proj, attention.attn_sub_norm, behind[0]),
-            (mlp.gate_up_proj, self.mlp_norm, None),
-            (mlp.down_proj, mlp.ffn_sub_norm, behind[1]),
+            Product(attention.qkv_proj, self.input_layernorm),
+            Product(attention.o_proj, attention.attn_sub_norm, behind[0]),
+            Product(mlp.gate_up_proj, self._mlp_norm),
+            Product(mlp.down_proj, mlp.ffn_sub_norm, behind[1]),
         )
 
     def _decode(self, x: Float[Array, "B T D"], rotary: Tables, cache: LayerCache):
         """`__call__` of a few tokens in as few launches as can be: norms in front of a product,
-        rotation, gate and sum behind it, are part of it.
+        rotation, gate and sum behind it, are part of it. A norm behind it is not, and its sum.
         """
         _, out, gate_up, down = self.products()
         with jax.named_scope("attention"):
             q, entry, keys = self.begin(x, rotary, cache)
-            x = _fused(*out, self.self_attn.attend(q, keys), residual=x)
+            x = _fused(out, self.self_attn.attend(q, keys), residual=x)
         with jax.named_scope("mlp"):
-            gated = _fused(*gate_up, x, epilogue=ops.EPILOGUES[self.mlp.activation])
-            x = _fused(*down, gated, residual=x)
+            gated = _fused(gate_up, x, epilogue=ops.EPILOGUES[self.mlp.activation])
+            x = _fused(down, gated, residual=x)
         return x, entry
 
     def begin(
         self, x: Float[Array, "B T D"], rotary: Tables, cache: LayerCache
     ) -> tuple[Float[Array, "B T N H"], Entry, dict[str, Any]]:
-        """Of a layer that `is_fused`, what `attend` is called with: q, and the keys; and between
-        them the cache entry.
+        """Of a layer that is fused, what `attend` is called with: q, and the keys; and between them
+        the cache entry.
         """
         attention = self.self_attn
         place = cache.place(x.dtype) if x.shape[1] == 1 else None
         q, k, v = _fused(
-            *self.products()[0],
+            self.products()[0],
             x,
             epilogue="rope",
             rotary=attention.turning(rotary),
@@ -504,14 +519,9 @@ def _as_argument(norm: RMSNorm | None) -> ops.Norm | None:
     return None if norm is None else norm.as_argument()
 
 
-def _fused(
-    linear: Any,
-    norm: RMSNorm | None,
-    post_norm: RMSNorm | None,
-    x: Float[Array, "*B I"],
-    **around: Any,
-) -> Any:
+def _fused(product: Product, x: Float[Array, "*B I"], **around: Any) -> Any:
     """The product with what stands around it, as `ops.fused_linear` names it."""
+    linear, norm, post_norm = product
     bias, before = None if linear.bias is None else linear.bias[...], _as_argument(norm)
     x = x.astype(linear.dtype)
     if getattr(linear, "order", None) is not None:

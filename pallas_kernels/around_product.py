@@ -115,6 +115,21 @@ def write(cache: Cache, k: Float[Array, "B K H"], v: Float[Array, "B K H"]) -> t
     return k, v
 
 
+def check_post_norm(post_norm: Norm, outputs: int, *, who: str) -> None:
+    """Refuses a norm that is none of so many outputs; shapes suffice.
+
+    Raises: ValueError, in the name of the op `who`.
+    """
+    weight, eps, zero_centered = post_norm
+    check_number(who, "the post_norm's eps", eps, positive=True)
+    check_flags(who, zero_centered=zero_centered)
+    if weight.shape != (outputs,) or not jnp.issubdtype(weight.dtype, jnp.floating):
+        raise ValueError(
+            f"{who}: the post_norm's weight must be floating point, [O] = [{outputs}], got "
+            f"{weight.dtype}{list(weight.shape)}"
+        )
+
+
 def check_head_norms(rotary: Rotary, width: int, *, who: str) -> None:
     """Refuses norms that are none of a head, of this width, of q or k; shapes suffice.
 

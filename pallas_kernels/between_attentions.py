@@ -33,7 +33,7 @@ from pallas_kernels import _compat
 from pallas_kernels import between_attentions_kernel as kernel
 from pallas_kernels import device as device_lib
 from pallas_kernels import quantized_matmul_config as sizes
-from pallas_kernels.around_product import Cache, Norm, Rotary, turn_and_write
+from pallas_kernels.around_product import Cache, Norm, Rotary, check_post_norm, turn_and_write
 from pallas_kernels.between_attentions_config import (
     BRINGING,
     MEETING_WORDS,
@@ -43,7 +43,7 @@ from pallas_kernels.between_attentions_config import (
     Product,
 )
 from pallas_kernels.device import ACCESS_BYTES, LANES, REGISTERS, SHARED_BYTES, Device
-from pallas_kernels.options import check_flags, check_number, check_options
+from pallas_kernels.options import check_options
 from pallas_kernels.packed import CODES_PER_BYTE, PLAIN, Packed
 from pallas_kernels.quantized_matmul import (
     for_lanes,
@@ -338,7 +338,9 @@ def _may_hold(product: Product, registers: int) -> bool:
 
 def _epilogue(name: str, link: Link) -> str | None:
     turns = link.following is not None and link.following.rotary is not None
-    return {"gate_up": "swiglu", "qkv": "rope" if turns else None}.get(name)
+    # `quantized_matmul` has not the gate of ternary weights alone, whose shapes are those of others
+    gate = "swiglu" if link.gate == "relu2_glu" else link.gate
+    return {"gate_up": gate, "qkv": "rope" if turns else None}.get(name)
 
 
 def _is_better_folded(product: Product) -> bool:
@@ -399,20 +401,9 @@ def check(heads, x, link: Link, *, who: str) -> None:
         rest = {"norm": norm, "bias": bias, "epilogue": _epilogue(name, link), "out_dtype": None}
         check_product(rows[name], weight, **rest, **around, who=f"{who}, {name}")
         if post_norm is not None:
-            _check_post_norm(post_norm, d, name, who=f"{who}, {name}")
-
-
-def _check_post_norm(post_norm: Norm, d: int, name: str, *, who: str) -> None:
-    weight, eps, zero_centered = post_norm
-    if name not in ("out", "down"):
-        raise ValueError(f"{who}: only out and down have a post_norm")
-    check_number(who, "the post_norm's eps", eps, positive=True)
-    check_flags(who, zero_centered=zero_centered)
-    if weight.shape != (d,) or not jnp.issubdtype(weight.dtype, jnp.floating):
-        raise ValueError(
-            f"{who}: the post_norm's weight must be floating point, [D] = [{d}], got "
-            f"{weight.dtype}{list(weight.shape)}"
-        )
+            if name not in ("out", "down"):
+                raise ValueError(f"{who}, {name}: only out and down have a post_norm")
+            check_post_norm(post_norm, d, who=f"{who}, {name}")
 
 
 def check_meeting(meeting, words: int, *, who: str) -> None:

@@ -47,7 +47,7 @@ class Join:
         added, and joined, where the sum goes; on chip of parts. late: other blocks of this launch
         have written the stream, before the last meeting.
         """
-        self.rows, self.post_norm, self.at, self.late = rows, post_norm, at, late
+        self.rows, self.post_norm, self.at = rows, post_norm, at
         self.starts = [start for _, start in rows.places()]
         # of each access; asked for before z is there
         self.weights = [rows.read(load_four, at["post_norm"], start) for start in self.starts]

@@ -103,7 +103,7 @@ def products(
         thread_name="group",
     )(heads, x, given, angles, held, meeting)
     found = dict(zip(widths, results, strict=True))
-    result = found.get(y, x)
+    result = found[y]
     if last is not None:  # no product follows that would add it
         how = last._asdict()
         result = result + rms_norm_reference(found["down"], post_norms[-1], **how)

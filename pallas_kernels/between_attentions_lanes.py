@@ -315,9 +315,12 @@ class Chain:
         return found
 
     def _early(self, i: int) -> list[dict[str, Any]]:
-        """What a thread's results are made of beside sums, if they are few."""
+        """What a thread's results are made of beside sums, if they are few, and there before the
+        last meeting: a residual that blocks make for the product before is not.
+        """
         mine, finish = self._results(i), self.products[i].finish
-        if len(mine) > MOST_EARLY:
+        late = i > 0 and self.plan.joined[i - 1] is not None and "residual" in finish.at
+        if len(mine) > MOST_EARLY or late:
             return []
         return [finish.operands(word(0), whole, there) for _, _, whole, there in mine]
 

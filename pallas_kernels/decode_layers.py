@@ -201,6 +201,7 @@ def why_not(
         for name in sorted({*first, *kind}, key=lambda name: (name.endswith(FORMAT), name)):
             if first.get(name) != kind.get(name):
                 return f"layer {i} is not like layer 0 in {name}"
+    # Of the first layer, which the others are like
     if layers[0].out.post_norm is not None or layers[0].down.post_norm is not None:
         return "takes no post_norm"
     if reason := why_not_between(

@@ -72,7 +72,7 @@ class Block:
         late: Collection[str] = (),
     ):
         """dtypes: of bias, cos and sin, those that there are. block: which one it is. late: what
-        other blocks of this launch have written: "x", "residual".
+        other blocks of this launch have written: "x", "residual"; others are not read here.
         """
         self.static, self.packed, self.pointers = static, packed, pointers
         c = self.config = static.config

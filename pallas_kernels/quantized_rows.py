@@ -4,7 +4,7 @@ They lie there as pairs, in the order in which `quantized_unpack.values` has tho
 Of an RMSNorm that stands before the product, x is multiplied by its weight here, rounded once to
 x's dtype; the sums of squares, a warp's each, lie behind the row that they are of, and its root
 multiplies the sums (`quantized_finish`). Imported only by quantized_matmul_lanes.py,
-quantized_digits.py and quantized_tma.py.
+quantized_digits.py, quantized_tma.py and between_attentions_join.py.
 """
 
 from __future__ import annotations

@@ -46,8 +46,10 @@ MODULES = (
 PARTS = ("codes", "scale", "zero", "row_scale")
 
 
-def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks: int) -> Any:
-    """The result, by so many multiprocessors' blocks."""
+def by_lanes(
+    monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks: int, **how: Any
+) -> Any:
+    """The result, by so many multiprocessors' blocks; how: as `Blocks` has it."""
     x, link = arguments["x"], arguments["link"]
     device = Device("gpu", "NVIDIA H200", 9.0, blocks)
     plan = plan_of(x, link, config=config, device=device)
@@ -73,7 +75,7 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
     held |= {name: np.full((1, n), np.nan, x.dtype) for name, n in widths.items()}
     held = {name: np.asarray(a) for name, a in held.items()}
     threads = config.warps * LANES
-    machine = Blocks(held, plan.scratch_bytes(), threads + 4 * LANES, blocks)
+    machine = Blocks(held, plan.scratch_bytes(), threads + 4 * LANES, blocks, **how)
     stand_in(monkeypatch, machine, MODULES)
     pointers = []
     for i, flow in enumerate(flows):

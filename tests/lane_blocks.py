@@ -50,13 +50,19 @@ class _Stopped(BaseException):
 class Blocks(Machine):
     """Blocks that share the arrays of global memory, each with a chip of its own."""
 
-    def __init__(self, arrays: Any, shared: Any, threads: int, blocks: int):
+    def __init__(
+        self, arrays: Any, shared: Any, threads: int, blocks: int, *, last_first: bool = False
+    ):
+        """last_first: of those that need not wait the last part goes on, whenever one might have to
+        wait; so the first block does what others could read too early as late as can be.
+        """
         super().__init__(arrays, shared, threads)
         fresh = self.memory["shared"]
         self.chips = [
             {name: (start, content.copy()) for name, (start, content) in fresh.items()}
             for _ in range(blocks)
         ]
+        self.last_first = last_first
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.coming: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.asked: list[tuple[np.ndarray, np.ndarray]] = []
@@ -107,7 +113,8 @@ class Blocks(Machine):
     def _hand_on(self) -> None:
         """Lets the next part go on that need not wait."""
         last = -1 if self.running is None else self.running
-        for number in sorted(self.waiting, key=lambda i: (i <= last, i)):
+        order = sorted(self.waiting, key=lambda i: (i <= last, i))
+        for number in sorted(order, reverse=True) if self.last_first else order:
             self.memory["shared"] = self.chips[self.parts[number].block]
             self.block = self.parts[number].block
             if self.waiting[number]():
@@ -131,7 +138,7 @@ class Blocks(Machine):
 
     def until(self, there: Callable[[], bool]) -> None:
         """Goes on when it is there; until then others do."""
-        if there():
+        if there() and not self.last_first:
             return
         assert self.running is not None, "there is somebody to wait for"
         number, mask = self.running, self.mask

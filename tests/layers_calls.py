@@ -120,7 +120,7 @@ def truth(arguments: dict[str, Any]) -> Any:
             window=token.window,
         )
         x = product(heads.reshape(1, -1), layer.out, residual=x)
-        gated = product(x, layer.gate_up, epilogue="swiglu")
+        gated = product(x, layer.gate_up, epilogue=token.gate)
         x = product(gated, layer.down, residual=x)
         caches.append((k, v))
     return x, caches

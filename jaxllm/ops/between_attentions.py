@@ -56,7 +56,8 @@ def between_attentions(
     implementation: str | Mapping[str, str] = "auto",
 ) -> tuple[Float[Array, "*B D"], tuple[Array, ...] | None, Int[Array, " 2"]]:
     """(y, (q, k, v) or None, meeting): x = x + out(heads), then y = x + down(gate(a) b), a and b
-    being gate_up(x), and of the layer that follows q [*B, N, H] of y and its cache with k and v;
+    being gate_up(x) (what is added first goes through a post_norm, if there is one), and of the
+    layer that follows q [*B, N, H] of y and its cache with k and v;
     without a rotary its product alone, in a tuple. Where it norms q's and k's heads, or turns only
     a part of each, the kernel has a second launch behind it, `rope_into_cache`.
 

@@ -16,7 +16,7 @@ from jaxllm.ops.linear import linear
 from jaxllm.ops.norm import rms_norm
 from jaxllm.ops.rope import rope
 from pallas_kernels import device as device_lib
-from pallas_kernels.around_product import Cache, Norm, Rotary, write
+from pallas_kernels.around_product import Cache, Norm, Rotary, check_post_norm, write
 from pallas_kernels.gemv import check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
 from pallas_kernels.options import check_arrays
@@ -91,6 +91,7 @@ def fused_linear(
     if post_norm is not None:
         if epilogue is not None:
             raise ValueError(f"fused_linear: a post_norm takes no epilogue, got {epilogue!r}")
+        check_post_norm(post_norm, weight.shape[0], who="fused_linear")
         around["residual"] = None  # added behind the norm
     weight = weight.astype(x.dtype) if plain else weight
     name = choose("fused_linear", FUSED_LINEAR, implementation, x, weight, bias, **around)

@@ -251,7 +251,7 @@ def with_another_attention() -> Any:
     return model
 
 
-MORE = "is not fused, or has around its products what no kernel has in it"
+PLAINLY = "it is not fused (jaxllm.fuse), or has projections of another kind"
 
 
 def plain(how: Any) -> Any:
@@ -267,13 +267,13 @@ NONE: Any = {
     "two rows": (plain, {"rows": 2}, "takes one token of one row, got x [2, 1, 128]"),
     "two tokens": (plain, {"tokens": 2}, "takes one token of one row"),
     "float16": (plain, {"dtype": jnp.float16}, "does not compute in float16"),
-    "not fused": (not_fused, {}, f"layer 0 {MORE}"),
+    "not fused": (not_fused, {}, f"layer 0: {PLAINLY}"),
     "another gate": (
         lambda how: made(dataclasses.replace(WIDE, hidden_act="gelu"), how=how),
         {},
-        f"layer 0 {MORE}",
+        "layer 0: a gate of 'gelu' is in no product with weights that are not ternary",
     ),
-    "adapters": (lambda how: with_adapters(), {}, f"layer 1 {MORE}"),
+    "adapters": (lambda how: with_adapters(), {}, f"layer 1: {PLAINLY}"),
     "inputs in another order": (
         lambda how: with_an_order(),
         {},

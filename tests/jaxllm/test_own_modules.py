@@ -130,7 +130,7 @@ def test_a_norm_of_ones_own_within_a_layer_of_bitnet(owner, name):
         jaxllm.quantize(model, "ternary")
         jaxllm.fuse(model)
         runs.append(jaxllm.generate(model, None, [[1, 2]], max_new_tokens=4).tokens)
-        assert model.layers[0].is_fused(1) is not change
+        assert (model.layers[0].why_not_fused(1) is None) is not change
     assert runs[0] == runs[1]
 
 
@@ -301,7 +301,7 @@ def test_a_subclass_of_a_block_is_not_passed_over():
     assert jaxllm.chain.why_not(blocks, x) is None
     blocks[1].__class__ = Scaled
     assert jaxllm.chain.why_not(blocks, x) == "layer 1 is a Scaled, not a Block"
-    assert not blocks[1].is_fused(1)
+    assert blocks[1].why_not_fused(1) is not None
 
 
 def frozen(model: jaxllm.Transformer) -> None:

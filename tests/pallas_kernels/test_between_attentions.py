@@ -403,7 +403,7 @@ def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):
         ),
         (
             changed(down={"post_norm": BEHIND._replace(weight=jnp.ones(64))}),
-            r", down: the post_norm's weight must be floating point, \[D\] = \[128\], got float32",
+            r", down: the post_norm's weight must be floating point, \[O\] = \[128\], got float32",
         ),
         (changed(following={"cache": None}), "'rope', rotary and a cache go together"),
         (changed(following={"rotary": None}), "'rope', rotary and a cache go together"),
@@ -463,7 +463,7 @@ def test_every_output_is_some_blocks(model: Any, form: str):
         assert product.tiles * outputs == product.packed.shape[0]
     folded = {p.static.name for p in plan.products if p.folded}
     if form == PLAIN:  # what is packed must have whole parts and groups in either half
-        assert folded == ({"out", "down"} if model != LLAMA_1B else set())
+        assert folded == (set() if model in (LLAMA_1B, GEMMA3_1B) else {"out", "down"})
     assert form == PLAIN or "gate_up" not in folded
 
 
@@ -563,6 +563,7 @@ def test_configs_on_a_gpu(form: str, config: Config):
     [
         *((form, {}) for form in (PLAIN, "int4", "ternary")),
         *((form, {"post_norms": "out down", "turned": False}) for form in (PLAIN, "int4")),
+        *((PLAIN, {"post_norms": name}) for name in ("out", "down")),
     ],
 )
 def test_a_hundred_times_on_a_gpu(form: str, more: Any):

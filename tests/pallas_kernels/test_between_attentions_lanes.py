@@ -12,6 +12,7 @@ from between_lanes import by_lanes
 from pallas_kernels import between_attentions_lanes
 from pallas_kernels.between_attentions import Config
 from pallas_kernels.between_attentions_lanes import Chain, Meeting
+from pallas_kernels.lane_code import word
 from pallas_kernels.packed import PLAIN
 
 # Blocks, and what they have: a block without a tile of out or down, whose halves of K are folded
@@ -85,12 +86,13 @@ CALLS: Any = {
 }
 
 
+@pytest.mark.parametrize("last_first", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_lanes(name: str, monkeypatch: Any):
+def test_lanes(name: str, last_first: bool, monkeypatch: Any):
     config, blocks, make = CALLS[name]
     arguments = make()
     with monkeypatch.context() as patched:
-        ours = by_lanes(patched, arguments, config, blocks)
+        ours = by_lanes(patched, arguments, config, blocks, last_first=last_first)
     assert_right(arguments, ours)
 
 
@@ -121,6 +123,14 @@ FAULTS: Any = {
     ),
     "a stage is filled before it is read": (Chain, "_wait", without("empty"), "wait for ever"),
     "blocks do not wait": (Meeting, "meet", lambda *_: None, "not finite"),
+    "a residual is read before it is made": (
+        Chain,
+        "_early",
+        lambda chain, i: [
+            chain.products[i].finish.operands(word(0), *each[2:]) for each in chain._results(i)
+        ],
+        "not finite",
+    ),
     "more are waited for": (between_attentions_lanes, "BRINGING", 160, "wait for ever"),
 }
 
@@ -129,7 +139,8 @@ FAULTS: Any = {
 def test_faults_are_seen(fault: str, monkeypatch: Any):
     """What the kernel must not do, done by one that is right otherwise."""
     *what, said = FAULTS[fault]
-    arguments = call(128, 256, (2, 1, 64), PLAIN)
+    arguments = call(128, 256, (2, 1, 64), PLAIN, post_norms="out")
     monkeypatch.setattr(*what)
+    how = {"last_first": "residual" in fault}
     with pytest.raises(AssertionError, match=said):
-        assert_right(arguments, by_lanes(monkeypatch, arguments, Config(4, 3, 2), 3))
+        assert_right(arguments, by_lanes(monkeypatch, arguments, Config(4, 3, 2), 3, **how))

@@ -138,12 +138,13 @@ def with_a_bias() -> dict[str, Any]:
     return unlike(qkv=qkv._replace(bias=jnp.ones(128, jnp.bfloat16)))
 
 
-def with_post_norms() -> dict[str, Any]:
-    norm = Norm(jnp.ones(128, jnp.bfloat16), 1e-5)
+def with_post_norms(*which: int) -> dict[str, Any]:
+    """Behind the last product of the layers of these numbers."""
     layers = changed()["layers"]
-    return changed(
-        layers=[each._replace(down=each.down._replace(post_norm=norm)) for each in layers]
-    )
+    for i in which:
+        norm = Norm(jnp.ones(128, jnp.bfloat16), 1e-5)
+        layers[i] = layers[i]._replace(down=layers[i].down._replace(post_norm=norm))
+    return changed(layers=layers)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,8 @@ def with_post_norms() -> dict[str, Any]:
         (changed(x=jnp.ones((2, 128), jnp.bfloat16)), "takes one row of x, got 2"),
         (changed(x=jnp.ones((1, 128), jnp.float16)), "takes bfloat16, got x float16"),
         (changed(gate="relu2_glu"), "only ternary weights have 'relu2_glu'"),
-        (with_post_norms(), "takes no post_norm"),
+        (with_post_norms(0, 1), "takes no post_norm"),
+        (with_post_norms(1), "layer 1 is not like layer 0 in down.post_norm"),
         (call(128, 256, (4, 1, 48), PLAIN), "head width 48 is not a multiple of 32 up to 128"),
         (call(128, 256, (2, 1, 160), PLAIN), "head width 160 is not a multiple of 32 up to 128"),
         (call(128, 256, (9, 1, 32), PLAIN), "9 query heads share a key head; it takes 8 at most"),
@@ -331,6 +333,7 @@ DEVICE_CALLS: Any = {
     "wide heads": partial(call, *WIDE, slots=5000, keys=4999, scale=PEAKED),
     "a window": partial(call, *WIDE, "int4", slots=1024, keys=1000, window=77, scale=PEAKED),
     "narrow heads": partial(call, 512, 1024, (8, 8, 32), slots=400, keys=400),
+    "GELU's gate": partial(call, *WIDE, gate="geglu", slots=300, keys=77, scale=PEAKED),
     "the first token": partial(call, *QWEN, slots=64, keys=1),
     "BitNet": partial(call, *BITNET, "ternary", sub_norms=True, gate="relu2_glu", keys=40),
 }

@@ -49,6 +49,7 @@ CALLS: Any = {
         3,
         partial(call, 128, 128, (2, 1, 64), slots=8, slot=0, length=-3, centred=True),
     ),
+    "GELU's gate": (Config(4, 2, 2), 3, partial(call, 128, 128, (2, 1, 64), gate="geglu")),
     "ternary, norms": (
         Config(4, 2, 1),
         5,

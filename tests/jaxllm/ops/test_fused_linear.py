@@ -206,6 +206,20 @@ def test_a_norm_behind_a_gate_is_refused():
         fused_linear(x, weight, bias, **around, post_norm=around["norm"])
 
 
+def test_a_wrong_norm_behind_a_product_is_refused():
+    x, weight, bias, around = case(None, jnp.float32)
+    norm = around["norm"]
+    for wrong, said in (
+        (norm._replace(eps=0.0), "the post_norm's eps must be positive"),
+        (
+            norm._replace(weight=jnp.ones(7)),
+            r"the post_norm's weight must be floating point, \[O\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^fused_linear: {said}"):
+            fused_linear(x, weight, bias, **around, post_norm=wrong)
+
+
 @pytest.mark.parametrize(
     "weights",
     [
