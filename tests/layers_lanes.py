@@ -18,8 +18,10 @@ from pallas_kernels.device import Device
 MODULES = (*OF_PRODUCTS, decode_layers_attention, decode_layers_lanes)
 
 
-def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks: int) -> Any:
-    """The result, by so many multiprocessors' blocks."""
+def by_lanes(
+    monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks: int, **how: Any
+) -> Any:
+    """The result, by so many multiprocessors' blocks; how: as `Blocks` has it."""
     x, layers, token = (arguments[name] for name in ("x", "layers", "token"))
     device = Device("gpu", "NVIDIA H200", 9.0, blocks)
     plan = plan_of(x, layers, token, config=config, device=device)
@@ -38,7 +40,7 @@ def by_lanes(monkeypatch: Any, arguments: dict[str, Any], config: Config, blocks
         held[f"blocks' {name}"] = np.full((*lead, n), np.nan, np.float32)
     held = {name: np.asarray(array) for name, array in held.items()}
     threads = config.warps * LANES
-    machine = Blocks(held, plan.scratch_bytes(), threads + 4 * LANES, blocks)
+    machine = Blocks(held, plan.scratch_bytes(), threads + 4 * LANES, blocks, **how)
     stand_in(monkeypatch, machine, MODULES)
     at = machine.at
     chip = {name: at[name] for name in plan.scratch_bytes()}

@@ -58,12 +58,13 @@ CALLS: Any = {
 }
 
 
+@pytest.mark.parametrize("last_first", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_lanes(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_lanes(name: str, last_first: bool, monkeypatch: pytest.MonkeyPatch):
     config, blocks, make = CALLS[name]
     arguments = make()
     with monkeypatch.context() as patched:
-        ours = by_lanes(patched, poisoned(arguments), config, blocks)
+        ours = by_lanes(patched, poisoned(arguments), config, blocks, last_first=last_first)
     assert_right(arguments, ours)
 
 
