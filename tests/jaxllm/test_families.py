@@ -241,6 +241,20 @@ def test_greedy_tokens_do_not_depend_on_the_chunks(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "phi3_longrope"])
+def test_greedy_tokens_of_a_fused_model_are_the_originals(name: str, tmp_path: Path) -> None:
+    """A row alone, whose layers are a chain, and several; each of what stands around products."""
+    golden = tiny_checkpoints.read_golden(name)
+    tiny = Tiny(golden, tiny_checkpoints.write_checkpoint(tmp_path, golden))
+    jaxllm.fuse(tiny.model)
+    assert [block.why_not_fused(1) for block in tiny.model.layers] == [None] * len(
+        tiny.model.layers
+    )
+    assert tiny.generate(tiny.prompts) == tiny.greedy
+    assert tiny.generate(tiny.prompts[:1]) == tiny.greedy[:1]
+
+
+@pytest.mark.slow
 def test_a_changed_number_is_seen_in_greedy_tokens(tmp_path: Path) -> None:
     golden = tiny_checkpoints.read_golden("mistral")
     config = moved(golden.config, ("sliding_window",), 8)
