@@ -131,7 +131,7 @@ def layers_of(
     """What `ops.decode_layers` takes, where `why_not_together` has nothing."""
     layers = []
     for block, cache in zip(blocks, caches, strict=True):
-        qkv, out, gate_up, down = map(_weights, block.products())
+        qkv, out, gate_up, down = map(weights_of, block.products())
         layers.append(ops.Layer(qkv, out, gate_up, down, cache.entry.k, cache.entry.v))
     first, attention = caches[0], blocks[0].self_attn
     slots = first.entry.slots(first.lengths, first.counts)
@@ -154,7 +154,7 @@ def links(
         following = None
         if i + 1 < len(blocks):
             following = _beginning(blocks[i + 1], rotary[i + 1], caches[i + 1], x.dtype)
-        _, out, gate_up, down = map(_weights, block.products())
+        _, out, gate_up, down = map(weights_of, block.products())
         found.append(ops.Link(out, gate_up, down, following, ops.EPILOGUES[block.mlp.activation]))
     return found
 
@@ -222,7 +222,8 @@ def _linears(block: Block) -> list[Any]:
     return [product.linear for product in block.products()]
 
 
-def _weights(product: Product) -> ops.Weights:
+def weights_of(product: Product) -> ops.Weights:
+    """The projection's, and norms, as ops take them."""
     linear, *norms = product
     bias = None if linear.bias is None else linear.bias[...]
     around = (None if norm is None else norm.as_argument() for norm in norms)
@@ -234,5 +235,5 @@ def _beginning(block: Block, rotary: Tables, cache: LayerCache, dtype: Any) -> o
     if (place := cache.place(dtype)) is None:
         return None
     attention = block.self_attn
-    qkv = _weights(block.products()[0])
+    qkv = weights_of(block.products()[0])
     return ops.Following(qkv, attention.turning(rotary), ops.Cache(*place))

@@ -20,12 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxllm import chain, cli_quantize, ops, train
-from jaxllm.cache import KVCache
+from jaxllm.cache import KVCache, LayerCache
 from jaxllm.checkpoint.folder import find_folder, list_tensors, read_config, read_quantization
 from jaxllm.checkpoint.hf import pack_as_stored
 from jaxllm.config import ModelConfig, Runtime
 from jaxllm.fusion import fuse
-from jaxllm.layers import BitLinear
+from jaxllm.layers import BitLinear, Block, Tables
 from jaxllm.model import Transformer
 from jaxllm.quantize import packed_weights, quantize
 
@@ -162,11 +162,6 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
     alone = _weight(model.layers[-1].self_attn.o_proj) if gated else weight
     yield "linear", "prefill", ops.explain("linear", array(1, t, alone.shape[1]), alone)
     if model.layers[-1].why_not_fused(1) is None:
-        around = {
-            "norm": ops.Norm(array(d), config.rms_norm_eps, config.zero_centered_norm),
-            "epilogue": ops.EPILOGUES[mlp.activation],
-        }
-        yield "fused_linear", "decode", ops.explain("fused_linear", row, weight, **around)
         yield from _of_several_layers(model, row)
         yield "linear", "decode, head", ops.explain("linear", row, head)
     else:
@@ -196,8 +191,9 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
 def _of_several_layers(
     model: Transformer, row: Any
 ) -> Iterator[tuple[str, str, dict[str, str | None]]]:
-    """As `explained`, the ops that have a token in all layers together, or, where that one cannot,
-    between two layers' attentions. In place of "xla" what `chain` does without them.
+    """As `explained`, a fused layer's products, and the ops that have a token in all layers
+    together, or, where that one cannot, between two layers' attentions. In place of "xla" of those
+    what `chain` does without them.
 
     row: a token, of shapes alone.
     """
@@ -213,6 +209,7 @@ def _of_several_layers(
         tables = {kind: (angle, angle) for kind, angle in angles.items()}
         rotary = [tables[kind] for kind in config.layer_types]
         caches = [cache.layer(i, cache.lengths) for i in range(len(blocks))]
+        found["products"] = _of_products(blocks[-1], x, rotary[-1], caches[-1])
         none, together = chain.why_not(blocks, x), None
         if none is None:
             links = chain.links(blocks, x, rotary, caches)
@@ -227,6 +224,8 @@ def _of_several_layers(
         found["none"] = none or together
 
     jax.eval_shape(look, state, row)
+    for name, reasons in found["products"].items():
+        yield "fused_linear", f"decode, {name}", reasons
     refused = {"pallas": found["none"]}
     layers, linked = (dict(found.get(name, refused)) for name in ("layers", "linked"))
     for reasons, instead in ((layers, "between_attentions"), (linked, "op by op")):
@@ -236,6 +235,29 @@ def _of_several_layers(
     yield "decode_layers", call, layers
     if layers["pallas"] is not None:
         yield "between_attentions", "decode", linked
+
+
+def _of_products(
+    block: Block, x: jax.Array, rotary: Tables, cache: LayerCache
+) -> dict[str, dict[str, str | None]]:
+    """The reasons of `ops.explain` of each product of a fused layer, of one token."""
+    qkv, out, gate_up, down = map(chain.weights_of, block.products())
+    place = cache.place(x.dtype)
+    written = None if place is None else ops.Cache(*place)
+    turned = {"epilogue": "rope", "rotary": block.self_attn.turning(rotary), "cache": written}
+    gated = {"epilogue": ops.EPILOGUES[block.mlp.activation]}
+    found = {}
+    for name, product, around in (
+        ("q k v", qkv, turned),
+        ("output", out, {"residual": x}),
+        ("gate and up", gate_up, gated),
+        ("down", down, {"residual": x}),
+    ):
+        weight, bias, norm, post_norm = product
+        given = jnp.zeros((1, 1, weight.shape[1]), x.dtype), weight, bias
+        norms = {"norm": norm, "post_norm": post_norm}
+        found[name] = ops.explain("fused_linear", *given, **norms, **around)
+    return found
 
 
 def _in_memory(

@@ -467,11 +467,28 @@ def test_inspect_tells_fused_products_where_a_layer_decodes_with_them():
         jaxllm.fuse(model)
         said = cli_inspect.explained(model, "bfloat16")
         calls[name] = [(op, call) for op, call, _ in said if "linear" in op and "decode" in call]
+    names = ("q k v", "output", "gate and up", "down")
+    fused = [*(("fused_linear", f"decode, {name}") for name in names), ("linear", "decode, head")]
     assert calls == {
-        "llama": [("fused_linear", "decode"), ("linear", "decode, head")],
-        "every switch": [("fused_linear", "decode"), ("linear", "decode, head")],
+        "llama": fused,
+        "every switch": fused,
         "another gate": [("linear", "decode")],
     }
+
+
+def test_inspect_tells_which_heads_a_product_does_not_turn(monkeypatch):
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
+    wide = dataclasses.replace(TINY, hidden_size=128, intermediate_size=256)
+    said = {}
+    for width in (32, 40):
+        model = tiny_models.build(dataclasses.replace(wide, head_dim=width), Runtime("bfloat16"))
+        jaxllm.fuse(model)
+        with absent():
+            rows = cli_inspect.explained(model, "bfloat16")
+            said[width] = {call: why["pallas"] for op, call, why in rows if op == "fused_linear"}
+    assert set(said[32].values()) == {None}
+    assert said[40]["decode, q k v"] == "takes outputs in multiples of 8, got 20"
+    assert said[40]["decode, gate and up"] is None
 
 
 def test_inspect_asks_for_the_rope_that_runs():
