@@ -441,11 +441,8 @@ class Block(nnx.Module):
             return "it is not fused (jaxllm.fuse), or has projections of another kind"
         if not ops.takes_rows(tokens, *weights):
             return f"{tokens} tokens are too many"
-        ternary = {getattr(weight, "scheme", None) == "ternary" for weight in weights}
-        gates = {"silu": {True, False}, "gelu_pytorch_tanh": {False}, "relu2": {True}}
-        if not ternary <= gates.get(mlp.activation, set()):
-            kind = "ternary weights" if True in ternary else "weights that are not ternary"
-            return f"a gate of {mlp.activation!r} is in no product with {kind}"
+        if not ops.takes_gate(mlp.activation, *weights):
+            return f"a gate of {mlp.activation!r} is in no product with its weights"
         return None
 
     @property

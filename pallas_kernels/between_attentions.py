@@ -43,6 +43,7 @@ from pallas_kernels.between_attentions_config import (
     Product,
 )
 from pallas_kernels.device import ACCESS_BYTES, LANES, REGISTERS, SHARED_BYTES, Device
+from pallas_kernels.matmul_finish import GATES as PLAIN_GATES
 from pallas_kernels.options import check_options
 from pallas_kernels.packed import CODES_PER_BYTE, PLAIN, Packed
 from pallas_kernels.quantized_matmul import (
@@ -54,6 +55,7 @@ from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.quantized_matmul_check import check as check_product
 from pallas_kernels.quantized_matmul_config import Heads, Static
 from pallas_kernels.rms_norm import rms_norm_reference
+from pallas_kernels.ternary_matmul import GATES as TERNARY_GATES
 from pallas_kernels.ternary_matmul import (
     straight_through,
     ternary_linear,
@@ -61,7 +63,7 @@ from pallas_kernels.ternary_matmul import (
 )
 from pallas_kernels.ternary_matmul import why_not as why_not_ternary
 
-GATES = ("swiglu", "geglu", "relu2_glu")  # silu(a) b, gelu(a) b and max(a, 0)^2 b
+GATES = tuple(dict.fromkeys((*PLAIN_GATES, *TERNARY_GATES)))  # of weights of any kind
 MOST_TERNARY = 2**16  # inputs whose sums of bytes times codes stay whole numbers of float32
 # On their way to a multiprocessor. H200, us from attention to attention with 32, 48 and 64 KiB:
 # Llama-3.1-8B in bfloat16 115.7, 104.6 and 113.8, in int4 35.7, 34.6 and 36.3
@@ -239,8 +241,8 @@ def why_not(heads, x, link: Link, *, device: Device | None = None) -> str | None
     if x.dtype != jnp.bfloat16 or heads.dtype != x.dtype:
         return f"takes bfloat16, got x {x.dtype} and heads {heads.dtype}"
     ternary = {weights.weight.scheme == "ternary" for weights in link.products.values()}
-    if link.gate == "relu2_glu" and False in ternary:
-        return "only ternary weights have 'relu2_glu'"
+    if link.gate not in PLAIN_GATES and False in ternary:
+        return f"only ternary weights have {link.gate!r}"
     for name in link.products:
         if reason := _why_not_product(name, link, x.dtype, device):
             return f"{name}: {reason}"
@@ -260,8 +262,8 @@ def _why_not_product(name: str, link: Link, dtype: Any, device: Device) -> str |
         return f"takes a norm's weight in {dtype}, got {norm.weight.dtype}"
     if norm is not None and norm.zero_centered:
         return "the norm before a ternary weight adds no 1 to its own"
-    if name == "gate_up" and link.gate == "geglu":
-        return "ternary weights have no 'geglu'"
+    if name == "gate_up" and link.gate not in TERNARY_GATES:
+        return f"ternary weights have no {link.gate!r}"
     before = {"gate_up": link.out, "qkv": link.down}.get(name)
     if before is not None and before.post_norm is not None:
         return "x of a ternary weight is no sum with a norm"
@@ -339,7 +341,7 @@ def _may_hold(product: Product, registers: int) -> bool:
 def _epilogue(name: str, link: Link) -> str | None:
     turns = link.following is not None and link.following.rotary is not None
     # `quantized_matmul` has not the gate of ternary weights alone, whose shapes are those of others
-    gate = "swiglu" if link.gate == "relu2_glu" else link.gate
+    gate = link.gate if link.gate in PLAIN_GATES else "swiglu"
     return {"gate_up": gate, "qkv": "rope" if turns else None}.get(name)
 
 

@@ -30,7 +30,7 @@ from pallas_kernels.ternary_matmul_kernel import Config
 from pallas_kernels.ternary_rows import SMALLEST
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-EPILOGUES = (None, "swiglu", "relu2_glu")
+GATES = ("swiglu", "relu2_glu")  # epilogues of gate and up
 FLOATS = (jnp.bfloat16, jnp.float16)
 MOST_FLOAT_ROWS = 4  # that a kernel makes int8: each block does it anew
 LONG = 24  # turns of a row of the weight that 8 warps divide instead of 4
@@ -375,8 +375,8 @@ def _check(who: str, x, packed: Packed, bias, epilogue, residual, out: jnp.dtype
         )
     if out not in OUT_DTYPES:
         raise ValueError(f"{who}: out_dtype {out} is not bfloat16, float16 or float32")
-    if epilogue not in EPILOGUES:
-        names = ", ".join(map(repr, EPILOGUES[1:]))
+    if epilogue not in (None, *GATES):
+        names = ", ".join(map(repr, GATES))
         raise ValueError(f"{who}: no epilogue is named {epilogue!r}; there are {names}")
     if bias is not None and (bias.shape != (n,) or bias.dtype not in OUT_DTYPES):
         raise ValueError(f"{who}: bias is {bias.dtype}{list(bias.shape)}, not floats [O] = [{n}]")

@@ -143,8 +143,9 @@ MAY_IMPORT = {
     "pallas_kernels.between_attentions": (
         "pallas_kernels._compat pallas_kernels.around_product "
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_kernel "
-        "pallas_kernels.device pallas_kernels.options pallas_kernels.packed "
-        "pallas_kernels.quantized_matmul pallas_kernels.quantized_matmul_check "
+        "pallas_kernels.device pallas_kernels.matmul_finish pallas_kernels.options "
+        "pallas_kernels.packed pallas_kernels.quantized_matmul "
+        "pallas_kernels.quantized_matmul_check "
         "pallas_kernels.quantized_matmul_config pallas_kernels.rms_norm "
         "pallas_kernels.ternary_matmul"
     ),

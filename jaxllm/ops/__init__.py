@@ -34,6 +34,7 @@ from jaxllm.ops.fused_linear import (
     Rotary,
     fused_linear,
     gates_itself,
+    takes_gate,
     takes_rows,
 )
 from jaxllm.ops.glu import GLU, glu
@@ -157,6 +158,7 @@ __all__ = [
     "rope",
     "sampling_threshold",
     "scale_softmax",
+    "takes_gate",
     "takes_rows",
     "why_not",
 ]

@@ -19,14 +19,16 @@ from pallas_kernels import device as device_lib
 from pallas_kernels.around_product import Cache, Norm, Rotary, check_post_norm, write
 from pallas_kernels.gemv import check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
+from pallas_kernels.matmul_finish import GATES as PLAIN_GATES
 from pallas_kernels.options import check_arrays
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import PLAIN, Packed
 from pallas_kernels.quantized_matmul import FEW_ROWS, quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
 from pallas_kernels.rms_norm import rms_norm as rms_norm_kernel
 from pallas_kernels.rms_norm import why_not as why_not_rms_norm
 from pallas_kernels.rope_into_cache import rope_into_cache
 from pallas_kernels.rope_into_cache import why_not as why_not_rope_into_cache
+from pallas_kernels.ternary_matmul import GATES as TERNARY_GATES
 from pallas_kernels.ternary_matmul import ternary_linear
 from pallas_kernels.ternary_matmul import why_not as why_not_ternary
 
@@ -41,6 +43,17 @@ def takes_rows(count: int, *weights: Array | Packed) -> bool:
     that are not packed `gemv` takes one row, and `quantized_matmul` the rest.
     """
     return count <= min(PACKED_ROWS if isinstance(w, Packed) else FEW_ROWS for w in weights)
+
+
+def takes_gate(activation: str, *weights: Array | Packed) -> bool:
+    """Whether the kernels of the op have such a gate in a product with each of these weights."""
+    return all(EPILOGUES.get(activation) in _gates_of(weight) for weight in weights)
+
+
+def _gates_of(weight: Array | Packed) -> tuple[str, ...]:
+    """The epilogues with a gate that the kernel of the weight has."""
+    ternary = isinstance(weight, Packed) and weight.scheme == "ternary"
+    return TERNARY_GATES if ternary else tuple(PLAIN_GATES)
 
 
 def gates_itself(weight: Array | Packed | None, activation: str) -> bool:
@@ -203,8 +216,9 @@ def _why_not_pallas(
 ) -> str | None:
     del post_norm  # by `rms_norm`, behind it
     weight = _packed_for_several(x, weight)
-    if epilogue == "relu2_glu" and not (isinstance(weight, Packed) and weight.scheme == "ternary"):
-        return "only ternary weights have 'relu2_glu'"
+    if epilogue in GATES and epilogue not in _gates_of(weight):
+        scheme = weight.scheme if isinstance(weight, Packed) else PLAIN
+        return f"{scheme} weights have no {epilogue!r}"
     plain = not isinstance(weight, Packed)
     if plain and (rotary is None or not rotary.why_apart(weight.shape[0])):
         around = {"norm": norm, "epilogue": epilogue, "rotary": rotary, "cache": cache, **rest}
@@ -217,8 +231,6 @@ def _why_not_pallas(
         return why_not_gemv(x, weight, norm=norm, bias=bias, device=device)
     epilogue = None if rotary is not None else epilogue
     if weight.scheme == "ternary":
-        if epilogue == "geglu":
-            return "ternary weights have no 'geglu'"
         if norm is not None and norm.zero_centered:
             return "the norm before a ternary weight adds no 1 to its own"
         return why_not_ternary(x, weight, epilogue=epilogue, device=device)

@@ -271,7 +271,17 @@ NONE: Any = {
     "another gate": (
         lambda how: made(dataclasses.replace(WIDE, hidden_act="gelu"), how=how),
         {},
-        "layer 0: a gate of 'gelu' is in no product with weights that are not ternary",
+        "layer 0: a gate of 'gelu' is in no product with its weights",
+    ),
+    "a gate that ternary weights have not": (
+        lambda how: made(GEMMA, "ternary", how),
+        {},
+        "layer 0: a gate of 'gelu_pytorch_tanh' is in no product with its weights",
+    ),
+    "a gate of ternary weights": (
+        lambda how: made(dataclasses.replace(BITNET, bit_linear=False), how=how),
+        {},
+        "layer 0: a gate of 'relu2' is in no product with its weights",
     ),
     "adapters": (lambda how: with_adapters(), {}, f"layer 1: {PLAINLY}"),
     "inputs in another order": (

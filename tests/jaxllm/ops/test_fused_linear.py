@@ -158,7 +158,7 @@ def test_what_only_ternary_weights_have():
     around = {"norm": around["norm"], "epilogue": "relu2_glu"}
     with absent("NVIDIA H200"):
         reasons = ops.explain("fused_linear", x, quantize(weight, "int8"), **around)
-        assert reasons["pallas"] == "only ternary weights have 'relu2_glu'"
+        assert reasons["pallas"] == "int8 weights have no 'relu2_glu'"
         packed = quantize(weight, "ternary")
         assert ops.explain("fused_linear", x, packed, **around)["pallas"] is None
         around["norm"] = around["norm"]._replace(zero_centered=True)
