@@ -97,10 +97,6 @@ def why_not_together(
     for i, cache in enumerate(caches):
         if cache.place(x.dtype) is None:
             return f"layer {i} has keys and values in {cache.entry.k.dtype}, not {x.dtype}"
-    for i, (block, angles) in enumerate(zip(blocks, rotary, strict=True)):
-        outputs = weight_of(block.self_attn.qkv_proj).shape[0]
-        if reason := block.self_attn.turning(angles).why_apart(outputs):
-            return f"layer {i}: {reason}"
     first = _kind(blocks[0], caches[0], rotary[0])
     for i, given in enumerate(zip(blocks, caches, rotary, strict=True)):
         for what, value in _kind(*given).items():
@@ -132,12 +128,15 @@ def layers_of(
     layers = []
     for block, cache in zip(blocks, caches, strict=True):
         qkv, out, gate_up, down = map(weights_of, block.products())
-        layers.append(ops.Layer(qkv, out, gate_up, down, cache.entry.k, cache.entry.v))
+        turning = block.self_attn.turning(rotary[0])
+        norms = turning.q_norm, turning.k_norm
+        layers.append(ops.Layer(qkv, out, gate_up, down, cache.entry.k, cache.entry.v, *norms))
     first, attention = caches[0], blocks[0].self_attn
     slots = first.entry.slots(first.lengths, first.counts)
-    how, seen = attention.turning(rotary[0]), first.entry.seen(first.lengths)
+    turning = attention.turning(rotary[0])._replace(q_norm=None, k_norm=None)
+    seen = first.entry.seen(first.lengths)
     rest = attention.scale, attention.window, ops.EPILOGUES[blocks[0].mlp.activation]
-    return layers, ops.Token(how, slots, seen, *rest)
+    return layers, ops.Token(turning, slots, seen, *rest)
 
 
 def links(

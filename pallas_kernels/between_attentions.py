@@ -38,8 +38,8 @@ from pallas_kernels.between_attentions_config import (
     BRINGING,
     MEETING_WORDS,
     Config,
+    NormNumbers,
     Plan,
-    PostNorm,
     Product,
 )
 from pallas_kernels.device import ACCESS_BYTES, LANES, REGISTERS, SHARED_BYTES, Device
@@ -292,7 +292,7 @@ def plan_of(
     warps, following = (config or Config()).warps, link.following
     registers = registers or REGISTERS // (warps * LANES + BRINGING)
     products = []
-    post: PostNorm | None = None  # of the product before
+    post: NormNumbers | None = None  # of the product before
     for name, (weight, _, norm, post_norm) in link.products.items():
         tile = _tile(name, link, warps)
         eps, centered = (None, False) if norm is None else (float(norm.eps), norm.zero_centered)
@@ -315,9 +315,7 @@ def plan_of(
         if _may_hold(product, registers):
             held = dataclasses.replace(static, config=dataclasses.replace(tile, held=True))
             product = dataclasses.replace(product, static=held)
-        post = None
-        if post_norm is not None:
-            post = PostNorm(float(post_norm.eps), post_norm.zero_centered)
+        post = NormNumbers.of(post_norm)
         products.append(dataclasses.replace(product, post_norm=post))
     plan = Plan(config or Config(), tuple(products))
     return plan if config else dataclasses.replace(plan, config=default_config(plan))

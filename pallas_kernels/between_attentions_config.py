@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import quantized_digits as digits
 from pallas_kernels import quantized_matmul_config as sizes
+from pallas_kernels.around_product import Norm
 from pallas_kernels.device import ACCESS_BYTES, LANES, SHARED_BYTES, THREADS
 from pallas_kernels.packed import Packed
 from pallas_kernels.quantized_matmul_config import PART_BYTES, PLACE_BYTES, TURN_BYTES, Static
@@ -21,11 +22,16 @@ BRINGING = THREADS  # threads of a block that bring codes, beside those that mul
 MOST_JOINED = 4  # accesses of a thread to x, where it is the sum of what came before and a norm's
 
 
-class PostNorm(NamedTuple):
-    """Of an RMSNorm of what a product gives, before it is added to the residual stream."""
+class NormNumbers(NamedTuple):
+    """What an RMSNorm has beside its weight."""
 
     eps: float
     zero_centered: bool
+
+    @classmethod
+    def of(cls, norm: Norm | None) -> NormNumbers | None:
+        """As Python has them, whatever they came as."""
+        return None if norm is None else cls(float(norm.eps), bool(norm.zero_centered))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Product:
     packed: Packed
     late: tuple[str, ...]
     folded: bool = False
-    post_norm: PostNorm | None = None
+    post_norm: NormNumbers | None = None
 
     @property
     def config(self) -> sizes.Config:
@@ -192,7 +198,7 @@ class Plan:
         return next(p.static.gate for p in self.products if p.static.gate is not None)
 
     @property
-    def joined(self) -> list[PostNorm | None]:
+    def joined(self) -> list[NormNumbers | None]:
         """Of each product, the norm of what the one before it gave, by which x is a sum here."""
         return [None, *(product.post_norm for product in self.products[:-1])]
 

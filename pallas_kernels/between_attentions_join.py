@@ -13,7 +13,7 @@ from typing import Any
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from pallas_kernels.between_attentions_config import PostNorm
+from pallas_kernels.between_attentions_config import NormNumbers
 from pallas_kernels.device import ACCESS_BYTES
 from pallas_kernels.lane_arithmetic import (
     all_floats,
@@ -42,7 +42,7 @@ DTYPE = "bfloat16"
 class Join:
     """Of the row that a product multiplies; made before its last meeting."""
 
-    def __init__(self, rows: Rows, post_norm: PostNorm, at: Mapping[str, Any], *, late: bool):
+    def __init__(self, rows: Rows, post_norm: NormNumbers, at: Mapping[str, Any], *, late: bool):
         """rows: where z lies. at: addresses of post_norm, the norm's weight; of stream, what is
         added, and joined, where the sum goes; on chip of parts. late: other blocks of this launch
         have written the stream, before the last meeting.

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
-from pallas_kernels.between_attentions_config import BRINGING, NAMES, Plan, PostNorm
+from pallas_kernels.between_attentions_config import BRINGING, NAMES, NormNumbers, Plan
 from pallas_kernels.between_attentions_lanes import Chain
 from pallas_kernels.device import THREADS, WARPS
 from pallas_kernels.lane_code import by_thread
@@ -112,7 +112,7 @@ def products(
     return result, *after, *kv, _compat.let_go(meeting)
 
 
-def flows_of(plan: Plan) -> tuple[list[dict[str, str]], str, PostNorm | None]:
+def flows_of(plan: Plan) -> tuple[list[dict[str, str]], str, NormNumbers | None]:
     """Of each product which array is what to it, of heads, x, and results: those of products by
     their names, and sums with a norm of one; which is y, and the norm of what is still to be added.
     """

@@ -2,7 +2,8 @@
 
 Of each layer, whose weights and cache are its own, and whose shapes are those of the others:
 
-    q, k, v = norm(x) Wqkv^T             q and k are turned, k and v written to the layer's cache
+    q, k, v = norm(x) Wqkv^T             q and k are normed, if their heads have norms, and turned;
+                                         k and v are written to the layer's cache
     x <- x + attention(q, cache) Wo^T
     g  = silu(a) b,  [a, b] = norm'(x) Wgu^T
     x <- x + g Wd^T
@@ -31,7 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import decode_layers_kernel as kernel
 from pallas_kernels import device as device_lib
-from pallas_kernels.around_product import Cache, Norm, Rotary
+from pallas_kernels.around_product import Cache, Norm, Rotary, turn_and_write
 from pallas_kernels.attention_reference import check_window, in_32_bits
 from pallas_kernels.between_attentions import (
     Following,
@@ -46,11 +47,14 @@ from pallas_kernels.between_attentions import check as check_link
 from pallas_kernels.between_attentions import default_config as config_between
 from pallas_kernels.between_attentions import plan_of as plan_between
 from pallas_kernels.between_attentions import why_not as why_not_between
-from pallas_kernels.between_attentions_config import MEETING_WORDS
+from pallas_kernels.between_attentions_config import MEETING_WORDS, NormNumbers
 from pallas_kernels.decode_attention import decode_attention, decode_attention_reference
 from pallas_kernels.decode_layers_config import (
+    CACHE,
+    EACH,
     MOST_GROUP,
     NAMES,
+    NORMS,
     OWN,
     REGISTERS,
     SPAN,
@@ -84,7 +88,7 @@ WINDOW_BYTES = 2**15
 
 class Layer(NamedTuple):
     """A layer's weights: qkv [(N + 2K) H, D], out [D, N H], gate_up [2F, D] (gate's rows, then
-    up's), down [D, F]; and its keys and values [1, S, K, H].
+    up's), down [D, F]; its keys and values [1, S, K, H]; and norms of each of q's heads and of k's.
     """
 
     qkv: Weights
@@ -93,15 +97,26 @@ class Layer(NamedTuple):
     down: Weights
     k: Float[Array, "1 S K H"]
     v: Float[Array, "1 S K H"]
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
 
     def link(self, token: Token) -> Link:
-        """The layer's products, as if its own q, k and v came last."""
-        following = Following(self.qkv, token.rotary, Cache(self.k, self.v, token.slots))
-        return Link(self.out, self.gate_up, self.down, following, token.gate)
+        """The layer's products, as if its own of q, k and v came last."""
+        return Link(self.out, self.gate_up, self.down, Following(self.qkv), token.gate)
+
+    def with_products(self, link: Link) -> Layer:
+        """The layer with those of what `link` gives, in which weights are others."""
+        assert link.following is not None, "the layer's own of q, k and v"
+        products = {**link.products, "qkv": link.following.qkv}
+        return self._replace(**products)
+
+    def turning(self, token: Token) -> Rotary:
+        """How q and k are normed and turned."""
+        return token.rotary._replace(q_norm=self.q_norm, k_norm=self.k_norm)
 
 
 class Token(NamedTuple):
-    """What layers have in common: cos and sin [*B, H / 2] of the token, the slot of a cache that
+    """What layers have in common: cos and sin [*B, R / 2] of the token, the slot of a cache that
     its key and value go to (none where it is S or more), and how many keys it sees, its own among
     them (those in the first places of a cache), int32 [1] each. scale: of scores, 1 / sqrt(H) if
     None; window: the most keys that it sees, if not all. gate: as in between_attentions.
@@ -154,7 +169,7 @@ def decode_layers(
         ops = (quantized_matmul, ternary_linear, decode_attention)
         ops = (functools.partial(f, interpret=True) for f in ops)
         return *_in_parts(*ops, x, layers, token), meeting
-    angles = tuple(a.reshape(1, -1) for a in token.rotary[:2])
+    angles = _angles(token)
     own = [_own(plan, layer) for layer in layers]
     rest = (angles, token.slots, token.kv_lengths, meeting)
     found: Any = _decode(plan, x.reshape(1, -1), own, *rest)
@@ -170,11 +185,13 @@ def decode_layers_reference(x, layers: Sequence[Layer], token: Token) -> Any:
 
 def _in_parts(packed_product, ternary_product, attention, x, layers, token: Token) -> Any:
     """Op by op: of most weights by the first, of ternary ones by the second."""
-    rotary, slots, lengths, scale, window, gate = token
-    caches = []
+    _, slots, lengths, scale, window, gate = token
+    (cos, sin), caches = _angles(token), []
     for layer in layers:
-        following = Following(layer.qkv, rotary, Cache(layer.k, layer.v, slots))
-        q, k, v = heads_of(packed_product, ternary_product, x, following)
+        (heads,) = heads_of(packed_product, ternary_product, x, Following(layer.qkv))
+        how = layer.turning(token)._replace(cos=cos, sin=sin)
+        cache = Cache(layer.k, layer.v, slots)
+        q, k, v = turn_and_write(heads.reshape(1, -1), how, cache)
         width = k.shape[-1]
         lengths = jnp.clip(lengths.astype(jnp.int32), 1, k.shape[1])
         heads = attention(q.reshape(1, 1, -1, width), k, v, lengths, scale=scale, window=window)
@@ -201,20 +218,23 @@ def why_not(
         for name in sorted({*first, *kind}, key=lambda name: (name.endswith(FORMAT), name)):
             if first.get(name) != kind.get(name):
                 return f"layer {i} is not like layer 0 in {name}"
-    # Of the first layer, which the others are like
-    if layers[0].out.post_norm is not None or layers[0].down.post_norm is not None:
+    layer = layers[0]  # which the others are like
+    if layer.out.post_norm is not None or layer.down.post_norm is not None:
         return "takes no post_norm"
-    if reason := why_not_between(
-        _heads(x, layers[0], token), x, layers[0].link(token), device=device
-    ):
+    if reason := why_not_between(_heads(x, layer, token), x, layer.link(token), device=device):
         return reason
-    width, k = 2 * token.rotary.cos.shape[-1], layers[0].k
+    kv_heads, width = layer.k.shape[2:]
     if width % SPAN or width > WIDEST:
         return f"head width {width} is not a multiple of {SPAN} up to {WIDEST}"
-    if (group := token.rotary.q_heads // k.shape[2]) > MOST_GROUP:
+    if (half := token.rotary.cos.shape[-1]) % EACH:
+        return f"takes halves of what is turned of a head in multiples of {EACH}, got {half}"
+    for name, norm in layer.turning(token).norms.items():
+        if norm.weight.dtype != x.dtype:
+            return f"takes {name}'s weight in {x.dtype}, got {norm.weight.dtype}"
+    if (group := token.rotary.q_heads // kv_heads) > MOST_GROUP:
         return f"{group} query heads share a key head; it takes {MOST_GROUP} at most"
-    if k.shape[2] > device.num_sms:
-        return f"{k.shape[2]} key heads are more than the {device.num_sms} blocks"
+    if kv_heads > device.num_sms:
+        return f"{kv_heads} key heads are more than the {device.num_sms} blocks"
     plan = plan_of(x, layers, token, device=device)
     if (count := len(layers) * len(plan.own)) > MOST_ARRAYS:
         return f"{len(layers)} layers have {count} arrays; it takes {MOST_ARRAYS} at most"
@@ -230,39 +250,50 @@ def plan_of(
     how: Any = {"device": device, "config": given, "registers": registers}
     found = plan_between(x, first.link(token), **how)
     products = {product.static.name: product for product in found.products}
-    entries: list[tuple[int | None, str]] = [(None, "k"), (None, "v")]
     alike = []
-    for i, name in enumerate(NAMES):
+    for name in NAMES:
         late = ("x", "residual") if name in ("out", "down") else ("x",)
         alike.append(dataclasses.replace(products[name], late=late))
-        weights: Weights = getattr(first, name)
-        entries += [(i, part) for part, array in _arrays_of(weights).items() if array is not None]
-    entries += STREAM
-    heads = products["qkv"].static.heads
-    assert heads is not None, "the products of q, k and v are of heads"
-    width = 2 * heads.half
+    entries = (*_arrays(first), *STREAM)
+    _, slots, kv_heads, width = first.k.shape
     attend = Attend(
-        heads.q,
-        heads.kv,
+        token.rotary.q_heads,
+        kv_heads,
         width,
-        heads.slots,
+        token.rotary.cos.shape[-1],
+        NormNumbers.of(first.q_norm),
+        NormNumbers.of(first.k_norm),
+        slots,
         width**-0.5 if token.scale is None else float(token.scale),
         None if token.window is None else in_32_bits(token.window),
         given.warps,
         device.num_sms,
         given.turns,
     )
-    plan = Plan(given, tuple(alike), attend, len(layers), tuple(entries))
+    plan = Plan(given, tuple(alike), attend, len(layers), entries)
     if config is not None:
         return plan
     return dataclasses.replace(plan, config=config_between(plan, WINDOW_BYTES))
 
 
-def _arrays_of(weights: Weights) -> dict[str, Any]:
-    """Of a product, by the names of OWN."""
-    weight, bias, norm, _ = weights
-    parts = {name: getattr(weight, name) for name in OWN if hasattr(weight, name)}
-    return {**parts, "bias": bias, "norm": None if norm is None else norm.weight}
+def _arrays(layer: Layer) -> dict[tuple[int | None, str], Any]:
+    """Those that there are, by the number of their product, or None, and their names."""
+    arrays: dict[tuple[int | None, str], Any] = {(None, "k"): layer.k, (None, "v"): layer.v}
+    for name in NORMS:
+        norm = getattr(layer, name)
+        arrays[None, name] = None if norm is None else norm.weight
+    for i, product in enumerate(NAMES):
+        weight, bias, norm, _ = getattr(layer, product)
+        parts = {name: getattr(weight, name) for name in OWN if hasattr(weight, name)}
+        parts |= {"bias": bias, "norm": None if norm is None else norm.weight}
+        arrays |= {(i, name): array for name, array in parts.items()}
+    return {entry: array for entry, array in arrays.items() if array is not None}
+
+
+def _angles(token: Token) -> tuple[Any, Any]:
+    """cos and sin as one row each."""
+    cos, sin = (a.reshape(1, -1) for a in token.rotary[:2])
+    return cos, sin
 
 
 def _heads(x, layer: Layer, token: Token) -> Any:
@@ -273,33 +304,28 @@ def _heads(x, layer: Layer, token: Token) -> Any:
 
 def _for_lanes(layers: Sequence[Layer], token: Token) -> tuple[list[Layer], Token]:
     """With small arrays in dtypes that lanes read."""
-    found = []
-    for layer in layers:
-        out, gate_up, down, following, _ = for_lanes_of(layer.link(token))
-        assert following is not None, "the link has the layer's own q, k and v behind it"
-        found.append(Layer(following.qkv, out, gate_up, down, layer.k, layer.v))
-        assert following.rotary is not None, "turned by the token's angles"
-        assert following.cache is not None, "and in its own cache"
-        token = token._replace(rotary=following.rotary, slots=following.cache.slots)
-    return found, token._replace(kv_lengths=token.kv_lengths.astype(jnp.int32))
+    layers = [layer.with_products(for_lanes_of(layer.link(token))) for layer in layers]
+    slots, lengths = (a.astype(jnp.int32) for a in (token.slots, token.kv_lengths))
+    return layers, token._replace(slots=slots, kv_lengths=lengths)
 
 
 def _kind(layer: Layer) -> dict[str, Any]:
     """What layers that are alike have in common, by name."""
 
-    def numbers_of(product: Weights) -> Weights:
-        """Whose norm's are of Python, whatever they came as: of arrays shapes are compared."""
-        if (norm := product.norm) is None:
-            return product
-        norm = Norm(norm.weight, float(norm.eps), bool(norm.zero_centered))
-        return product._replace(norm=norm)
+    def numbers_of(norm: Norm | None) -> Norm | None:
+        """With those of Python, whatever they came as: of arrays shapes are compared."""
+        return norm and Norm(norm.weight, float(norm.eps), bool(norm.zero_centered))
 
     def of_leaf(leaf: Any) -> Any:
         return (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
 
     found: dict[str, Any] = {"k": of_leaf(layer.k), "v": of_leaf(layer.v)}
+    kinds: dict[str, Any] = {name: numbers_of(getattr(layer, name)) for name in NORMS}
     for name in NAMES:
-        leaves, tree = jax.tree.flatten_with_path(numbers_of(getattr(layer, name)))
+        product: Weights = getattr(layer, name)
+        kinds[name] = product._replace(norm=numbers_of(product.norm))
+    for name, kind in kinds.items():
+        leaves, tree = jax.tree.flatten_with_path(kind)
         found |= {f"{name}{keystr(path)}": of_leaf(leaf) for path, leaf in leaves}
         found[f"{name}{FORMAT}"] = tree  # told last: what it holds has names of its own
     return found
@@ -309,8 +335,13 @@ def check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
     """Raises: ValueError if shapes or dtypes disagree, as `decode_layers` does."""
     if not layers:
         raise ValueError(f"{NAME}: there are no layers")
+    if token.rotary.norms:
+        raise ValueError(f"{NAME}: norms of heads are the layers', and not the token's")
     for i, layer in enumerate(layers):
-        check_link(_heads(x, layer, token), x, layer.link(token), who=f"{NAME}, layer {i}")
+        cache = Cache(layer.k, layer.v, token.slots)
+        following = Following(layer.qkv, layer.turning(token), cache)
+        link = layer.link(token)._replace(following=following)
+        check_link(_heads(x, layer, token), x, link, who=f"{NAME}, layer {i}")
     lengths, kv_heads = token.kv_lengths, token.rotary.kv_heads
     if (n := token.rotary.q_heads) % kv_heads:
         raise ValueError(
@@ -329,11 +360,8 @@ def check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
 
 def _own(plan: Plan, layer: Layer) -> list[Any]:
     """A layer's arrays, in the order of the plan's entries."""
-    products = [_arrays_of(getattr(layer, name)) for name in NAMES]
-    return [
-        getattr(layer, name) if product is None else products[product][name]
-        for product, name in plan.own
-    ]
+    arrays = _arrays(layer)
+    return [arrays[entry] for entry in plan.own]
 
 
 def _layer(plan: Plan, own: Sequence[Any]) -> Layer:
@@ -347,7 +375,11 @@ def _layer(plan: Plan, own: Sequence[Any]) -> Layer:
             norm = Norm(scale, static.eps or 0.0, static.zero_centered)
         made.append(Weights(dataclasses.replace(product.packed, **parts), bias, norm))
     qkv, out, gate_up, down = made
-    return Layer(qkv, out, gate_up, down, arrays[None, "k"], arrays[None, "v"])
+    norms = (
+        numbers and Norm(arrays[None, name], *numbers)
+        for name, numbers in zip(NORMS, (plan.attend.q_norm, plan.attend.k_norm), strict=True)
+    )
+    return Layer(qkv, out, gate_up, down, *(arrays[entry] for entry in CACHE), *norms)
 
 
 def _plain(plan: Plan, x, own, angles, slots, lengths, meeting) -> Any:

@@ -4,6 +4,8 @@ A block has one key head, and of its keys every so many-th turn; a warp has eigh
 some times eight. Their scores are products of q, whose heads are rows, and keys as they lie in the
 cache: four lanes have a key, 16 bytes each at a time, and q alike. As they come, scores are the
 right side of a product with the values, of which a lane pairs those of two keys.
+Each warp makes q and the token's key of what the product before gives (decode_layers_turn.py), and
+scores that key itself; in the cache they are for later tokens.
 Sums that warps have meet on chip, those of several blocks in memory: whoever comes last adds them.
 As in lane_code.py, values are those of one thread. Imported only by decode_layers_lanes.py.
 Source of the split and of what is carried: FlashAttention 2, Dao 2023, arXiv:2307.08691.
@@ -13,13 +15,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels.attention_reference import UNSEEN
 from pallas_kernels.decode_layers_config import KEYS, SPAN, Attend
+from pallas_kernels.decode_layers_turn import Turn
 from pallas_kernels.device import ACCESS_BYTES, LANES, LOG2E
 from pallas_kernels.lane_arithmetic import all_floats, larger, number, shuffled, words_of_floats
 from pallas_kernels.lane_code import (
@@ -33,6 +36,7 @@ from pallas_kernels.lane_code import (
     load_word,
     mma,
     only_where,
+    store,
     times,
     times_long,
     word,
@@ -44,6 +48,7 @@ LINE_BYTES = 128  # of the L2
 _OF_KEYS = "m16n8k16.row.col.f32.bf16.bf16.f32"
 _OF_VALUES = "m16n8k8.row.col.f32.bf16.bf16.f32"
 
+Words = list[Any]  # of an access
 Part = tuple[Any, Any, list[Any]]  # the largest score, the sum of powers, and four sums of values
 
 
@@ -78,11 +83,30 @@ class Seen:
         return arith.minui(key, arith.subi(self.end, word(1)))
 
 
+class Value(NamedTuple):
+    """The token's: its place in the cache, where it is being written, and where it can be read."""
+
+    slot: Any
+    at: Any
+
+
+class Own(NamedTuple):
+    """Of the token: what a lane has of q, and its row's score of the token's key; and the keys and
+    values of the block's first turn, which are asked for together with these.
+    """
+
+    q: list[Words]
+    score: Any
+    value: Value
+    loaded: list[Any]
+
+
 class Attention:
     """Of a layer, a block's part."""
 
     def __init__(self, attend: Attend, seen: Seen, at: Mapping[str, Any]):
-        """at: addresses of q and heads [1, N H], of the layer's k and v, of the blocks' parts
+        """at: addresses of qkv [1, (N + 2K) H] and heads [1, N H], of what `Turn` takes, of slots,
+        where the token's key goes, of the layer's k and v, of the blocks' parts
         [K, splits, N / K, H] and stats [K, splits, N / K, 2], float32, and of counts [K], zeros
         before and after; on chip of kept.
         """
@@ -109,36 +133,60 @@ class Attention:
     def run(self, barrier: Callable[[], None]) -> None:
         """All of it. barrier: where the threads meet, all of which must come."""
         with mgpu_utils.when(self.seen.mine):
-            q, loaded = self._queries(), self._loaded(word(0))
+            own = self._token()
             zero = number(0)
             sums = [zero] * (self.attend.width * 2 // MMA_COLUMNS)
-            start = [number(UNSEEN), zero, *sums, *loaded]
-            turns = mgpu_utils.fori(self.seen.turns, start)(functools.partial(self._turn, q))
+            start = [number(UNSEEN), zero, *sums, *own.loaded]
+            turns = mgpu_utils.fori(self.seen.turns, start)(functools.partial(self._turn, own))
             self._show(list(turns.results)[: 2 + len(sums)])
             barrier()
             self._join(barrier)
 
     # a warp
 
-    def _queries(self) -> list[list[Any]]:
-        """Of the lane's row, the numbers that it has of keys; rows past the last are like it."""
-        a = self.attend
-        head = arith.addi(self.first_head, arith.minui(self.row, word(a.group - 1)))
-        place = arith.addi(times(head, 2 * a.width), times(self.across, ACCESS_BYTES))
-        at = further(self.at["q"], place)
-        return [load_late(at, 2 * SPAN * i) for i in range(a.accesses)]
+    def _token(self) -> Own:
+        """Of the token what the lane has; its key and value go to the cache. Rows past the last are
+        like it.
+        """
+        a, head = self.attend, self.seen.head
+        slot, turn = load_word(self.at["slots"]), Turn(a, self.across, self.at)
+        q_head = arith.addi(self.first_head, arith.minui(self.row, word(a.group - 1)))
+        k_head, v_head = (arith.addi(head, word(n)) for n in (a.q_heads, a.q_heads + a.kv_heads))
+        q_at, k_at, v_at = (
+            further(self.at["qkv"], times(each, 2 * a.width)) for each in (q_head, k_head, v_head)
+        )
+        heads = [turn.loaded(each) for each in (q_at, k_at)]
+        across = times(self.across, ACCESS_BYTES)
+        v = [load_late(further(v_at, across), 2 * SPAN * i) for i in range(a.accesses)]
+        value = Value(slot, v_at)
+        loaded = self._loaded(word(0), value)
+        q, k = map(turn.turned, heads, ("q_norm", "k_norm"))
+        self._keep(slot, k, v)
+        return Own(q, self._products(q, k)[0], value, loaded)
 
-    def _turn(self, q: list[list[Any]], turn: Any, carry: list[Any]) -> list[Any]:
+    def _keep(self, slot: Any, k: list[Words], v: list[Words]) -> None:
+        """Writes the token's key and value, of which a row of lanes has all, to the cache."""
+        a, seen = self.attend, self.seen
+        place = arith.addi(times_long(slot, a.row_bytes), times_long(seen.head, 2 * a.width))
+        place = further(place, times(self.across, ACCESS_BYTES))
+        there = less(slot, a.slots)  # one below 0 is a word far above
+        first = arith.andi(less(seen.split, 1), less(self.thread, ACROSS))
+        with mgpu_utils.when(arith.andi(there, first)):
+            for name, accesses in (("k", k), ("v", v)):
+                for i, words in enumerate(accesses):
+                    store(arith.addi(self.at[name], place), 2 * SPAN * i, words)
+
+    def _turn(self, own: Own, turn: Any, carry: list[Any]) -> list[Any]:
         """What a warp's keys of a turn add. Those of the next one are asked for before."""
         firsts = self._firsts(turn)
         top, total, *rest = carry
         count = self.attend.width * 2 // MMA_COLUMNS
         sums, loaded = rest[:count], iter(rest[count:])
-        ahead = self._loaded(arith.addi(turn, word(1)))
+        ahead = self._loaded(arith.addi(turn, word(1)), own.value)
         keys, values = zip(
             *((self._keys(loaded), self._values(loaded)) for _ in firsts), strict=True
         )
-        scores = [self._scores(q, *each) for each in zip(firsts, keys, strict=True)]
+        scores = [self._scores(own, *each) for each in zip(firsts, keys, strict=True)]
         new_top = top
         for s, _ in (score for pair in scores for score in pair):
             new_top = larger(new_top, s)
@@ -165,9 +213,10 @@ class Attention:
         first = arith.addi(self.seen.first(turn), start)
         return [arith.addi(first, word(KEYS * i)) for i in range(self.attend.pieces)]
 
-    def _loaded(self, turn: Any) -> list[Any]:
+    def _loaded(self, turn: Any, own: Value) -> list[Any]:
         """The words of a turn's keys and values that a lane has, of each piece: of a key what
-        meets q's, and of two the columns of their values; behind the last key that one's.
+        meets q's, and of two the columns of their values; behind the last key that one's. The
+        token's own are being written: its value lies elsewhere, its key is no matter.
         """
         a, found = self.attend, []
         start = times(self.seen.head, 2 * a.width)
@@ -179,38 +228,44 @@ class Attention:
                 found += load_late(at, 2 * SPAN * i)
             for e in range(2):
                 key = arith.addi(arith.addi(first, times(self.across, 2)), word(e))
-                at = arith.addi(self.at["v"], times_long(self.seen.within(key), a.row_bytes))
-                at = further(at, arith.addi(start, times(self.row, 2 * a.columns)))
+                key = self.seen.within(key)
+                at = further(arith.addi(self.at["v"], times_long(key, a.row_bytes)), start)
+                at = arith.select(equal(key, own.slot), own.at, at)
+                at = further(at, times(self.row, 2 * a.columns))
                 for i in range(0, 2 * a.width, 2 * MMA_COLUMNS * a.columns):
                     found += load_late(at, i, a.columns // 2)
         return found
 
-    def _keys(self, loaded: Iterator[Any]) -> list[list[Any]]:
+    def _keys(self, loaded: Iterator[Any]) -> list[Words]:
         """Of the words that follow, a key's accesses."""
         return [[next(loaded) for _ in range(4)] for _ in range(self.attend.accesses)]
 
-    def _values(self, loaded: Iterator[Any]) -> list[list[list[Any]]]:
+    def _values(self, loaded: Iterator[Any]) -> list[list[Words]]:
         """Of the words that follow, two values' accesses."""
         words, width = self.attend.columns // 2, self.attend.width
         accesses = width // (MMA_COLUMNS * self.attend.columns)
         return [[[next(loaded) for _ in range(words)] for _ in range(accesses)] for _ in range(2)]
 
-    def _scores(self, q: list[list[Any]], first: Any, keys: list[list[Any]]) -> list[Any]:
-        """Of the lane's row and two of eight keys: the score, as an exponent of 2, and whether it
-        is seen; else UNSEEN.
-        """
+    def _products(self, q: list[Words], keys: list[Words]) -> list[Any]:
+        """Of the lane's row and two of eight keys: the score, as an exponent of 2."""
         none = word(0)  # of rows that are not there
         halves = {i: [number(0)] * 4 for i in (0, 2)}
         for left, right in zip(q, keys, strict=True):
             for i, sums in halves.items():
                 rows = [left[i], none, left[i + 1], none]
                 halves[i] = mma(_OF_KEYS, rows, right[i : i + 2], sums)
+        by = number(self.attend.scale * LOG2E)
+        return [arith.mulf(arith.addf(halves[0][e], halves[2][e]), by) for e in range(2)]
+
+    def _scores(self, own: Own, first: Any, keys: list[Words]) -> list[Any]:
+        """Of the lane's row and two of eight keys: the score (UNSEEN: of one that is not seen), and
+        whether it is seen.
+        """
         found = []
-        for e in range(2):
-            s = arith.addf(halves[0][e], halves[2][e])
+        for e, s in enumerate(self._products(own.q, keys)):
             key = arith.addi(arith.addi(first, times(self.across, 2)), word(e))
             there = less(key, self.seen.end)
-            s = arith.mulf(s, number(self.attend.scale * LOG2E))
+            s = arith.select(equal(key, own.value.slot), own.score, s)
             found.append((arith.select(there, s, number(UNSEEN)), there))
         return found
 
@@ -222,7 +277,7 @@ class Attention:
         lanes = first, arith.addi(first, word(ACROSS))
         return [asm(text, "f", value, lane, effects=True) for lane in lanes]
 
-    def _added(self, weights: Any, values: list[list[list[Any]]], sums: list[Any]) -> list[Any]:
+    def _added(self, weights: Any, values: list[list[Words]], sums: list[Any]) -> list[Any]:
         """The sums of values of eight keys, times their weights, and what there was: of each word
         of the lane's values, whose two numbers are rows here, those of two heads, columns.
         """

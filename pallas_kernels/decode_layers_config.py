@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels import between_attentions_config as between
+from pallas_kernels.between_attentions_config import NormNumbers
 from pallas_kernels.device import ACCESS_BYTES, LANES
 from pallas_kernels.quantized_matmul_config import ACROSS, MMA_COLUMNS
 
 NAMES = ("qkv", "out", "gate_up", "down")  # the products of a layer, in their order
+CACHE = [(None, "k"), (None, "v")]  # a layer's, of no product
+NORMS = ("q_norm", "k_norm")  # of heads
 OWN = ("codes", "scale", "zero", "row_scale", "bias", "norm")  # arrays of a product, by layer
 STREAM = [(0, "x"), (1, "residual")]  # a layer's input, which is no array of its own
 MEETINGS = 5  # of a layer: before each product, and before what the heads see
+EACH = ACCESS_BYTES // 2  # numbers of an access
 KEYS = MMA_COLUMNS  # of a product with q
 SPAN = ACROSS * ACCESS_BYTES // 2  # numbers of a key that four lanes have in one access
 MOST_GROUP = MMA_COLUMNS  # query heads that share a key head
@@ -33,7 +37,8 @@ class Config(between.Config):
 @dataclasses.dataclass(frozen=True)
 class Attend:
     """What the heads of one token see: q_heads of `width`, over kv_heads in a cache with `slots`
-    for keys, the last `window` of them, if that is less.
+    for keys, the last `window` of them, if that is less. Of q's and k's heads the first numbers are
+    turned, twice `half`, behind norms of each, if there are any.
 
     A warp has `pieces` of KEYS keys at a time, and as many on their way. All blocks together have
     at most `splits` for each key head.
@@ -42,6 +47,9 @@ class Attend:
     q_heads: int
     kv_heads: int
     width: int
+    half: int
+    q_norm: NormNumbers | None
+    k_norm: NormNumbers | None
     slots: int
     scale: float
     window: int | None
@@ -123,8 +131,8 @@ class Plan(between.Plan):
     @property
     def handed_on(self) -> dict[str, int]:
         """What blocks hand each other, by name: how many numbers."""
-        out, gate_up = (product.packed.shape for product in self.products[1:3])
-        return {"q": out[1], "heads": out[1], "middle": out[0], "gated": gate_up[0] // 2}
+        qkv, out, gate_up = (product.packed.shape for product in self.products[:3])
+        return {"qkv": qkv[0], "heads": out[1], "middle": out[0], "gated": gate_up[0] // 2}
 
     @property
     def tiles(self) -> int:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.between_attentions_config import BRINGING, MEETING_WORDS
-from pallas_kernels.decode_layers_config import Plan
+from pallas_kernels.decode_layers_config import CACHE, Plan
 from pallas_kernels.decode_layers_lanes import Layers
 from pallas_kernels.device import THREADS, WARPS
 from pallas_kernels.lane_code import by_thread, further, word
@@ -28,7 +28,7 @@ def layers(
     """y [1, D], the meeting, and of each layer the cache's k and v.
 
     x [1, D]. own: of each layer the arrays of `plan.own`, in their order.
-    angles: cos and sin, [1, H / 2] each; slots and lengths int32 [1]. meeting: as in `Meeting`, and
+    angles: cos and sin, [1, R / 2] each; slots and lengths int32 [1]. meeting: as in `Meeting`, and
     a word for each key head; zeros, which come back so.
     Small arrays come as one, which a launch of XLA makes with what they are made of.
     """
@@ -37,14 +37,13 @@ def layers(
     for (product, name), array in zip(plan.own, own[0], strict=True):
         if product is not None and name == "bias":
             dtypes[product][name] = array.dtype
-    dtypes[0] |= dict.fromkeys(("cos", "sin"), jnp.dtype(jnp.float32))
-    held = [product is None for product, _ in plan.own]  # k and v
+    held = [entry in CACHE for entry in plan.own]
     own = [
         [_compat.hold(array) if mine else array for array, mine in zip(layer, held, strict=True)]
         for layer in own
     ]
-    angles = jnp.concatenate([angle.astype(jnp.float32) for angle in angles], axis=1)
-    half_bytes = a.width // 2 * angles.dtype.itemsize
+    angles = jnp.concatenate([angle.astype(x.dtype) for angle in angles], axis=1)
+    half_bytes = a.half * angles.dtype.itemsize
     words = _compat.hold(jnp.concatenate([slots, lengths, meeting]))
 
     def body(x_ref, own, angles_ref, words_ref, *results, **scratch):

@@ -25,7 +25,7 @@ from pallas_kernels.lane_code import asm, equal, further, times, word
 
 # For each product: the names of its arguments, and where in `Layers.at` the block has them
 AROUND: dict[str, dict[str, str]] = {
-    "qkv": {"cos": "cos", "sin": "sin", "slots": "slots", "out": "q"},
+    "qkv": {"out": "qkv"},
     "out": {"x": "heads", "out": "middle"},
     "gate_up": {"x": "middle", "out": "gated"},
     "down": {"x": "gated", "residual": "middle", "out": "y"},
@@ -93,9 +93,9 @@ class Layers:
             Attention(self.plan.attend, seen, cache()).prefetch()
             for i, name in enumerate(NAMES):
                 if name == "out":
-                    self._meet(layer, 1)
                     around = {**self.at, "kept": self.chip["kept"], **cache()}
                     attention = Attention(self.plan.attend, seen, around)
+                    self._meet(layer, 1)
                     attention.run(self.meeting.barrier)
                 at = chain.product(i, at, functools.partial(self._meet, layer, i + (i > 0)))
             return at
@@ -121,8 +121,7 @@ class Layers:
 
         def pointers(product: int) -> dict[str, Any]:
             shared = {name: self.at[at] for name, at in AROUND[NAMES[product]].items()}
-            cache = own(None) if product == 0 else {}
-            return {**self.chip, **own(product), **cache, **shared}
+            return {**self.chip, **own(product), **shared}
 
         asked = [functools.partial(pointers, i) for i in range(len(NAMES))]
         rest = {"ring": self.chip["ring"], "barriers": self.chip["barriers"]}

@@ -42,9 +42,11 @@ def call(
     bias: bool = False,
     sub_norms: bool = False,
     gate: str = "swiglu",
+    head_norms: str = "",
+    turned: int | None = None,
 ) -> dict[str, Any]:
     """Arguments; heads: how many q and k have, and their width. slot, length: None for those of a
-    token that is the last of `keys`.
+    token that is the last of `keys`. head_norms: of "q", "k" or both. turned: of a head, None: all.
     """
     n, k, width = heads
     seeds = iter(range(1000))
@@ -63,9 +65,11 @@ def call(
         before, within = (norm(n * width), norm(f)) if sub_norms else (None, None)
         qkv = weights((n + 2 * k) * width, d, norm())
         out, gate_up = weights(d, n * width, before), weights(2 * f, d, norm())
-        return Layer(qkv, out, gate_up, weights(d, f, within), held(), held())
+        down, cache = weights(d, f, within), (held(), held())
+        norms = (norm(width) if name in head_norms else None for name in "qk")
+        return Layer(qkv, out, gate_up, down, *cache, *norms)
 
-    angles = np.random.default_rng(6).uniform(-np.pi, np.pi, (1, width // 2))
+    angles = np.random.default_rng(6).uniform(-np.pi, np.pi, (1, (turned or width) // 2))
     rotary = Rotary(*(jnp.asarray(g(angles), F32) for g in (np.cos, np.sin)), n, k)
     slot, length = keys - 1 if slot is None else slot, keys if length is None else length
     slots_of, lengths = (jnp.asarray([each], jnp.int32) for each in (slot, length))
@@ -109,7 +113,8 @@ def truth(arguments: dict[str, Any]) -> Any:
     for layer in arguments["layers"]:
         angles = (exact(angle.astype(BF16)) for angle in rotary[:2])
         cache = Cache(exact(layer.k), exact(layer.v), slots)
-        q, k, v = oracles.turn_and_write(product(x, layer.qkv), *angles, rotary.q_heads, cache)
+        norms, heads = (layer.q_norm, layer.k_norm), product(x, layer.qkv)
+        q, k, v = oracles.turn_and_write(heads, *angles, rotary.q_heads, cache, norms)
         width = k.shape[-1]
         heads = oracles.attention(
             q.reshape(1, 1, -1, width),

@@ -9,13 +9,13 @@ from between_lanes import MODULES as OF_PRODUCTS
 from lane_blocks import Blocks, Part
 from lane_machine import LANES, stand_in
 
-from pallas_kernels import decode_layers_attention, decode_layers_lanes
+from pallas_kernels import decode_layers_attention, decode_layers_lanes, decode_layers_turn
 from pallas_kernels.decode_layers import _own, meeting_words, plan_of
 from pallas_kernels.decode_layers_config import Config
 from pallas_kernels.decode_layers_lanes import Layers
 from pallas_kernels.device import Device
 
-MODULES = (*OF_PRODUCTS, decode_layers_attention, decode_layers_lanes)
+MODULES = (*OF_PRODUCTS, decode_layers_attention, decode_layers_lanes, decode_layers_turn)
 
 
 def by_lanes(
@@ -29,7 +29,7 @@ def by_lanes(
     a, d = plan.attend, x.shape[1]
     names = plan.own
     held: dict[str, Any] = {"x": x, "slots": token.slots, "lengths": token.kv_lengths}
-    held |= {"cos": token.rotary.cos, "sin": token.rotary.sin}
+    held |= {name: getattr(token.rotary, name).astype(x.dtype) for name in ("cos", "sin")}
     held["meeting"] = np.zeros(meeting_words(a.kv_heads), np.uint32)
     for i, layer in enumerate(layers):
         held |= {f"{i} {name}": a for name, a in zip(names, _own(plan, layer), strict=True)}
@@ -48,7 +48,6 @@ def by_lanes(
     for (product, name), array in zip(names, _own(plan, layers[0]), strict=True):
         if name == "bias":
             dtypes[product][name] = array.dtype
-    dtypes[0] |= {"cos": token.rotary.cos.dtype, "sin": token.rotary.sin.dtype}
     shared = ("x", "y", "cos", "sin", "slots", "lengths", "meeting", *plan.handed_on)
     around = {name: at[name] for name in shared}
     around |= {name: at[f"blocks' {name}"] for name in ("parts", "stats")}

@@ -112,8 +112,8 @@ MAY_IMPORT = {
         "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_rows"
     ),
     "pallas_kernels.between_attentions_config": (
-        "pallas_kernels.device pallas_kernels.packed pallas_kernels.quantized_digits "
-        "pallas_kernels.quantized_matmul_config"
+        "pallas_kernels.around_product pallas_kernels.device pallas_kernels.packed "
+        "pallas_kernels.quantized_digits pallas_kernels.quantized_matmul_config"
     ),
     "pallas_kernels.between_attentions_tiles": (
         "pallas_kernels.between_attentions_config pallas_kernels.device "
@@ -153,10 +153,15 @@ MAY_IMPORT = {
         "pallas_kernels.between_attentions_config pallas_kernels.device "
         "pallas_kernels.quantized_matmul_config"
     ),
-    "pallas_kernels.decode_layers_attention": (
-        "pallas_kernels.attention_reference pallas_kernels.decode_layers_config "
+    "pallas_kernels.decode_layers_turn": (
+        "pallas_kernels.between_attentions_config pallas_kernels.decode_layers_config "
         "pallas_kernels.device pallas_kernels.lane_arithmetic pallas_kernels.lane_code "
         "pallas_kernels.quantized_matmul_config"
+    ),
+    "pallas_kernels.decode_layers_attention": (
+        "pallas_kernels.attention_reference pallas_kernels.decode_layers_config "
+        "pallas_kernels.decode_layers_turn pallas_kernels.device pallas_kernels.lane_arithmetic "
+        "pallas_kernels.lane_code pallas_kernels.quantized_matmul_config"
     ),
     "pallas_kernels.decode_layers_lanes": (
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_lanes "

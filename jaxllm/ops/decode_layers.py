@@ -64,9 +64,7 @@ def decode_layers(
 
 def _with(change: Callable[[Link], Link], layer: Layer, token: Token) -> Layer:
     """The layer with other weights, made of those of its products."""
-    link = change(layer.link(token))
-    assert link.following is not None, "no weight went"
-    return Layer(link.following.qkv, link.out, link.gate_up, link.down, layer.k, layer.v)
+    return layer.with_products(change(layer.link(token)))
 
 
 def _pallas(x, layers, token, *, meeting, implementation=None, interpret=False):
@@ -80,7 +78,7 @@ def _op_by_op(x, layers, token: Token, *, meeting, implementation):
     caches = []
     for layer in layers:
         qkv = layer.qkv
-        around: Any = {"norm": qkv.norm, "epilogue": "rope", "rotary": token.rotary}
+        around: Any = {"norm": qkv.norm, "epilogue": "rope", "rotary": layer.turning(token)}
         around |= {"cache": Cache(layer.k, layer.v, token.slots), "implementation": implementation}
         q, k, v = fused_linear(x, qkv.weight, qkv.bias, **around)
         heads = attention(

@@ -176,13 +176,23 @@ RINGS = {"sliding_window": 4, "layer_types": ("sliding_attention",) * 2}
 
 
 @pytest.mark.parametrize(
-    ("scheme", "more"), [(None, RINGS), ("int4", {}), (None, {"query_pre_attn_scalar": 7})]
+    ("config", "scheme", "more"),
+    [
+        (WIDE, None, RINGS),
+        (WIDE, "int4", {}),
+        (WIDE, None, {"query_pre_attn_scalar": 7}),
+        (NORMED, None, {}),
+        (NORMED, "int8", RINGS),
+        (PARTIAL, None, {}),
+    ],
 )
-def test_all_layers_in_one_launch(scheme: Any, more: Any, monkeypatch: pytest.MonkeyPatch):
+def test_all_layers_in_one_launch(
+    config: ModelConfig, scheme: Any, more: Any, monkeypatch: pytest.MonkeyPatch
+):
     """Interpreted, op by op."""
     if not _compat.WRITES_REFERENCES:
         pytest.skip("jax 0.10 writes into no array that is there")
-    config = dataclasses.replace(WIDE, num_hidden_layers=2, **{"layer_types": (), **more})
+    config = dataclasses.replace(config, num_hidden_layers=2, **{"layer_types": (), **more})
     launches, run = [], jaxllm.ops.decode_layers
     monkeypatch.setattr(
         jaxllm.ops, "decode_layers", lambda *a, **k: (launches.append(len(a[1])), run(*a, **k))[1]
@@ -390,16 +400,12 @@ APART: Any = {
     "ring": "layer 1 has another window than layer 0",
     "fp8": "layer 0 has keys and values in float8_e4m3fn, not bfloat16",
     "soft cap": "scores have a soft cap, 4",
-    "normed heads": "layer 0: heads are normed before they are turned",
-    "part of a head": "layer 0: 32 of the 64 numbers of a head are turned",
 }
 
 
 @pytest.mark.parametrize("name", APART)
 def test_what_all_layers_in_one_launch_leave_out(name: str):
-    """Caches that differ, keys in 8 bits, scores with a cap, heads with norms: the kernel has none
-    of them.
-    """
+    """Caches that differ, keys in 8 bits, scores with a cap: the kernel has none of them."""
     config, kv = OTHERS[name]
     assert chain.why_not_together(*asked(made(WIDE))[1]) is None
     assert APART[name] in str(chain.why_not_together(*asked(made(config), kv=kv)[1]))
@@ -453,9 +459,12 @@ def test_on_a_gpu_few_kernels_are_left(how: Any, kernels: list[str]):
 
 
 def test_heads_with_norms_or_turned_in_part_have_a_launch_for_that():
+    """Where layers are not one launch."""
     two = ["between_attentions", "between_attentions", "decode_attention"]
     for config in (NORMED, PARTIAL):
-        assert kernels_of(config, "auto") == [*two, "gemv_norm_plain", "rope_into_cache"]
+        assert kernels_of(config, "auto") == ["decode_layers"]
+        by_layer = kernels_of(config, {"decode_layers": "xla"})
+        assert by_layer == [*two, "gemv_norm_plain", "rope_into_cache"]
     of_three = {"decode_attention", "quantized_matmul_norm", "rope_into_cache"}
     of_three |= {"quantized_matmul", "quantized_matmul_norm_swiglu"}
     assert of_three <= set(kernels_of(NORMED, "auto", 3))

@@ -18,6 +18,7 @@ from absent_device import H200, absent
 from between_calls import shapes_of
 from kernels import interpreted
 from layers_calls import assert_right, call, jitted, poisoned
+from quantized_calls import BF16
 
 from jaxllm import aot
 from pallas_kernels import _compat, device
@@ -43,6 +44,7 @@ MEETING = jnp.zeros(3, jnp.int32)
 SMALL = partial(call, 128, 256, (2, 1, 64))
 # hidden and intermediate size, heads of q and k and their width
 QWEN, PHI = (896, 4864, (14, 2, 64)), (3072, 8192, (32, 32, 96))
+QWEN_3 = (1024, 3072, (16, 8, 128))
 WIDE = (1024, 3584, (32, 8, 128))
 BITNET = (2560, 6912, (20, 5, 128))
 
@@ -56,8 +58,9 @@ def interpret(arguments: dict[str, Any]) -> Any:
 
 @written
 @pytest.mark.parametrize("form", ["int4", "ternary", PLAIN])
-def test_forward(form: str):
-    arguments = SMALL(form, bias=form == PLAIN)
+@pytest.mark.parametrize("more", [{}, {"head_norms": "qk", "turned": 32}])
+def test_forward(form: str, more: dict[str, Any]):
+    arguments = SMALL(form, bias=form == PLAIN, **more)
     assert_right(arguments, interpret(arguments))
 
 
@@ -76,21 +79,23 @@ def test_the_check_sees_another_norm():
 def test_gradients(form: str, monkeypatch: pytest.MonkeyPatch):
     """Those of the plain path: of floats and of weights that are not packed."""
     module = sys.modules["pallas_kernels.decode_layers"]  # the package has the function's name
-    arguments = SMALL(form, bias=True)
+    arguments = SMALL(form, bias=True, head_norms="qk")
 
-    def loss(run: Any, x: Any, bias: Any, codes: Any, k: Any) -> Any:
+    def loss(run: Any, x: Any, bias: Any, codes: Any, k: Any, scale: Any) -> Any:
         layers = list(arguments["layers"])
         down = layers[1].down
         weight = dataclasses.replace(down.weight, codes=codes)
         down = down._replace(bias=bias, weight=weight)
-        layers[1] = layers[1]._replace(down=down, k=k)
+        norm = layers[1].k_norm._replace(weight=scale)
+        layers[1] = layers[1]._replace(down=down, k=k, k_norm=norm)
         y, caches, *_ = run(x, layers, arguments["token"])
         found = [y, *(array for both in caches for array in both)]
         return sum(jnp.sum(a.astype(jnp.float32) ** 2) for a in found)
 
     down = arguments["layers"][1].down
-    given = arguments["x"], down.bias, down.weight.codes, arguments["layers"][1].k
-    places = (0, 1, 2, 3) if form == PLAIN else (0, 1, 3)
+    last = arguments["layers"][1]
+    given = arguments["x"], down.bias, down.weight.codes, last.k, last.k_norm.weight
+    places = (0, 1, 2, 3, 4) if form == PLAIN else (0, 1, 3, 4)
 
     def plain(plan: Any, *arrays: Any) -> Any:
         return module._plain(plan, *arrays)
@@ -147,10 +152,28 @@ def with_post_norms(*which: int) -> dict[str, Any]:
     return changed(layers=layers)
 
 
+def with_head_norms(*dtypes: Any) -> dict[str, Any]:
+    """Of the queries, with weights of a dtype each layer."""
+    layers = changed()["layers"]
+    for i, dtype in enumerate(dtypes):
+        layers[i] = layers[i]._replace(q_norm=Norm(jnp.ones(64, dtype), 1e-5))
+    return changed(layers=layers)
+
+
+def with_the_tokens_norms() -> dict[str, Any]:
+    rotary = changed()["token"].rotary
+    return changed(rotary=rotary._replace(q_norm=Norm(jnp.ones(64, BF16), 1e-5)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "phrase"),
     [
         (changed(), None),
+        (SMALL("int4", head_norms="qk", turned=48), None),
+        (with_head_norms(BF16, BF16), None),
+        (with_head_norms(BF16, jnp.float32), "layer 1 is not like layer 0 in q_norm.weight"),
+        (with_head_norms(jnp.float32, jnp.float32), "takes q_norm's weight in bfloat16, got float"),
+        (SMALL("int4", turned=40), "halves of what is turned of a head in multiples of 8, got 20"),
         (changed("ternary", gate="relu2_glu"), None),
         (in_another_format(), "layer 1 is not like layer 0 in down.weight"),
         (with_a_bias(), "layer 1 is not like layer 0 in qkv.bias"),
@@ -242,6 +265,8 @@ def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):
         (changed(window=0), "window must be a whole number, 1 at least, or None, got 0"),
         (changed(window=2.5), "window must be a whole number, 1 at least, or None, got 2.5"),
         (unlike(k=jnp.ones((1, 40, 2, 64), jnp.bfloat16)), "layer 1, qkv: "),
+        (unlike(k_norm=Norm(jnp.ones(32, BF16), 1e-5)), r"layer 1, qkv: k_norm's weight must be"),
+        (with_the_tokens_norms(), "norms of heads are the layers', and not the token's"),
     ],
 )
 def test_wrong_calls(arguments: dict[str, Any], sentence: str):
@@ -278,14 +303,14 @@ def test_refuses_without_a_gpu():
         decode_layers(**changed(), meeting=MEETING)
 
 
-def alike(*call_of: Any, layers: int = 24) -> dict[str, Any]:
+def alike(*call_of: Any, layers: int = 24, **rest: Any) -> dict[str, Any]:
     """A call of such layers, of shapes alone."""
-    found = shapes_of(partial(call, *call_of, layers=1))
+    found = shapes_of(partial(call, *call_of, **rest, layers=1))
     return {**found, "layers": found["layers"] * layers}
 
 
 @pytest.mark.parametrize("form", [PLAIN, "int8", "int4", "ternary"])
-@pytest.mark.parametrize("model", [QWEN, PHI, WIDE, BITNET])
+@pytest.mark.parametrize("model", [QWEN, QWEN_3, PHI, WIDE, BITNET])
 def test_the_default_fits(model: Any, form: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
     arguments = alike(*model, form)
@@ -298,14 +323,21 @@ def test_the_default_fits(model: Any, form: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("form", "heads"),
-    [(PLAIN, (4, 2, 128)), ("int4", (8, 1, 64)), ("ternary", (4, 4, 96)), (PLAIN, (8, 1, 32))],
+    ("form", "heads", "head_norms"),
+    [
+        (PLAIN, (4, 2, 128), ""),
+        (PLAIN, (4, 2, 128), "qk"),
+        ("int4", (8, 1, 64), ""),
+        ("int4", (8, 1, 128), "qk"),
+        ("ternary", (4, 4, 96), ""),
+        (PLAIN, (8, 1, 32), ""),
+    ],
 )
-def test_compiled(form: str, heads: Any):
+def test_compiled(form: str, heads: Any, head_norms: str):
     """One launch for all layers; codes are read by 16 bytes, and multiplied by tensor cores, as are
     keys and values.
     """
-    run, arrays = jitted(alike(256, 512, heads, form, layers=3))
+    run, arrays = jitted(alike(256, 512, heads, form, head_norms=head_norms, layers=3))
     program = aot.compile_for(run, *arrays)
     assert program.mosaic_launches() == ["decode_layers"]
     kernel = program.kernel("decode_layers")
@@ -334,6 +366,13 @@ DEVICE_CALLS: Any = {
     "a window": partial(call, *WIDE, "int4", slots=1024, keys=1000, window=77, scale=PEAKED),
     "narrow heads": partial(call, 512, 1024, (8, 8, 32), slots=400, keys=400),
     "GELU's gate": partial(call, *WIDE, gate="geglu", slots=300, keys=77, scale=PEAKED),
+    "Qwen3-0.6B": partial(call, *QWEN_3, head_norms="qk", slots=2048, keys=2001, slot=900),
+    "Qwen3-1.7B in int4": partial(
+        call, 2048, 6144, QWEN_3[2], "int4", head_norms="qk", keys=30, scale=PEAKED
+    ),
+    "parts of heads": partial(
+        call, *WIDE, head_norms="k", centred=True, turned=96, slots=300, keys=77, scale=PEAKED
+    ),
     "the first token": partial(call, *QWEN, slots=64, keys=1),
     "BitNet": partial(call, *BITNET, "ternary", sub_norms=True, gate="relu2_glu", keys=40),
 }

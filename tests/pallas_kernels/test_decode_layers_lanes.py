@@ -13,8 +13,13 @@ from pallas_kernels import decode_layers_attention
 from pallas_kernels.between_attentions_lanes import Meeting
 from pallas_kernels.decode_layers_attention import Attention, Seen
 from pallas_kernels.decode_layers_config import Config
+from pallas_kernels.decode_layers_turn import Turn
 from pallas_kernels.packed import PLAIN
 
+# Of few heads an error of one score is that of all that they see
+SEVERAL = partial(
+    call, 128, 128, (8, 1, 128), slots=100, keys=99, slot=50, head_norms="qk", scale=0.3
+)
 # Blocks, and what they have
 CALLS: Any = {
     "16 bits, bias": (Config(4, 3, 2), 3, partial(call, 128, 192, (4, 2, 64), bias=True)),
@@ -50,6 +55,19 @@ CALLS: Any = {
         partial(call, 128, 128, (2, 1, 64), slots=8, slot=0, length=-3, centred=True),
     ),
     "GELU's gate": (Config(4, 2, 2), 3, partial(call, 128, 128, (2, 1, 64), gate="geglu")),
+    "a token's key amid others": (Config(4, 3, 2, turns=1), 3, SEVERAL),
+    "one norm, zero-centred, int4": (
+        Config(4, 2, 2, turns=1),
+        3,
+        partial(
+            call, 128, 128, (4, 1, 96), "int4", head_norms="k", centred=True, slots=80, keys=77
+        ),
+    ),
+    "a part of each head is turned": (
+        Config(4, 2, 2),
+        3,
+        partial(call, 128, 128, (3, 1, 128), turned=96, head_norms="q", slot=7, scale=0.3),
+    ),
     "ternary, norms": (
         Config(4, 2, 1),
         5,
@@ -74,7 +92,6 @@ def test_a_block_alone(monkeypatch: pytest.MonkeyPatch):
     assert_right(arguments, by_lanes(monkeypatch, poisoned(arguments), Config(4, 2, 1), 1))
 
 
-SEVERAL = partial(call, 128, 128, (2, 1, 128), slots=100, keys=99)
 FAULTS: Any = {
     "blocks do not wait": (Meeting, "meet", lambda *_: None, "not finite"),
     "of several blocks the first adds up": (
@@ -89,6 +106,25 @@ FAULTS: Any = {
         lambda self, key: key,
         "not finite|nothing lies",
     ),
+    "the token's key is what the cache has": (
+        decode_layers_attention,
+        "equal",
+        lambda a, b: decode_layers_attention.less(b, 0),
+        "not finite",
+    ),
+    "heads are neither normed nor turned": (
+        Turn,
+        "turned",
+        lambda self, head, norm: [own for own, _ in head],
+        "error is",
+    ),
+    "keys are normed as queries": (
+        Turn,
+        "turned",
+        lambda self, head, norm, turned=Turn.turned: turned(self, head, "q_norm"),
+        "error is",
+    ),
+    "nobody writes the token's key and value": (Attention, "_keep", lambda *_: None, "not finite"),
     "nobody is a head": (Attention, "run", lambda *_: None, "not finite"),
 }
 
