@@ -4,8 +4,8 @@ A block has one key head, and of its keys every so many-th turn; a warp has eigh
 some times eight. Their scores are products of q, whose heads are rows, and keys as they lie in the
 cache: four lanes have a key, 16 bytes each at a time, and q alike. As they come, scores are the
 right side of a product with the values, of which a lane pairs those of two keys.
-Each warp makes q and the token's key of what the product before gives (decode_layers_turn.py), and
-scores that key itself; in the cache they are for later tokens.
+A block makes q and the token's key of what the product before gives (decode_layers_turn.py), and
+each warp scores that key itself: in the cache it is for later tokens.
 Sums that warps have meet on chip, those of several blocks in memory: whoever comes last adds them.
 As in lane_code.py, values are those of one thread. Imported only by decode_layers_lanes.py.
 Source of the split and of what is carried: FlashAttention 2, Dao 2023, arXiv:2307.08691.
@@ -24,7 +24,14 @@ from pallas_kernels.attention_reference import UNSEEN
 from pallas_kernels.decode_layers_config import KEYS, SPAN, Attend
 from pallas_kernels.decode_layers_turn import Turn
 from pallas_kernels.device import ACCESS_BYTES, LANES, LOG2E
-from pallas_kernels.lane_arithmetic import all_floats, larger, number, shuffled, words_of_floats
+from pallas_kernels.lane_arithmetic import (
+    all_floats,
+    floats,
+    larger,
+    number,
+    shuffled,
+    words_of_floats,
+)
 from pallas_kernels.lane_code import (
     accesses_of_thread,
     as_word,
@@ -33,12 +40,14 @@ from pallas_kernels.lane_code import (
     further,
     less,
     load_late,
+    load_shared,
     load_word,
     mma,
     only_where,
-    store,
     times,
     times_long,
+    unlike,
+    without,
     word,
 )
 from pallas_kernels.quantized_matmul_config import ACROSS, MMA_COLUMNS
@@ -83,21 +92,13 @@ class Seen:
         return arith.minui(key, arith.subi(self.end, word(1)))
 
 
-class Value(NamedTuple):
-    """The token's: its place in the cache, where it is being written, and where it can be read."""
-
-    slot: Any
-    at: Any
-
-
-class Own(NamedTuple):
-    """Of the token: what a lane has of q, and its row's score of the token's key; and the keys and
-    values of the block's first turn, which are asked for together with these.
+class Asked(NamedTuple):
+    """What a lane has before q, k and v are there: where the token's key and value go, its part of
+    their heads, and keys and values of the block's first turn.
     """
 
-    q: list[Words]
-    score: Any
-    value: Value
+    slot: Any
+    turns: list[Turn]
     loaded: list[Any]
 
 
@@ -130,63 +131,67 @@ class Attention:
                     at = further(arith.addi(self.at[name], times_long(key, a.row_bytes)), offset)
                     only_where(inside, asm, "prefetch.global.L2 [$0];", "", at)
 
-    def run(self, barrier: Callable[[], None]) -> None:
+    def ask(self) -> Asked:
+        """For what does not wait for q, k and v."""
+        a, seen, slot = self.attend, self.seen, load_word(self.at["slots"])
+        accesses = accesses_of_thread(a.turn_accesses, self.threads)
+        turns = [Turn(a, seen.head, *each, self.at) for each in accesses]
+        return Asked(slot, turns, self._loaded(slot, word(0), seen.mine))
+
+    def run(self, asked: Asked, barrier: Callable[[], None]) -> None:
         """All of it. barrier: where the threads meet, all of which must come."""
         with mgpu_utils.when(self.seen.mine):
-            own = self._token()
-            zero = number(0)
-            sums = [zero] * (self.attend.width * 2 // MMA_COLUMNS)
-            start = [number(UNSEEN), zero, *sums, *own.loaded]
-            turns = mgpu_utils.fori(self.seen.turns, start)(functools.partial(self._turn, own))
-            self._show(list(turns.results)[: 2 + len(sums)])
+            q, own = self._token(asked, barrier)
+            each = functools.partial(self._turn, q, asked.slot)
+            turns = mgpu_utils.fori(self.seen.turns, [*own, *asked.loaded])(each)
+            self._show(list(turns.results)[: len(own)])
             barrier()
             self._join(barrier)
 
     # a warp
 
-    def _token(self) -> Own:
-        """Of the token what the lane has; its key and value go to the cache. Rows past the last are
-        like it.
+    def _token(self, asked: Asked, barrier: Callable[[], None]) -> tuple[list[Words], list[Any]]:
+        """What the lane has of q, and what the token's own key and value are: as `_turn` has what
+        the first warp has of the keys before its turns. Both go to the cache.
         """
-        a, head = self.attend, self.seen.head
-        slot, turn = load_word(self.at["slots"]), Turn(a, self.across, self.at)
-        q_head = arith.addi(self.first_head, arith.minui(self.row, word(a.group - 1)))
-        k_head, v_head = (arith.addi(head, word(n)) for n in (a.q_heads, a.q_heads + a.kv_heads))
-        q_at, k_at, v_at = (
-            further(self.at["qkv"], times(each, 2 * a.width)) for each in (q_head, k_head, v_head)
-        )
-        heads = [turn.loaded(each) for each in (q_at, k_at)]
-        across = times(self.across, ACCESS_BYTES)
-        v = [load_late(further(v_at, across), 2 * SPAN * i) for i in range(a.accesses)]
-        value = Value(slot, v_at)
-        loaded = self._loaded(word(0), value)
-        q, k = map(turn.turned, heads, ("q_norm", "k_norm"))
-        self._keep(slot, k, v)
-        return Own(q, self._products(q, k)[0], value, loaded)
-
-    def _keep(self, slot: Any, k: list[Words], v: list[Words]) -> None:
-        """Writes the token's key and value, of which a row of lanes has all, to the cache."""
         a, seen = self.attend, self.seen
-        place = arith.addi(times_long(slot, a.row_bytes), times_long(seen.head, 2 * a.width))
-        place = further(place, times(self.across, ACCESS_BYTES))
-        there = less(slot, a.slots)  # one below 0 is a word far above
-        first = arith.andi(less(seen.split, 1), less(self.thread, ACROSS))
-        with mgpu_utils.when(arith.andi(there, first)):
-            for name, accesses in (("k", k), ("v", v)):
-                for i, words in enumerate(accesses):
-                    store(arith.addi(self.at[name], place), 2 * SPAN * i, words)
+        heads = [turn.loaded() for turn in asked.turns]
+        at = arith.addi(times(seen.head, 2 * a.width), times(self.row, 2 * a.columns))
+        at = further(self.at["qkv"], arith.addi(at, word(2 * a.width * (a.q_heads + a.kv_heads))))
+        value = [word for access in self._of_value(at) for word in access]
+        first = less(seen.split, 1)
+        for turn, each in zip(asked.turns, heads, strict=True):
+            turn.put(each, further(self.at["kept"], word(a.heads_at)), asked.slot, first)
+        barrier()
+        q, k = map(self._head, (arith.minui(self.row, word(a.group - 1)), word(a.group)))
+        shown = without(less(asked.slot, seen.end), less(asked.slot, seen.start))
+        here = arith.andi(arith.andi(first, shown), less(self.thread, LANES))
+        top = arith.select(here, self._products(q, k)[0], number(UNSEEN))
+        one = arith.andi(here, less(self.across, 1))
+        own = [top, arith.select(one, number(1), number(0))]
+        for each in value:
+            lower, upper = floats(arith.select(here, each, word(0)), "bfloat16")
+            own += [lower, lower, upper, upper]  # of two heads
+        return q, own
 
-    def _turn(self, own: Own, turn: Any, carry: list[Any]) -> list[Any]:
+    def _head(self, row: Any) -> list[Words]:
+        """Of a head on chip what the lane has. Rows past the last are like it."""
+        a = self.attend
+        place = arith.addi(times(row, 2 * a.width), times(self.across, ACCESS_BYTES))
+        at = further(self.at["kept"], place)
+        return [load_shared(at, a.heads_at + 2 * SPAN * i, 4) for i in range(a.accesses)]
+
+    def _turn(self, q: list[Words], slot: Any, turn: Any, carry: list[Any]) -> list[Any]:
         """What a warp's keys of a turn add. Those of the next one are asked for before."""
         firsts = self._firsts(turn)
         top, total, *rest = carry
         count = self.attend.width * 2 // MMA_COLUMNS
         sums, loaded = rest[:count], iter(rest[count:])
-        ahead = self._loaded(arith.addi(turn, word(1)), own.value)
+        ahead = self._loaded(slot, arith.addi(turn, word(1)))
         keys, values = zip(
             *((self._keys(loaded), self._values(loaded)) for _ in firsts), strict=True
         )
-        scores = [self._scores(own, *each) for each in zip(firsts, keys, strict=True)]
+        scores = [self._scores(q, slot, *each) for each in zip(firsts, keys, strict=True)]
         new_top = top
         for s, _ in (score for pair in scores for score in pair):
             new_top = larger(new_top, s)
@@ -213,10 +218,10 @@ class Attention:
         first = arith.addi(self.seen.first(turn), start)
         return [arith.addi(first, word(KEYS * i)) for i in range(self.attend.pieces)]
 
-    def _loaded(self, turn: Any, own: Value) -> list[Any]:
+    def _loaded(self, slot: Any, turn: Any, where: Any = None) -> list[Any]:
         """The words of a turn's keys and values that a lane has, of each piece: of a key what
         meets q's, and of two the columns of their values; behind the last key that one's. The
-        token's own are being written: its value lies elsewhere, its key is no matter.
+        token's, which may be on their way, are no matter: of values zeros. where: None: everywhere.
         """
         a, found = self.attend, []
         start = times(self.seen.head, 2 * a.width)
@@ -225,16 +230,21 @@ class Attention:
             at = arith.addi(self.at["k"], times_long(key, a.row_bytes))
             at = further(at, arith.addi(start, times(self.across, ACCESS_BYTES)))
             for i in range(a.accesses):
-                found += load_late(at, 2 * SPAN * i)
+                found += load_late(at, 2 * SPAN * i, where=where)
             for e in range(2):
                 key = arith.addi(arith.addi(first, times(self.across, 2)), word(e))
                 key = self.seen.within(key)
                 at = further(arith.addi(self.at["v"], times_long(key, a.row_bytes)), start)
-                at = arith.select(equal(key, own.slot), own.at, at)
                 at = further(at, times(self.row, 2 * a.columns))
-                for i in range(0, 2 * a.width, 2 * MMA_COLUMNS * a.columns):
-                    found += load_late(at, i, a.columns // 2)
+                other = unlike(key, slot)
+                other = other if where is None else arith.andi(where, other)
+                found += [word for access in self._of_value(at, other) for word in access]
         return found
+
+    def _of_value(self, at: Any, where: Any = None) -> list[Words]:
+        """What a lane has of a value, whose first number for the lane lies there."""
+        words, step = self.attend.columns // 2, 2 * MMA_COLUMNS * self.attend.columns
+        return [load_late(at, i, words, where) for i in range(0, 2 * self.attend.width, step)]
 
     def _keys(self, loaded: Iterator[Any]) -> list[Words]:
         """Of the words that follow, a key's accesses."""
@@ -257,15 +267,14 @@ class Attention:
         by = number(self.attend.scale * LOG2E)
         return [arith.mulf(arith.addf(halves[0][e], halves[2][e]), by) for e in range(2)]
 
-    def _scores(self, own: Own, first: Any, keys: list[Words]) -> list[Any]:
-        """Of the lane's row and two of eight keys: the score (UNSEEN: of one that is not seen), and
-        whether it is seen.
+    def _scores(self, q: list[Words], slot: Any, first: Any, keys: list[Words]) -> list[Any]:
+        """Of the lane's row and two of eight keys: the score (UNSEEN: of one that is not seen, or
+        is the token's), and whether it counts.
         """
         found = []
-        for e, s in enumerate(self._products(own.q, keys)):
+        for e, s in enumerate(self._products(q, keys)):
             key = arith.addi(arith.addi(first, times(self.across, 2)), word(e))
-            there = less(key, self.seen.end)
-            s = arith.select(equal(key, own.value.slot), own.score, s)
+            there = without(less(key, self.seen.end), equal(key, slot))
             found.append((arith.select(there, s, number(UNSEEN)), there))
         return found
 

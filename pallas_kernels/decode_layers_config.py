@@ -102,8 +102,23 @@ class Attend:
         return self.stats_at + 8 * self.warps * self.group
 
     @property
-    def shared_bytes(self) -> int:
+    def heads_at(self) -> int:
+        """On chip, behind that: q's heads of the group, and the token's key."""
         return self.flag_at + ACCESS_BYTES
+
+    @property
+    def turn_lanes(self) -> int:
+        """That have a head of the token together: a power of 2, of which some may have none."""
+        return 1 << (self.width // EACH - 1).bit_length()
+
+    @property
+    def turn_accesses(self) -> int:
+        """Of a block, to q's heads of the group, the token's key and its value."""
+        return (self.group + 2) * self.turn_lanes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.heads_at + 2 * (self.group + 1) * self.width
 
 
 @dataclasses.dataclass(frozen=True)

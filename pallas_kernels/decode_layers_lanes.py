@@ -95,8 +95,9 @@ class Layers:
                 if name == "out":
                     around = {**self.at, "kept": self.chip["kept"], **cache()}
                     attention = Attention(self.plan.attend, seen, around)
+                    asked = attention.ask()
                     self._meet(layer, 1)
-                    attention.run(self.meeting.barrier)
+                    attention.run(asked, self.meeting.barrier)
                 at = chain.product(i, at, functools.partial(self._meet, layer, i + (i > 0)))
             return at
 

@@ -1,19 +1,20 @@
-"""q's and k's heads of one token as lanes of `decode_layers` read them: normed, and turned.
+"""The token's heads that a block of `decode_layers` reads: normed, turned, and where they belong.
 
-A product gives these heads as they are, and whoever reads one has all of it, four lanes together:
-so a norm needs no launch or meeting of its own. As in lane_code.py, values are those of one thread.
-Imported only by decode_layers_attention.py.
+A product gives q, k and v as they are. A block has the heads of q that share its key head, and the
+token's key and value, some lanes of a warp a head: so norms and rotation need no launch or meeting
+of their own. As in lane_code.py, values are those of one thread. Imported only by
+decode_layers_attention.py.
 Source of norm and rotation: around_product.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels.between_attentions_config import NormNumbers
 from pallas_kernels.decode_layers_config import EACH, Attend
 from pallas_kernels.device import ACCESS_BYTES
 from pallas_kernels.lane_arithmetic import (
@@ -25,119 +26,117 @@ from pallas_kernels.lane_arithmetic import (
     sum_of_squares,
     words_of_floats,
 )
-from pallas_kernels.lane_code import further, less, load_four, load_late, times, word
-from pallas_kernels.quantized_matmul_config import ACROSS
+from pallas_kernels.lane_code import (
+    asm,
+    equal,
+    further,
+    less,
+    load_four,
+    load_late,
+    only_where,
+    store,
+    times,
+    times_long,
+    word,
+)
 
 DTYPE, KIND = "bfloat16", "bf16x2"
 ONES, SIGNS = 0x3F803F80, 0x80008000  # of both numbers of a word
 
+
 Words = list[Any]  # of an access
-Pair = tuple[Words, Words]  # of an access and of its partner, half of what is turned away
-
-
-class Scale(NamedTuple):
-    """A norm's: what it has beside its weight, and that weight."""
-
-    numbers: NormNumbers
-    weights: list[Pair]
 
 
 class Turn:
-    """What a lane needs to make heads what they are multiplied as."""
+    """Of one access of a thread to the heads: those of q, then the key and the value."""
 
-    def __init__(self, attend: Attend, across: Any, at: Mapping[str, Any]):
-        """Asks for it: nobody writes that in this launch. across: which of the four lanes. at:
-        addresses of cos and sin [R / 2] in bfloat16, and of the norms' weights, q_norm and k_norm.
+    def __init__(self, attend: Attend, head: Any, place: Any, inside: Any, at: Mapping[str, Any]):
+        """Asks for all but the heads. head: the key head. place, inside: as of
+        `accesses_of_thread`, of `Attend.turn_accesses`. at: addresses of qkv, cos, sin, slots, the
+        norms' weights and the cache's k and v, as `Attention` has them.
         """
-        self.attend, self.at, half = attend, at, attend.half // EACH
-        self.places = [arith.addi(across, word(i * ACROSS)) for i in range(attend.accesses)]
-        self.angles: list[Any]  # pairs of cosines and sines with their signs; None: not turned
-        self.partners: list[Any]  # which of the lane's own accesses, or another's place
-        if half % ACROSS == 0:
-            self._pair_own(half // ACROSS)
-        else:
-            self._pair_others(half)
-        self.scales = {
-            name: Scale(norm, self._pairs(load_four, at[name]))
-            for name, norm in (("q_norm", attend.q_norm), ("k_norm", attend.k_norm))
-            if norm is not None
-        }
+        a = self.attend = attend
+        self.head, self.at = head, at
+        self.row, column = (f(place, word(a.turn_lanes)) for f in (arith.divui, arith.remui))
+        count, half = a.width // EACH, a.half // EACH
+        there = less(column, count)
+        self.there = there if inside is None else arith.andi(there, inside)
+        self.column = arith.minui(column, word(count - 1))
+        self.of_q, self.of_k = less(self.row, a.group), equal(self.row, word(a.group))
+        first, turned = less(self.column, half), less(self.column, 2 * half)
+        back, on = (f(self.column, word(half)) for f in (arith.subi, arith.addi))
+        partner = arith.select(first, on, arith.select(turned, back, self.column))
+        own_head = arith.addi(times(head, a.group), self.row)
+        behind = times(arith.subi(self.row, word(a.group)), a.kv_heads)
+        behind = arith.addi(arith.addi(word(a.q_heads), head), behind)
+        number_of = arith.select(self.of_q, own_head, behind)
+        heads = further(at["qkv"], times(number_of, 2 * a.width))
+        self.heads = [further(heads, times(c, ACCESS_BYTES)) for c in (self.column, partner)]
+        angle = arith.select(first, self.column, arith.select(turned, back, word(0)))
+        cos, sin = (_access(at[name], angle) for name in ("cos", "sin"))
+        turned = arith.andi(turned, arith.ori(self.of_q, self.of_k))
+        sign = arith.select(first, word(SIGNS), word(0))
+        self.cos = [arith.select(turned, each, word(ONES)) for each in cos]
+        self.sin = [arith.select(turned, arith.xori(each, sign), word(0)) for each in sin]
+        norms = (("q_norm", a.q_norm, self.of_q), ("k_norm", a.k_norm, self.of_k))
+        self.norms = [(norm, here) for _, norm, here in norms if norm is not None]
+        weights = [at[name] for name, norm, _ in norms if norm is not None]
+        if weights:
+            weight = arith.select(self.of_q, weights[0], weights[-1])
+            self.scales = [_access(weight, c) for c in (self.column, partner)]
 
-    def _pair_own(self, step: int) -> None:
-        """Where the partner is the lane's, so many accesses away."""
-        of = [self._angle(place) for place in self.places[:step]]
-        rest = range(2 * step, len(self.places))
-        self.partners = [*range(step, 2 * step), *range(step), *rest]
-        negative = ((cos, _signed(sin, word(SIGNS))) for cos, sin in of)
-        self.angles = [*negative, *of, *(None for _ in rest)]
+    def loaded(self) -> list[Words]:
+        """The access, and its partner half of what is turned away."""
+        return [load_late(each, 0) for each in self.heads]
 
-    def _pair_others(self, half: int) -> None:
-        """Where it is another lane's, so many places away."""
-        self.partners, self.angles = [], []
-        for place in self.places:
-            first, turned = less(place, half), less(place, 2 * half)
-            back, on = arith.subi(place, word(half)), arith.addi(place, word(half))
-            nearer = arith.select(turned, back, place)
-            self.partners.append(arith.select(first, on, nearer))
-            cos, sin = self._angle(arith.select(first, place, arith.select(turned, back, word(0))))
-            sin = _signed(sin, arith.select(first, word(SIGNS), word(0)))
-            cos = [arith.select(turned, each, word(ONES)) for each in cos]
-            self.angles.append((cos, [arith.select(turned, each, word(0)) for each in sin]))
+    def put(self, both: Sequence[Words], chip: Any, slot: Any, keeps: Any) -> None:
+        """Writes what becomes of the access: of q's heads and the key on chip, one behind the
+        other; of key and value, where the block keeps them, in their slot of the cache, if any.
 
-    def _angle(self, place: Any) -> Pair:
-        """An access to cosines, and to sines."""
-        cos, sin = (further(self.at[name], times(place, ACCESS_BYTES)) for name in ("cos", "sin"))
-        return load_four(cos, 0), load_four(sin, 0)
-
-    def _pairs(self, load: Callable[[Any, int], Words], address: Any) -> list[Pair]:
-        """What lies there of a head, by the lane's accesses."""
-
-        def at(place: Any) -> Words:
-            return load(further(address, times(place, ACCESS_BYTES)), 0)
-
-        own = [at(place) for place in self.places]
-        partners = [own[each] if isinstance(each, int) else at(each) for each in self.partners]
-        return list(zip(own, partners, strict=True))
-
-    def loaded(self, head: Any) -> list[Pair]:
-        """Of a head, whose address is given: other blocks have written it."""
-        return self._pairs(load_late, head)
-
-    def turned(self, head: list[Pair], norm: str) -> list[Words]:
-        """What is loaded of a head, normed by the norm of that name, if there is one, and turned:
-        rounded once. All lanes that have it together come here.
+        both: as `loaded`. Lanes that have a head together come here together.
         """
-        scale, found = self.scales.get(norm), []
-        root = None if scale is None else self._root(head, scale.numbers.eps)
-        for i, pair in enumerate(head):
-            xs, partners = (all_floats(words, DTYPE) for words in pair)
-            if scale is not None:
-                xs, partners = (
-                    _normed(numbers, root, words, zero_centered=scale.numbers.zero_centered)
-                    for numbers, words in zip((xs, partners), scale.weights[i], strict=True)
-                )
-            if (angles := self.angles[i]) is not None:
-                cos, sin = (all_floats(words, DTYPE) for words in angles)
-                xs = [
-                    fused(x, c, arith.mulf(partner, s))
-                    for x, partner, c, s in zip(xs, partners, cos, sin, strict=True)
-                ]
-            found.append(words_of_floats(xs, DTYPE))
+        a = self.attend
+        xs, partners = (all_floats(words, DTYPE) for words in both)
+        if self.norms:
+            xs, partners = self._normed(both[0], xs, partners)
+        cos, sin = (all_floats(words, DTYPE) for words in (self.cos, self.sin))
+        every = zip(xs, partners, cos, sin, strict=True)
+        words = words_of_floats([fused(x, c, arith.mulf(p, s)) for x, p, c, s in every], DTYPE)
+        inside = times(self.column, ACCESS_BYTES)
+        to = further(chip, arith.addi(times(self.row, 2 * a.width), inside))
+        text = "st.shared.v4.u32 [$0], {$1, $2, $3, $4};"
+        seen = arith.andi(self.there, less(self.row, a.group + 1))
+        only_where(seen, asm, text, "", to, *words)
+        place = arith.addi(times_long(slot, a.row_bytes), times_long(self.head, 2 * a.width))
+        to = arith.select(self.of_k, self.at["k"], self.at["v"])
+        kept = arith.andi(keeps, arith.andi(self.there, less(word(a.group - 1), self.row)))
+        kept = arith.andi(kept, less(slot, a.slots))  # one below 0 is a word far above
+        only_where(kept, store, further(arith.addi(to, place), inside), 0, words)
+
+    def _normed(self, own: Words, *both: Words) -> Any:
+        """Numbers of the access, and of its partner, where the head has a norm."""
+        squares = sum_of_squares([arith.select(self.there, x, word(0)) for x in own], KIND)
+        mask = 1
+        while mask < self.attend.turn_lanes:
+            squares, mask = arith.addf(squares, shuffled(squares, mask)), 2 * mask
+        one = number(1.0)
+        root, added = one, number(0.0)
+        normed = functools.reduce(arith.ori, (here for _, here in self.norms))
+        for norm, here in self.norms:
+            mine = reciprocal_root(squares, self.attend.width, norm.eps)
+            root = arith.select(here, mine, root)
+            if norm.zero_centered:
+                added = arith.select(here, one, added)
+        found = []
+        for numbers, scale in zip(both, self.scales, strict=True):
+            factors = (arith.addf(each, added) for each in all_floats(scale, DTYPE))
+            factors = [arith.select(normed, each, one) for each in factors]
+            found.append(
+                [arith.mulf(arith.mulf(x, root), f) for x, f in zip(numbers, factors, strict=True)]
+            )
         return found
 
-    def _root(self, head: list[Pair], eps: float) -> Any:
-        squares = sum_of_squares([word for own, _ in head for word in own], KIND)
-        for mask in (1, 2):
-            squares = arith.addf(squares, shuffled(squares, mask))
-        return reciprocal_root(squares, self.attend.width, eps)
 
-
-def _signed(words: Words, signs: Any) -> Words:
-    return [arith.xori(each, signs) for each in words]
-
-
-def _normed(xs: list[Any], root: Any, weight: Words, *, zero_centered: bool) -> list[Any]:
-    factors = all_floats(weight, DTYPE)
-    if zero_centered:
-        factors = [arith.addf(factor, number(1.0)) for factor in factors]
-    return [arith.mulf(arith.mulf(x, root), factor) for x, factor in zip(xs, factors, strict=True)]
+def _access(address: Any, column: Any) -> Words:
+    """To what nobody writes in this launch."""
+    return load_four(further(address, times(column, ACCESS_BYTES)), 0)

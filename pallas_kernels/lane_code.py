@@ -137,6 +137,11 @@ def equal(a: Any, b: Any) -> Any:
     return arith.cmpi(arith.CmpIPredicate.eq, a, b)
 
 
+def unlike(a: Any, b: Any) -> Any:
+    """Whether they are not."""
+    return arith.cmpi(arith.CmpIPredicate.ne, a, b)
+
+
 def without(a: Any, b: Any) -> Any:
     """Whether a is true and b is not."""
     return arith.andi(a, arith.xori(b, mgpu_utils.c(1, ir.IntegerType.get_signless(1))))
@@ -169,17 +174,21 @@ def load_four(address: Any, offset: int) -> list[Any]:
     return load(address, offset, words=4)
 
 
-def load_late(address: Any, offset: int, words: int = 4) -> list[Any]:
-    """Two or four words of global memory, not before a barrier or a store that stands before it
-    here.
+def load_late(address: Any, offset: int, words: int = 4, where: Any = None) -> list[Any]:
+    """Two or four words of global memory, or zeros where not (None: everywhere), not before a
+    barrier or a store that stands before it here.
 
     What `load` reads, the compiler may ask for much earlier, and hold in registers until then. What
     other blocks of this launch have written can be read so, behind a load that has acquired it in
     some thread of the block and a barrier of the block: of an L1 nothing is left by then.
     """
-    to = ", ".join(f"${i}" for i in range(words))
-    text = f"ld.global.v{words}.u32 {{{to}}}, [${words} + {offset}];"
-    return asm(text, "r" * words, address, effects=True)
+    to = [f"${i}" for i in range(words)]
+    text = f"ld.global.v{words}.u32 {{{', '.join(to)}}}, [${words} + {offset}];"
+    if where is None:
+        return asm(text, "r" * words, address, effects=True)
+    zeros = " ".join(f"mov.u32 {each}, 0;" for each in to)
+    text = f"{{ .reg .pred p; setp.ne.u32 p, ${words + 1}, 0; {zeros} @p {text} }}"
+    return asm(text, "r" * words, address, as_word(where), effects=True)
 
 
 def store(address: Any, offset: int, words: Sequence[Any]) -> None:

@@ -434,7 +434,7 @@ def dialects(machine: Machine) -> dict[str, Any]:
         select=select,
         extui=lambda kind, x: Value(x.bits, kind),
         constant=lambda kind, x: machine.constant(x, kind),
-        CmpIPredicate=types.SimpleNamespace(ult=np.less, eq=np.equal),
+        CmpIPredicate=types.SimpleNamespace(ult=np.less, eq=np.equal, ne=np.not_equal),
         cmpi=lambda how, a, b: Value(how(a.bits, b.bits), "i1"),
     )
     ir = types.SimpleNamespace(

@@ -329,7 +329,8 @@ def test_the_default_fits(model: Any, form: str, monkeypatch: pytest.MonkeyPatch
         (PLAIN, (4, 2, 128), "qk"),
         ("int4", (8, 1, 64), ""),
         ("int4", (8, 1, 128), "qk"),
-        ("ternary", (4, 4, 96), ""),
+        ("ternary", (4, 4, 64), ""),
+        (PLAIN, (4, 4, 96), ""),
         (PLAIN, (8, 1, 32), ""),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from layers_calls import assert_right, call, poisoned
 from layers_lanes import by_lanes
 
-from pallas_kernels import decode_layers_attention
+from pallas_kernels import decode_layers_attention, decode_layers_turn
 from pallas_kernels.between_attentions_lanes import Meeting
 from pallas_kernels.decode_layers_attention import Attention, Seen
 from pallas_kernels.decode_layers_config import Config
@@ -92,6 +92,19 @@ def test_a_block_alone(monkeypatch: pytest.MonkeyPatch):
     assert_right(arguments, by_lanes(monkeypatch, poisoned(arguments), Config(4, 2, 1), 1))
 
 
+def without_norms(self: Turn, *rest: Any, put: Any = Turn.put) -> None:
+    self.norms = []
+    put(self, *rest)
+
+
+def turned_by_itself(self: Turn, both: Any, *rest: Any, put: Any = Turn.put) -> None:
+    put(self, [both[0], both[0]], *rest)
+
+
+def all_of(self: Attention, at: Any, where: Any = None, of: Any = Attention._of_value) -> Any:
+    return of(self, at)
+
+
 FAULTS: Any = {
     "blocks do not wait": (Meeting, "meet", lambda *_: None, "not finite"),
     "of several blocks the first adds up": (
@@ -106,25 +119,21 @@ FAULTS: Any = {
         lambda self, key: key,
         "not finite|nothing lies",
     ),
-    "the token's key is what the cache has": (
+    "the cache's key is scored before it is there": (
         decode_layers_attention,
-        "equal",
-        lambda a, b: decode_layers_attention.less(b, 0),
+        "without",
+        lambda a, b: a,
         "not finite",
     ),
-    "heads are neither normed nor turned": (
-        Turn,
-        "turned",
-        lambda self, head, norm: [own for own, _ in head],
-        "error is",
+    "the cache's value is read before it is there": (Attention, "_of_value", all_of, "not finite"),
+    "heads are turned by themselves": (Turn, "put", turned_by_itself, "error is"),
+    "heads are not normed": (Turn, "put", without_norms, "error is"),
+    "nobody writes the token's key and value": (
+        decode_layers_turn,
+        "store",
+        lambda *_: None,
+        "not finite",
     ),
-    "keys are normed as queries": (
-        Turn,
-        "turned",
-        lambda self, head, norm, turned=Turn.turned: turned(self, head, "q_norm"),
-        "error is",
-    ),
-    "nobody writes the token's key and value": (Attention, "_keep", lambda *_: None, "not finite"),
     "nobody is a head": (Attention, "run", lambda *_: None, "not finite"),
 }
 
