@@ -83,14 +83,21 @@ class Meeting:
         """Where these warps of a block meet."""
         asm(f"bar.sync 1, {self.threads};", "", effects=True)
 
-    def meet(self, count: Any) -> None:
-        """Waits until all blocks have come here, this time being the count-th, a word: what they
-        have written before can be read behind it.
+    def come(self) -> None:
+        """Tells the others that what the block has written before is there.
+
+        The fence waits for what is asked for before it, too.
         """
         self.barrier()
         with mgpu_utils.when(less(mgpu_utils.thread_idx(), 1)):
             asm("fence.acq_rel.gpu;", "", effects=True)
             asm("red.relaxed.gpu.global.add.u32 [$0], 1;", "", self.address)
+
+    def wait(self, count: Any) -> None:
+        """Until all blocks have come, this time being the count-th, a word: what they have written
+        before can be read behind it.
+        """
+        with mgpu_utils.when(less(mgpu_utils.thread_idx(), 1)):
             text = f"""{{ .reg .pred p; .reg .u32 come, polls; mov.u32 polls, 0;
                 again: ld.acquire.gpu.global.u32 come, [$0];
                 add.u32 polls, polls, 1; setp.gt.u32 p, polls, {MOST_POLLS}; @p trap;
@@ -221,14 +228,16 @@ class Chain:
         """Of the warps that multiply: all products, and what follows them."""
         at, gone = self.nothing_multiplied(), []
 
-        def meet(i: int) -> None:
+        def wait(i: int) -> None:
             if i > 0:
-                self.meeting.meet(word(i))
+                self.meeting.wait(word(i))
             if i == len(self.plan.products) - 1:
                 gone.append(self.meeting.leave())
 
         for i in range(len(self.plan.products)):
-            at = self.product(i, at, functools.partial(meet, i))
+            if i > 0:
+                self.meeting.come()
+            at = self.product(i, at, functools.partial(wait, i))
         self.meeting.clear(*gone)
 
     @staticmethod
@@ -236,14 +245,14 @@ class Chain:
         """What `product` begins with: stage and phase."""
         return [word(0)] * 2
 
-    def product(self, i: int, at: list[Any], meet: Callable[[], None]) -> list[Any]:
-        """One of the products, and what follows it; where the next one begins. meet: behind it,
-        what other blocks have written for the product is there.
+    def product(self, i: int, at: list[Any], wait: Callable[[], None]) -> list[Any]:
+        """One of the products, and what follows it; where the next one begins. wait: until what
+        other blocks have written for the product is there.
         """
         tiles, barrier = self._tiles(i), self.meeting.barrier
         self.products[i] = tiles
         early, of_x, join, made = self._early(i), tiles.early(), self._join(i), None
-        meet()
+        wait()
         if join is not None:
             made = join.sums(self.block, barrier)
         tiles.keep(of_x, barrier, made)

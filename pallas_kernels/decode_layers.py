@@ -375,11 +375,10 @@ def _layer(plan: Plan, own: Sequence[Any]) -> Layer:
             norm = Norm(scale, static.eps or 0.0, static.zero_centered)
         made.append(Weights(dataclasses.replace(product.packed, **parts), bias, norm))
     qkv, out, gate_up, down = made
-    norms = (
-        numbers and Norm(arrays[None, name], *numbers)
-        for name, numbers in zip(NORMS, (plan.attend.q_norm, plan.attend.k_norm), strict=True)
-    )
-    return Layer(qkv, out, gate_up, down, *(arrays[entry] for entry in CACHE), *norms)
+    norms = {
+        name: Norm(arrays[None, name], *numbers) for name, numbers in plan.attend.norms.items()
+    }
+    return Layer(qkv, out, gate_up, down, *(arrays[entry] for entry in CACHE), **norms)
 
 
 def _plain(plan: Plan, x, own, angles, slots, lengths, meeting) -> Any:

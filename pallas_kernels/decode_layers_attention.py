@@ -119,10 +119,15 @@ class Attention:
         self.first_head = times(seen.head, attend.group)
 
     def prefetch(self) -> None:
-        """Asks for the keys and values of the block's first turn, which then come to the L2."""
+        """Asks for what the block's first turn takes, which then comes to the L2: keys and values,
+        and the weights of norms.
+        """
         a = self.attend
         lines = -(-2 * a.width // LINE_BYTES)
         with mgpu_utils.when(self.seen.mine):
+            for name in a.norms:
+                at = further(self.at[name], times(self.thread, LINE_BYTES))
+                only_where(less(self.thread, lines), asm, "prefetch.global.L2 [$0];", "", at)
             for place, inside in accesses_of_thread(a.turn_keys * lines, self.threads):
                 down, line = (f(place, word(lines)) for f in (arith.divui, arith.remui))
                 key = self.seen.within(arith.addi(self.seen.first(word(0)), down))

@@ -20,7 +20,7 @@ KEYS = MMA_COLUMNS  # of a product with q
 SPAN = ACROSS * ACCESS_BYTES // 2  # numbers of a key that four lanes have in one access
 MOST_GROUP = MMA_COLUMNS  # query heads that share a key head
 WIDEST = 128
-MOST_NUMBERS = 224  # of a key of each piece that a warp has: with more, threads lack registers
+MOST_WORDS = 120  # of a thread, of what the heads see: with more it lacks registers
 # Of a thread that multiplies and one that brings, by how many warps multiply: the heads take more
 REGISTERS = {8: (216, 72)}
 
@@ -31,7 +31,7 @@ class Config(between.Config):
     those of a key head.
     """
 
-    turns: int = 4
+    turns: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +63,23 @@ class Attend:
         return self.q_heads // self.kv_heads
 
     @property
+    def norms(self) -> dict[str, NormNumbers]:
+        """Of heads, those that there are, by name."""
+        both = zip(NORMS, (self.q_norm, self.k_norm), strict=True)
+        return {name: norm for name, norm in both if norm is not None}
+
+    @property
     def splits(self) -> int:
         return self.num_blocks // self.kv_heads
 
     @property
     def pieces(self) -> int:
-        """Of KEYS keys, that a warp has at a time."""
-        return MOST_NUMBERS // self.width
+        """Of KEYS keys, that a warp has at a time, and as many on their way; beside them a lane has
+        its part of q, and sums.
+        """
+        keys_and_values = self.width // 4
+        rest = self.width // 8 + self.width // 4
+        return (MOST_WORDS - rest) // (2 * keys_and_values)
 
     @property
     def turn_keys(self) -> int:

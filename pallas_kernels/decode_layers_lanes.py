@@ -90,23 +90,26 @@ class Layers:
         @mgpu_utils.fori(word(self.plan.layers), Chain.nothing_multiplied())
         def each_layer(layer: Any, at: Any) -> Any:
             at, (chain, cache) = list(at), self._layer(layer)
-            Attention(self.plan.attend, seen, cache()).prefetch()
             for i, name in enumerate(NAMES):
                 if name == "out":
                     around = {**self.at, "kept": self.chip["kept"], **cache()}
                     attention = Attention(self.plan.attend, seen, around)
+                    self.meeting.come()
                     asked = attention.ask()
-                    self._meet(layer, 1)
+                    self._wait(layer, 1)
                     attention.run(asked, self.meeting.barrier)
-                at = chain.product(i, at, functools.partial(self._meet, layer, i + (i > 0)))
+                self.meeting.come()
+                if i == 0:
+                    Attention(self.plan.attend, seen, cache()).prefetch()
+                at = chain.product(i, at, functools.partial(self._wait, layer, i + (i > 0)))
             return at
 
         del each_layer
         self.meeting.clear(self.meeting.leave())
 
-    def _meet(self, layer: Any, which: int) -> None:
-        """One of a layer's MEETINGS of all blocks."""
-        self.meeting.meet(arith.addi(times(layer, MEETINGS), word(which + 1)))
+    def _wait(self, layer: Any, which: int) -> None:
+        """Until all blocks have come to one of a layer's MEETINGS."""
+        self.meeting.wait(arith.addi(times(layer, MEETINGS), word(which + 1)))
 
     def _layer(self, layer: Any) -> tuple[Chain, Callable[[], dict[str, Any]]]:
         """A layer's products, and where its cache lies when that is asked for."""

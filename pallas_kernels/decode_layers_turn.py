@@ -78,10 +78,9 @@ class Turn:
         sign = arith.select(first, word(SIGNS), word(0))
         self.cos = [arith.select(turned, each, word(ONES)) for each in cos]
         self.sin = [arith.select(turned, arith.xori(each, sign), word(0)) for each in sin]
-        norms = (("q_norm", a.q_norm, self.of_q), ("k_norm", a.k_norm, self.of_k))
-        self.norms = [(norm, here) for _, norm, here in norms if norm is not None]
-        weights = [at[name] for name, norm, _ in norms if norm is not None]
-        if weights:
+        of = {"q_norm": self.of_q, "k_norm": self.of_k}
+        self.norms = [(norm, of[name]) for name, norm in a.norms.items()]
+        if weights := [at[name] for name in a.norms]:
             weight = arith.select(self.of_q, weights[0], weights[-1])
             self.scales = [_access(weight, c) for c in (self.column, partner)]
 

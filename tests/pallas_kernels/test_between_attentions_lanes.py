@@ -122,7 +122,7 @@ FAULTS: Any = {
         "wait for ever|not finite",
     ),
     "a stage is filled before it is read": (Chain, "_wait", without("empty"), "wait for ever"),
-    "blocks do not wait": (Meeting, "meet", lambda *_: None, "not finite"),
+    "blocks do not wait": (Meeting, "wait", lambda *_: None, "not finite"),
     "a residual is read before it is made": (
         Chain,
         "_early",

@@ -106,7 +106,7 @@ def all_of(self: Attention, at: Any, where: Any = None, of: Any = Attention._of_
 
 
 FAULTS: Any = {
-    "blocks do not wait": (Meeting, "meet", lambda *_: None, "not finite"),
+    "blocks do not wait": (Meeting, "wait", lambda *_: None, "not finite"),
     "of several blocks the first adds up": (
         decode_layers_attention,
         "equal",
