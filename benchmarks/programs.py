@@ -87,6 +87,7 @@ KEYS = (
         for name in ("one launch", "gemv")
     ),
     *(("Qwen2.5-0.5B bfloat16", "fused decode", name) for name in ("all layers", "xla")),
+    ("Qwen3-0.6B bfloat16", "fused decode", "all layers"),
     *((f"{name} bfloat16", "fused decode", "one launch") for name in ("Qwen3-0.6B", "Gemma-3-1B")),
     *((_8B, "int4 decode", name) for name in ("one launch", "packed")),
     *((_8B, "long prefill", name) for name in ("cudnn", "pallas attention")),

@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.case import Case
-from benchmarks.cases.between_attentions import MODELS, filled, link_of, made_of
+from benchmarks.cases.between_attentions import MODELS as WITHOUT_HEAD_NORMS
+from benchmarks.cases.between_attentions import filled, link_of, made_of
+from benchmarks.models import QWEN3
 from jaxllm import ops
+from pallas_kernels.around_product import Norm, Rotary
 from pallas_kernels.decode_layers import (
     Layer,
     Token,
@@ -27,12 +30,14 @@ from pallas_kernels.decode_layers import (
 from pallas_kernels.measure import size_bytes
 from pallas_kernels.packed import PLAIN
 
+MODELS = {**WITHOUT_HEAD_NORMS, "Qwen3-0.6B": QWEN3}
 LAYERS = 4
 SLOTS, KEYS = 512, 300  # of a cache, and those that are seen
 LONG = 8192  # of both, in one case
 # (model, format): those whose layers are small, and for the compiler's sake one that is not
 CALLS = (
     *(("Qwen2.5-0.5B", form) for form in (PLAIN, "int8", "int4", "ternary")),
+    *(("Qwen3-0.6B", form) for form in (PLAIN, "int4")),
     *(("Phi-3-mini", form) for form in ("int4", "ternary")),
     *(("Llama-3.1-8B", form) for form in (PLAIN, "int8", "int4", "ternary")),
 )
@@ -71,21 +76,28 @@ def _case(name: str, form: str, *, keys: int = KEYS, compile_only: bool = False)
         compared=_of_all_layers,
         rivals={"a launch a product": functools.partial(call, _launches)},
         compile_only=compile_only,
+        # outside all loops but that of layers; "auto" does not take it
+        spilled_bytes=32 if (name, form) == ("Llama-3.1-8B", "ternary") else 0,
     )
 
 
 def _structure(name: str, how: Any, slots: int) -> tuple[list[Layer], Token]:
     """The layers and what they have in common, of shapes."""
+    config = MODELS[name]
+    n, k, h = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
-    def layer() -> tuple[Layer, Any]:
-        out, gate_up, down, following, _ = link_of(MODELS[name], how, False)
-        assert following is not None
-        k, _, at = following.cache
-        held: Any = jax.ShapeDtypeStruct((1, slots, *k.shape[2:]), k.dtype)
-        return Layer(following.qkv, out, gate_up, down, held, held), (following.rotary, at)
+    def shape(*size: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(size, dtype)
 
-    layers, [(rotary, at), *_] = zip(*(layer() for _ in range(LAYERS)), strict=True)
-    return list(layers), Token(rotary, at, at)
+    def layer() -> Layer:
+        out, gate_up, down, following, _ = link_of(config, how, False)
+        assert following is not None, "it is not the last"
+        held = shape(1, slots, k, h), shape(1, slots, k, h)
+        norm = Norm(shape(h), config.rms_norm_eps) if config.qk_norm else None
+        return Layer(following.qkv, out, gate_up, down, *held, norm, norm)
+
+    angles, at = (shape(1, h // 2, dtype=jnp.float32), shape(1, dtype=jnp.int32))
+    return [layer() for _ in range(LAYERS)], Token(Rotary(angles, angles, n, k), at, at)
 
 
 def _make(structure: Any, how: Any, width: int, keys: int, key: jax.Array) -> tuple[Any, ...]:
