@@ -128,12 +128,12 @@ def layers_of(
     layers = []
     for block, cache in zip(blocks, caches, strict=True):
         qkv, out, gate_up, down = map(weights_of, block.products())
-        turning = block.self_attn.turning(rotary[0])
-        norms = turning.q_norm, turning.k_norm
+        how = block.self_attn.turning(rotary[0])
+        norms = how.q_norm, how.k_norm
         layers.append(ops.Layer(qkv, out, gate_up, down, cache.entry.k, cache.entry.v, *norms))
     first, attention = caches[0], blocks[0].self_attn
     slots = first.entry.slots(first.lengths, first.counts)
-    turning = attention.turning(rotary[0])._replace(q_norm=None, k_norm=None)
+    turning = ops.Rotary(*rotary[0], attention.heads, attention.kv_heads)
     seen = first.entry.seen(first.lengths)
     rest = attention.scale, attention.window, ops.EPILOGUES[blocks[0].mlp.activation]
     return layers, ops.Token(turning, slots, seen, *rest)

@@ -40,7 +40,7 @@ DTYPE = "bfloat16"
 
 
 class Join:
-    """Of the row that a product multiplies; made before its last meeting."""
+    """Of the row that a product multiplies; made where its last meeting is awaited."""
 
     def __init__(self, rows: Rows, post_norm: NormNumbers, at: Mapping[str, Any], *, late: bool):
         """rows: where z lies. at: addresses of post_norm, the norm's weight; of stream, what is

@@ -248,6 +248,10 @@ class Chain:
     def product(self, i: int, at: list[Any], wait: Callable[[], None]) -> list[Any]:
         """One of the products, and what follows it; where the next one begins. wait: until what
         other blocks have written for the product is there.
+
+        Blocks have come to that meeting by then, and some may be behind it: what is asked for here
+        before `wait` was there before the meeting that precedes it, and the product writes none of
+        it.
         """
         tiles, barrier = self._tiles(i), self.meeting.barrier
         self.products[i] = tiles

@@ -106,9 +106,7 @@ class Layer(NamedTuple):
 
     def with_products(self, link: Link) -> Layer:
         """The layer with those of what `link` gives, in which weights are others."""
-        assert link.following is not None, "the layer's own of q, k and v"
-        products = {**link.products, "qkv": link.following.qkv}
-        return self._replace(**products)
+        return self._replace(**link.products)
 
     def turning(self, token: Token) -> Rotary:
         """How q and k are normed and turned."""
@@ -226,7 +224,9 @@ def why_not(
     kv_heads, width = layer.k.shape[2:]
     if width % SPAN or width > WIDEST:
         return f"head width {width} is not a multiple of {SPAN} up to {WIDEST}"
-    if (half := token.rotary.cos.shape[-1]) % EACH:
+    if not (half := token.rotary.cos.shape[-1]):
+        return "nothing of a head is turned"
+    if half % EACH:
         return f"takes halves of what is turned of a head in multiples of {EACH}, got {half}"
     for name, norm in layer.turning(token).norms.items():
         if norm.weight.dtype != x.dtype:

@@ -4,8 +4,9 @@ A block has one key head, and of its keys every so many-th turn; a warp has eigh
 some times eight. Their scores are products of q, whose heads are rows, and keys as they lie in the
 cache: four lanes have a key, 16 bytes each at a time, and q alike. As they come, scores are the
 right side of a product with the values, of which a lane pairs those of two keys.
-A block makes q and the token's key of what the product before gives (decode_layers_turn.py), and
-each warp scores that key itself: in the cache it is for later tokens.
+A block makes q and the token's key of what the product before gives (decode_layers_turn.py). That
+key and its value are the first warp's of a head's first block, as they are: in the cache they are
+for later tokens.
 Sums that warps have meet on chip, those of several blocks in memory: whoever comes last adds them.
 As in lane_code.py, values are those of one thread. Imported only by decode_layers_lanes.py.
 Source of the split and of what is carried: FlashAttention 2, Dao 2023, arXiv:2307.08691.
@@ -22,7 +23,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels.attention_reference import UNSEEN
 from pallas_kernels.decode_layers_config import KEYS, SPAN, Attend
-from pallas_kernels.decode_layers_turn import Turn
+from pallas_kernels.decode_layers_turn import Turn, Words
 from pallas_kernels.device import ACCESS_BYTES, LANES, LOG2E
 from pallas_kernels.lane_arithmetic import (
     all_floats,
@@ -57,7 +58,6 @@ LINE_BYTES = 128  # of the L2
 _OF_KEYS = "m16n8k16.row.col.f32.bf16.bf16.f32"
 _OF_VALUES = "m16n8k8.row.col.f32.bf16.bf16.f32"
 
-Words = list[Any]  # of an access
 Part = tuple[Any, Any, list[Any]]  # the largest score, the sum of powers, and four sums of values
 
 
@@ -226,7 +226,8 @@ class Attention:
     def _loaded(self, slot: Any, turn: Any, where: Any = None) -> list[Any]:
         """The words of a turn's keys and values that a lane has, of each piece: of a key what
         meets q's, and of two the columns of their values; behind the last key that one's. The
-        token's, which may be on their way, are no matter: of values zeros. where: None: everywhere.
+        token's may be on their way: its value is zeros, and what its key is spoils but the score of
+        that, which does not count. where: None: everywhere.
         """
         a, found = self.attend, []
         start = times(self.seen.head, 2 * a.width)

@@ -15,12 +15,13 @@ NORMS = ("q_norm", "k_norm")  # of heads
 OWN = ("codes", "scale", "zero", "row_scale", "bias", "norm")  # arrays of a product, by layer
 STREAM = [(0, "x"), (1, "residual")]  # a layer's input, which is no array of its own
 MEETINGS = 5  # of a layer: before each product, and before what the heads see
-EACH = ACCESS_BYTES // 2  # numbers of an access
 KEYS = MMA_COLUMNS  # of a product with q
-SPAN = ACROSS * ACCESS_BYTES // 2  # numbers of a key that four lanes have in one access
+EACH = ACCESS_BYTES // 2  # numbers of an access
+SPAN = ACROSS * EACH  # numbers of a key that four lanes have in one access
 MOST_GROUP = MMA_COLUMNS  # query heads that share a key head
 WIDEST = 128
-MOST_WORDS = 120  # of a thread, of what the heads see: with more it lacks registers
+# Of a thread, of what the heads see. With 132, two pieces of 96 numbers each, some spill
+MOST_WORDS = 120
 # Of a thread that multiplies and one that brings, by how many warps multiply: the heads take more
 REGISTERS = {8: (216, 72)}
 
@@ -28,7 +29,8 @@ REGISTERS = {8: (216, 72)}
 @dataclasses.dataclass(frozen=True)
 class Config(between.Config):
     """As of `between_attentions`. turns: of a block's warps over keys, before more blocks share
-    those of a key head.
+    those of a key head. H200, tokens a second of Qwen2.5-0.5B with 1, 2 and 4: 1939, 1990, 1991; of
+    Qwen3-0.6B 1602, 1600, 1582.
     """
 
     turns: int = 2

@@ -18,6 +18,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.decode_layers_config import EACH, Attend
 from pallas_kernels.device import ACCESS_BYTES
 from pallas_kernels.lane_arithmetic import (
+    KINDS,
     all_floats,
     fused,
     number,
@@ -40,7 +41,7 @@ from pallas_kernels.lane_code import (
     word,
 )
 
-DTYPE, KIND = "bfloat16", "bf16x2"
+DTYPE = "bfloat16"
 ONES, SIGNS = 0x3F803F80, 0x80008000  # of both numbers of a word
 
 
@@ -52,7 +53,7 @@ class Turn:
 
     def __init__(self, attend: Attend, head: Any, place: Any, inside: Any, at: Mapping[str, Any]):
         """Asks for all but the heads. head: the key head. place, inside: as of
-        `accesses_of_thread`, of `Attend.turn_accesses`. at: addresses of qkv, cos, sin, slots, the
+        `accesses_of_thread`, of `Attend.turn_accesses`. at: addresses of qkv, cos, sin, the
         norms' weights and the cache's k and v, as `Attention` has them.
         """
         a = self.attend = attend
@@ -74,7 +75,7 @@ class Turn:
         self.heads = [further(heads, times(c, ACCESS_BYTES)) for c in (self.column, partner)]
         angle = arith.select(first, self.column, arith.select(turned, back, word(0)))
         cos, sin = (_access(at[name], angle) for name in ("cos", "sin"))
-        turned = arith.andi(turned, arith.ori(self.of_q, self.of_k))
+        self.turned = turned = arith.andi(turned, arith.ori(self.of_q, self.of_k))
         sign = arith.select(first, word(SIGNS), word(0))
         self.cos = [arith.select(turned, each, word(ONES)) for each in cos]
         self.sin = [arith.select(turned, arith.xori(each, sign), word(0)) for each in sin]
@@ -95,9 +96,11 @@ class Turn:
         both: as `loaded`. Lanes that have a head together come here together.
         """
         a = self.attend
-        xs, partners = (all_floats(words, DTYPE) for words in both)
+        own, partner = both
+        partner = [arith.select(self.turned, each, word(0)) for each in partner]
+        xs, partners = (all_floats(words, DTYPE) for words in (own, partner))
         if self.norms:
-            xs, partners = self._normed(both[0], xs, partners)
+            xs, partners = self._normed(own, xs, partners)
         cos, sin = (all_floats(words, DTYPE) for words in (self.cos, self.sin))
         every = zip(xs, partners, cos, sin, strict=True)
         words = words_of_floats([fused(x, c, arith.mulf(p, s)) for x, p, c, s in every], DTYPE)
@@ -114,7 +117,7 @@ class Turn:
 
     def _normed(self, own: Words, *both: Words) -> Any:
         """Numbers of the access, and of its partner, where the head has a norm."""
-        squares = sum_of_squares([arith.select(self.there, x, word(0)) for x in own], KIND)
+        squares = sum_of_squares([arith.select(self.there, x, word(0)) for x in own], KINDS[DTYPE])
         mask = 1
         while mask < self.attend.turn_lanes:
             squares, mask = arith.addf(squares, shuffled(squares, mask)), 2 * mask

@@ -458,8 +458,8 @@ def test_on_a_gpu_few_kernels_are_left(how: Any, kernels: list[str]):
     assert kernels_of(WIDE, how) == kernels
 
 
-def test_heads_with_norms_or_turned_in_part_have_a_launch_for_that():
-    """Where layers are not one launch."""
+def test_heads_with_norms_or_turned_in_part():
+    """Where layers are not one launch, one more is for these."""
     two = ["between_attentions", "between_attentions", "decode_attention"]
     for config in (NORMED, PARTIAL):
         assert kernels_of(config, "auto") == ["decode_layers"]

@@ -63,6 +63,18 @@ CALLS: Any = {
             call, 128, 128, (4, 1, 96), "int4", head_norms="k", centred=True, slots=80, keys=77
         ),
     ),
+    "a slot before the window": (
+        Config(4, 3, 2, turns=1),
+        3,
+        partial(
+            call, 128, 128, (8, 1, 128), layers=1, slots=100, keys=40, slot=3, window=8, scale=0.3
+        ),
+    ),
+    "a slot behind the keys": (
+        Config(8, 2, 2),
+        2,
+        partial(call, 128, 256, (8, 1, 96), slots=40, keys=30, slot=33, turned=80, head_norms="qk"),
+    ),
     "a part of each head is turned": (
         Config(4, 2, 2),
         3,
