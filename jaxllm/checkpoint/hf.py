@@ -190,7 +190,7 @@ def _with_weight_dtype(
         raise ValueError(f"load: runtime must be a Runtime or None, got {runtime!r:.60}")
     try:
         asked = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
-    except TypeError:  # of torch, say
+    except (TypeError, ValueError):  # of torch, say, or a Runtime
         asked = str(dtype)
     if asked is not None and asked not in DTYPES:
         raise ValueError(f"load: dtype {asked!r} is not one of {', '.join(DTYPES)}, None")

@@ -168,6 +168,8 @@ def test_the_runtime_is_kept_and_must_agree(folder):
         load(folder, dtype="int8")
     with pytest.raises(ValueError, match="'torch.bfloat16' is not one of float32, bfloat16"):
         load(folder, dtype=OtherLibrarys())
+    with pytest.raises(ValueError, match=r"dtype \"Runtime\(.* is not one of float32, bfloat16"):
+        load(folder, runtime)
 
 
 def test_mixed_and_unusual_float_dtypes_are_cast(folder):
