@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.case import Case
-from benchmarks.cases.between_attentions import MODELS as WITHOUT_HEAD_NORMS
+from benchmarks.cases import between_attentions
 from benchmarks.cases.between_attentions import filled, link_of, made_of
 from benchmarks.models import QWEN3
 from jaxllm import ops
@@ -30,7 +30,7 @@ from pallas_kernels.decode_layers import (
 from pallas_kernels.measure import size_bytes
 from pallas_kernels.packed import PLAIN
 
-MODELS = {**WITHOUT_HEAD_NORMS, "Qwen3-0.6B": QWEN3}
+MODELS = {**between_attentions.MODELS, "Qwen3-0.6B": QWEN3}
 LAYERS = 4
 SLOTS, KEYS = 512, 300  # of a cache, and those that are seen
 LONG = 8192  # of both, in one case
@@ -96,7 +96,7 @@ def _structure(name: str, how: Any, slots: int) -> tuple[list[Layer], Token]:
         norm = Norm(shape(h), config.rms_norm_eps) if config.qk_norm else None
         return Layer(following.qkv, out, gate_up, down, *held, norm, norm)
 
-    angles, at = (shape(1, h // 2, dtype=jnp.float32), shape(1, dtype=jnp.int32))
+    angles, at = shape(1, h // 2, dtype=jnp.float32), shape(1, dtype=jnp.int32)
     return [layer() for _ in range(LAYERS)], Token(Rotary(angles, angles, n, k), at, at)
 
 

@@ -395,9 +395,7 @@ def test_on_a_gpu(name: str):
 @pytest.mark.parametrize("turns", [1, 3, 100])
 @pytest.mark.parametrize("warps", [4, 8, 16])
 def test_configs_on_a_gpu(warps: int, turns: int):
-    arguments = call(
-        *WIDE, slots=1500, keys=1400, slot=700, head_norms="qk" * (turns > 1), scale=PEAKED
-    )
+    arguments = call(*WIDE, slots=1500, keys=1400, slot=700, head_norms="qk", scale=PEAKED)
     assert_right(arguments, on_device(arguments, config=Config(warps, 4, 2, turns)))
 
 
