@@ -22,13 +22,12 @@ from pallas_kernels.lane_arithmetic import (
     all_floats,
     fused,
     number,
+    over_warp,
     reciprocal_root,
-    shuffled,
     sum_of_squares,
     words_of_floats,
 )
 from pallas_kernels.lane_code import (
-    asm,
     equal,
     further,
     less,
@@ -36,6 +35,7 @@ from pallas_kernels.lane_code import (
     load_late,
     only_where,
     store,
+    store_shared,
     times,
     times_long,
     word,
@@ -43,7 +43,6 @@ from pallas_kernels.lane_code import (
 
 DTYPE = "bfloat16"
 ONES, SIGNS = 0x3F803F80, 0x80008000  # of both numbers of a word
-
 
 Words = list[Any]  # of an access
 
@@ -106,9 +105,8 @@ class Turn:
         words = words_of_floats([fused(x, c, arith.mulf(p, s)) for x, p, c, s in every], DTYPE)
         inside = times(self.column, ACCESS_BYTES)
         to = further(chip, arith.addi(times(self.row, 2 * a.width), inside))
-        text = "st.shared.v4.u32 [$0], {$1, $2, $3, $4};"
         seen = arith.andi(self.there, less(self.row, a.group + 1))
-        only_where(seen, asm, text, "", to, *words)
+        only_where(seen, store_shared, to, 0, words)
         place = arith.addi(times_long(slot, a.row_bytes), times_long(self.head, 2 * a.width))
         to = arith.select(self.of_k, self.at["k"], self.at["v"])
         kept = arith.andi(keeps, arith.andi(self.there, less(word(a.group - 1), self.row)))
@@ -118,9 +116,7 @@ class Turn:
     def _normed(self, own: Words, *both: Words) -> Any:
         """Numbers of the access, and of its partner, where the head has a norm."""
         squares = sum_of_squares([arith.select(self.there, x, word(0)) for x in own], KINDS[DTYPE])
-        mask = 1
-        while mask < self.attend.turn_lanes:
-            squares, mask = arith.addf(squares, shuffled(squares, mask)), 2 * mask
+        squares = over_warp(squares, "add.f32", self.attend.turn_lanes)
         one = number(1.0)
         root, added = one, number(0.0)
         normed = functools.reduce(arith.ori, (here for _, here in self.norms))

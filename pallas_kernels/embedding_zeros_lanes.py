@@ -36,6 +36,7 @@ from pallas_kernels.lane_code import (
     load_shared_part,
     only_where,
     store,
+    store_shared,
     times,
     times_long,
     word,
@@ -255,8 +256,8 @@ class Block:
         """On chip, which of the block's rows are ids'."""
         noted = -(-self.zeros.share // ACCESS_BYTES) if self.zeros.noted else 0
         for place, inside in accesses_of_thread(noted, THREADS):
-            to, text = further(self.at["noted"], times(place, ACCESS_BYTES)), "{$1, $1, $1, $1};"
-            only_where(inside, asm, "st.shared.v4.u32 [$0], " + text, "", to, word(0))
+            to = further(self.at["noted"], times(place, ACCESS_BYTES))
+            only_where(inside, store_shared, to, 0, 4 * [word(0)])
         gpu.barrier()
         for key in every if noted else []:
             row = arith.subi(self._id_of(key), self.first)

@@ -94,11 +94,13 @@ def sum_of_squares(words: list[Any], kind: str, total: Any = None) -> Any:
     return total
 
 
-def over_warp(value: Any, operation: str) -> Any:
-    """What the lanes of a warp have, joined: "add.f32", "add.s32", "max.NaN.f32"."""
+def over_warp(value: Any, operation: str, lanes: int = LANES) -> Any:
+    """What the lanes of a warp have, joined: "add.f32", "add.s32", "max.NaN.f32"; or what so many
+    side by side have, a power of 2.
+    """
     kind = "f" if operation.endswith("f32") else "r"
-    for mask in (16, 8, 4, 2, 1):
-        value = asm(f"{operation} $0, $1, $2;", kind, value, shuffled(value, mask))
+    while lanes := lanes // 2:
+        value = asm(f"{operation} $0, $1, $2;", kind, value, shuffled(value, lanes))
     return value
 
 

@@ -223,6 +223,12 @@ def load_shared(address: Any, offset: int, words: int = 1) -> Any:
     return asm(text, "rrrr", address, effects=True)
 
 
+def store_shared(address: Any, offset: int, words: Sequence[Any]) -> None:
+    """Four words to shared memory."""
+    text = f"st.shared.v4.u32 [$0 + {offset}], {{$1, $2, $3, $4}};"
+    asm(text, "", address, *words)
+
+
 def load_shared_part(address: Any, offset: int, size_bytes: int) -> Any:
     """A byte, or two, of shared memory as a word."""
     kind = {1: "u8", 2: "u16"}[size_bytes]

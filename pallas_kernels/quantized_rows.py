@@ -32,6 +32,7 @@ from pallas_kernels.lane_code import (
     load_four,
     load_late,
     only_where,
+    store_shared,
     times,
     word,
 )
@@ -185,8 +186,7 @@ class Rows:
         lane, i = (f(inner, word(count // ACROSS)) for f in (arith.divui, arith.remui))
         to = arith.addi(arith.addi(times(whole, count), times(i, ACROSS)), lane)
         to = further(self.at["kept"], times(to, ACCESS_BYTES))
-        text = f"st.shared.v4.u32 [$0 + {one * self.row_bytes}], {{$1, $2, $3, $4}};"
-        asm(text, "", to, *pairs, effects=True)
+        store_shared(to, one * self.row_bytes, pairs)
         if total is not None:
             to = times(whole, sizes.columns(self.m) * 4)
             with mgpu_utils.when(less(inner, 1)):

@@ -29,6 +29,7 @@ from pallas_kernels.lane_code import (
     load_four,
     load_late,
     only_where,
+    store_shared,
     times,
     word,
 )
@@ -105,7 +106,7 @@ def quantise_rows(
                 eight = words[8 * i : 8 * i + 8]
                 four = [*_bytes(eight[0::2], inverse, kind), *_bytes(eight[1::2], inverse, kind)]
                 total = add_bytes(four, total)  # zeros where nothing is there
-                only_where(there, _write, further(target, times(place, EACH)), *four)
+                only_where(there, store_shared, further(target, times(place, EACH)), 0, four)
             sums.append(total)
     return scales, joined(sums, "add.s32", 2, 0)
 
@@ -115,10 +116,6 @@ def add_bytes(words: list[Any], total: Any) -> Any:
     for each in words:
         total = asm("dp4a.s32.s32 $0, $1, 0x01010101, $2;", "r", each, total)
     return total
-
-
-def _write(address: Any, *four: Any) -> None:
-    asm("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", "", address, *four)
 
 
 def _normed(x: Any, root: Any, weight: Any, kind: str) -> Any:
