@@ -43,11 +43,9 @@ PROMPT, NEW_TOKENS = 64, 256
 FUSED = "auto, fused"  # what `jaxllm generate` runs
 # What is behind a name, and what `Runtime` takes for it
 BY_PRODUCT, BY_LAYER = ", a launch a product", ", two launches a layer"
-AT_ONCE = ", one launch for all layers"
 HOWS: dict[str, Any] = {
     BY_PRODUCT: {"between_attentions": "xla"},
     BY_LAYER: {"decode_layers": "xla"},
-    AT_ONCE: {"decode_layers": "pallas"},
 }
 ROWS = (4, 16)  # that FUSED decodes too, and XLA
 # (format and how, rows): bfloat16 with as many rows is what the others are compared with
@@ -56,7 +54,7 @@ PACKED = (
         [f"{a}{how}" for a in ("bfloat16", "int8", "int4", "ternary") for how in ("", BY_PRODUCT)],
         [1],
     ),
-    (f"ternary{AT_ONCE}", 1),  # of which "auto" makes two a layer
+    *((f"{a}{BY_LAYER}", 1) for a in ("int4", "ternary")),  # of which "auto" makes one for all
     *itertools.product(["bfloat16", "int4"], [16]),
     *itertools.product(["bfloat16", "int8", "int4"], [64]),
 )

@@ -25,12 +25,15 @@ from pallas_kernels.decode_layers import decode_layers as in_one_launch
 from pallas_kernels.device import INTERPRETED_OP_BY_OP
 from pallas_kernels.measure import size_bytes
 
-# Of a layer's weights, and of its keys and values, up to which "auto" has all layers in one launch.
-# H200, tokens a second in one launch and in two a layer: Qwen2.5-0.5B in bfloat16 (28 MiB) 2054 and
-# 1794 to 1960, Llama-3.1-8B in ternary (52 MiB) 947 and 900 to 945. Llama-3.1-8B in int4 (112 MiB),
-# us a layer with 300 keys 39.7 and 36.9, with 4000 (16 MiB) 45.3 and 41.1, and two launches have
-# what lies between them beside that
-MOST_BYTES, MOST_CACHE_BYTES = 32 * 2**20, 16 * 2**20
+# Of a layer's weights and of its keys and values, up to which "auto" has all layers in one launch:
+# of the latter more where two launches a layer are far behind, for they are three, or of few bytes.
+# H200, tokens a second in one launch and in two a layer, with 1 MiB of keys and values at most:
+# Qwen2.5-0.5B (28 MiB of weights) 2094 and 1800 to 1960, Llama-3.2-1B (116) 1377 and 1324,
+# Llama-3.1-8B in ternary (52) 964 and 939, in int4 (107) 726 and 722, in int8 (208) 478 and 483;
+# Qwen3-1.7B, whose heads are normed (96), 987 and 900. With 7 MiB of them Llama-3.2-1B makes 1256
+# and 1246, with 15 Llama-3.1-8B in int4 634 and 659. Others: benchmarks/notes.md
+MOST_BYTES, FEW_BYTES = 128 * 2**20, 32 * 2**20
+MOST_CACHE_BYTES, FEW_CACHE_BYTES = 16 * 2**20, 4 * 2**20
 
 
 def no_meeting_of_layers(kv_heads: int) -> Int[Array, " words"]:
@@ -114,10 +117,12 @@ def _not_auto(x, layers, token, *, device, meeting) -> str | None:
     link = first.link(token)
     if reason := why_not_faster(x, link):
         return reason
-    weights = [product.weight for product in link.products.values()]
+    weights = size_bytes(*(product.weight for product in link.products.values()))
+    apart = first.turning(token).why_apart(first.qkv.weight.shape[0])
+    most_cache = MOST_CACHE_BYTES if apart or weights <= FEW_BYTES else FEW_CACHE_BYTES
     for what, size, most in (
-        ("weights", size_bytes(*weights), MOST_BYTES),
-        ("keys and values", size_bytes(first.k, first.v), MOST_CACHE_BYTES),
+        ("weights", weights, MOST_BYTES),
+        ("keys and values", size_bytes(first.k, first.v), most_cache),
     ):
         if size > most:
             mib = size / 2**20

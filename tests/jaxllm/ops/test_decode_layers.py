@@ -46,15 +46,19 @@ def test_every_implementation(form: str, implementation: str):
     [
         ((896, 4864, (14, 2, 64), PLAIN, 32768), None),
         ((896, 4864, (14, 2, 64), PLAIN, 32769), "16.0 MiB of keys and values a layer are as fast"),
-        ((2048, 8192, (32, 8, 64), PLAIN, 64), "116.0 MiB of weights a layer are as fast in two"),
+        ((2048, 8192, (32, 8, 64), PLAIN, 2048), None),  # 116 MiB of weights, 4 of keys and values
+        ((2048, 8192, (32, 8, 64), PLAIN, 2049), "4.0 MiB of keys and values a layer are as fast"),
+        ((2048, 6144, (16, 8, 128), PLAIN, 4096, "qk"), None),  # 16 MiB, but heads that are normed
+        ((3072, 8192, (24, 8, 128), PLAIN, 64), "192.0 MiB of weights a layer are as fast in two"),
         ((896, 4864, (14, 2, 64), "mxfp8", 64), "mxfp8 in groups of 32 was not found to be faster"),
     ],
 )
 def test_what_auto_leaves_out(of: Any, phrase: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
     rest = {"device": H200, "meeting": jnp.zeros(2 + of[2][1], jnp.int32)}
-    *sizes, slots = of
-    arguments = shapes_of(partial(call, *sizes, layers=1, slots=slots))
+    *sizes, slots = of[:5]
+    more = {"layers": 1, "slots": slots, "head_norms": "".join(of[5:])}
+    arguments = shapes_of(partial(call, *sizes, **more))
     call_of = (arguments["x"], arguments["layers"], arguments["token"])
     entry = DECODE_LAYERS["pallas"]
     assert entry.why_not(*call_of, **rest) is None
