@@ -22,7 +22,7 @@ from pallas_kernels.rms_norm import candidates, default_config, rms_norm, rms_no
 
 pytestmark = pytest.mark.usefixtures("strict_jax")
 
-EPS = 1e-5
+EPS = 0.1  # beside a variance of 1 one of 1e-5 would be lost in the rounding to 16 bits
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 
