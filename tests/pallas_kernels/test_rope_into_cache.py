@@ -107,10 +107,10 @@ def made(rotary, **more: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize("axis", [1, -1])
-def test_under_vmap_slices_lie_along_any_axis(axis):
+@pytest.mark.parametrize(("axis", "width", "turned"), [(1, 32, None), (-1, 64, 32)])
+def test_under_vmap_slices_lie_along_any_axis(axis, width, turned):
     """What is written into has its slices in front for the kernel, wherever they come from."""
-    cases = [case(2, 2, 1, 32, slots=slots) for slots in ([1, 4], [3, 0])]
+    cases = [case(2, 2, 1, width, slots=slots, turned=turned) for slots in ([1, 4], [3, 0])]
     cases[1] = (-cases[1][0], *cases[1][1:])
     rotary = cases[0][1]
 
@@ -136,28 +136,35 @@ def test_the_check_can_fail():
             assert_right(wrong, heads, rotary, cache)
 
 
-@pytest.mark.parametrize("norms", [(), ("q_norm", "k_norm")])
-def test_its_gradient_is_that_of_the_plain_path(norms):
-    heads, rotary, cache = case(1, 2, 1, 32, [3], norms=norms)
+@pytest.mark.parametrize(
+    ("width", "turned", "norms"), [(32, None, ()), (64, 32, ("q_norm", "k_norm"))]
+)
+def test_its_gradient_is_that_of_the_plain_path(width, turned, norms):
+    """By heads, angles, what the cache held and the norms' weights."""
+    heads, rotary, cache = case(1, 2, 1, width, [3], norms=norms, turned=turned)
     weights = {name: norm.weight for name, norm in rotary.norms.items()}
 
-    def loss(f, heads, held, weights, **more):
+    def loss(f, heads, angles, held, weights, **more):
         norms = {name: rotary.norms[name]._replace(weight=w) for name, w in weights.items()}
-        parts = f(heads, rotary._replace(**norms), cache._replace(k=held), **more)
-        by = jnp.linspace(-1, 2, parts[1].size, dtype=heads.dtype)  # results are not rounded alike
-        return sum(jnp.sum(part.reshape(-1) * by[: part.size]) for part in parts)
+        turn = rotary._replace(**dict(zip(("cos", "sin"), angles, strict=True)), **norms)
+        total = jnp.float32(0)
+        for i, part in enumerate(f(heads, turn, Cache(*held, cache.slots), **more)):
+            by = jnp.linspace(-1, 2 + i, part.size)  # results are not rounded alike
+            total += jnp.sum(part.reshape(-1).astype(jnp.float32) * by)
+        return total
 
-    given = heads, cache.k, weights
+    given = heads, rotary[:2], cache[:2], weights
     ours, plain = (
-        jax.grad(functools.partial(loss, f), (0, 1, 2))
+        jax.grad(functools.partial(loss, f), (0, 1, 2, 3))
         for f in (functools.partial(rope_into_cache, interpret=True), rope_into_cache_reference)
     )
     ours, plain = (
         jax.tree.leaves(interpreted(ours, *given)),
         jax.tree.leaves(jax.jit(plain)(*given)),
     )
-    assert len(ours) == 2 + len(norms)
+    assert len(ours) == 5 + len(norms)
     for a, b in zip(ours, plain, strict=True):
+        assert np.any(b)
         np.testing.assert_array_equal(np.float32(a), np.float32(b))
 
 
