@@ -20,6 +20,7 @@ from jaxllm import aot
 from pallas_kernels import device as device_lib
 from pallas_kernels.flash_attention import (
     Config,
+    _config_problem,
     bucket,
     candidates,
     default_config,
@@ -283,6 +284,7 @@ def test_candidates_fit():
         assert found
         assert default not in found
         assert bucket(*call.arguments).endswith("-causal")
+        assert {_config_problem(config, call.arguments[0]) for config in found} == {None}
 
 
 def test_consumers_take_turns_where_it_was_faster():

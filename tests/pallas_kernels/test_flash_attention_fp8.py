@@ -323,6 +323,7 @@ def test_candidates_fit():
     found = candidates(*call, device=H200)
     assert found
     assert default_config(*call, device=H200) not in found
+    assert {_config_problem(config, call[0]) for config in found} == {None}
 
 
 @pytest.mark.parametrize("width", [8, 64, 80, 96, 128, 192, 256])
