@@ -218,16 +218,15 @@ def test_a_new_token_compiles_with_a_soft_cap():
 def test_what_the_reference_writes(page):
     case = Case(2, 1, 8, 32, (32, 17, 0), page=page)
     call = case.arrays()
-    new = {f"new_{x}": jnp.ones((3, 1, 1, 8), jnp.bfloat16) for x in "kv"}
+    new = {f"new_{x}": jnp.full((3, 1, 1, 8), n, jnp.bfloat16) for n, x in enumerate("kv", 1)}
     run_plain: Any = jax.jit(lambda call: decode_attention_reference(**call))
-    out, k, v = run_plain({**call, **new})
+    out, *held = run_plain({**call, **new})
     flat = Case(2, 1, 8, 32, (32, 17, 0)).arrays()
-    want = np.asarray(flat["k_cache"]).copy()
-    want[0, 31] = want[1, 16] = 1  # a row of no keys has no place for one
-    if page is not None:
-        k = k[call["page_table"]].reshape(want.shape)
-    np.testing.assert_array_equal(np.asarray(k), want)
-    assert v.shape == call["v_cache"].shape
+    for n, (x, cache) in enumerate(zip("kv", held, strict=True), 1):
+        want = np.asarray(flat[f"{x}_cache"]).copy()
+        want[0, 31] = want[1, 16] = n  # a row of no keys has no place for one
+        found = cache if page is None else cache[call["page_table"]].reshape(want.shape)
+        np.testing.assert_array_equal(np.asarray(found), want)
     assert not np.asarray(out[2]).any()
 
 
