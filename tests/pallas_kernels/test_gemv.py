@@ -214,7 +214,6 @@ def test_why_not(changed, said):
     x = jax.ShapeDtypeStruct((sizes["m"], sizes["i"]), sizes["dtype"])
     weight = jax.ShapeDtypeStruct((sizes["o"], sizes["i"]), sizes["dtype"])
     assert why_not(x, weight, device=H200) == said
-    assert said in str(why_not(x, weight, device=H200))
 
 
 def test_why_not_elsewhere():
@@ -247,15 +246,15 @@ def test_why_not_elsewhere():
             r"cos \[1, 2\] and sin \[2, 2\] must be",
         ),
         ({"out_dtype": jnp.int8}, "out_dtype .*int8.* is not bfloat16, float16 or float32"),
-        ({"config": Config(3, 8)}, ""),
+        (
+            {"x": CASES["plain"][0], "weight": CASES["plain"][1], "config": Config(3, 8)},
+            r"Config\(outputs=3, inputs=8\): outputs must be a multiple of 4 that divides 16",
+        ),
     ],
 )
 def test_bad_calls_are_refused(arguments, said):
     given = {"x": jnp.ones((1, 8)), "weight": jnp.ones((4, 8)), **arguments}
-    if "config" in arguments:
-        given["x"], given["weight"], _ = CASES["plain"]
-        said = r"Config\(outputs=3, inputs=8\): outputs must be a multiple of 4 that divides 16"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=f"^gemv: .*{said}"):
         gemv(given.pop("x"), given.pop("weight"), **given, interpret=True)
 
 
