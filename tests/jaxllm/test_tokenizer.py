@@ -325,12 +325,9 @@ def test_limits_of_tokenizer_json_do_not_cut_prompts():
 # Files
 
 
-@pytest.mark.parametrize("special", [True, False])
-def test_a_special_token_is_found_as_tokenizer_json_has_it(special):
-    """Also where it is one only because it is named so."""
+def test_a_special_token_is_found_as_tokenizer_json_has_it():
     library = tiny_tokenizers.byte_fallback()
-    of = {"special": special, "rstrip": True, "normalized": False}
-    library.add_tokens([AddedToken("<|end|>", **of)])
+    library.add_tokens([AddedToken("<|end|>", special=True, rstrip=True, normalized=False)])
     tokenizer = Tokenizer(tiny_tokenizers.files(library, eos_token="<|end|>"))
     ids = tokenizer.encode("the<|end|>  he", add_special_tokens=False)
     assert ids[1] == tokenizer.eos_id
