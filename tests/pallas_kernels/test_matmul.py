@@ -11,6 +11,7 @@ import pytest
 from absent_device import H200
 from kernels import interpreted
 from numerics import assert_as_accurate
+from quantized_calls import numbers
 
 from pallas_kernels import _compat
 from pallas_kernels import device as device_lib
@@ -37,11 +38,6 @@ transposed = pytest.mark.skipif(
     not _compat.INTERPRETS_TRANSPOSED_WGMMA,
     reason="the interpreter of jax 0.10 has no transposed wgmma operand",
 )
-
-
-def numbers(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
-    x = np.random.default_rng(seed).normal(size=shape) * scale
-    return jnp.asarray(x, jnp.float32).astype(dtype)
 
 
 def call(
