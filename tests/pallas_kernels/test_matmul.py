@@ -503,12 +503,7 @@ def test_wrong_configs_of_other_operands():
 )
 def test_why_not(a: Any, b: Any, keywords: dict[str, Any], device: Any, phrase: str | None):
     reason = why_not(a, b, **keywords, device=device)
-    if phrase is None:
-        assert reason is None
-    else:
-        assert reason is not None
-        with pytest.raises(AssertionError, match=phrase):
-            raise AssertionError(reason)
+    assert reason is None if phrase is None else phrase in str(reason)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
@@ -537,12 +532,14 @@ def test_wrong_configs_of_bytes(config: Config, keywords: dict[str, Any], senten
         jax.eval_shape(run, *BYTES8, arrays)
 
 
-@pytest.mark.parametrize("epilogue", [None, "swiglu", "gelu"])
-@pytest.mark.parametrize("dtype", [BF16, FP8, I8])
-@pytest.mark.parametrize("transpose_b", [True, False])
-def test_configs_that_are_proposed_can_run(epilogue: str | None, dtype: Any, transpose_b: bool):
-    if not transpose_b and (dtype != BF16 or epilogue == "swiglu"):
-        return  # as why_not says
+@pytest.mark.parametrize(
+    ("dtype", "transpose_b", "epilogue"),
+    [
+        *((dtype, True, how) for dtype in (BF16, FP8, I8) for how in (None, "swiglu", "gelu")),
+        *((BF16, False, how) for how in (None, "gelu")),
+    ],
+)
+def test_configs_that_are_proposed_can_run(dtype: Any, transpose_b: bool, epilogue: str | None):
     for m, n, k in SIZES:
         a = shape(m, k, dtype=dtype)
         b = shape(*((n, k) if transpose_b else (k, n)), dtype=dtype)
