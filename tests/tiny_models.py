@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxllm import train
 from jaxllm.config import ModelConfig, Rope, Runtime
 from jaxllm.model import Transformer
 
@@ -99,6 +100,12 @@ def logits(model: Transformer, *args: Any, **kwargs: Any) -> np.ndarray:
     """model(tokens, ...), compiled once a kind of model and shape."""
     graph, state = nnx.split(model)
     return np.asarray(_forward(graph, state, args, kwargs))
+
+
+def poisoned(model: Transformer, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """The loss of training, times the batch's first factor."""
+    total, count = train.token_loss(model, batch)
+    return total * batch["factor"][0], count
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tiny_models import TINY
+from tiny_models import TINY, poisoned
 
 from jaxllm import ops, train
 from jaxllm.config import Runtime
@@ -108,11 +108,6 @@ def test_all_state_is_in_leaves(scale):
     for name, value in vars(scale).items():
         assert getattr(again, name).dtype == value.dtype
         assert getattr(again, name) == value
-
-
-def poisoned(model, batch):
-    total, count = train.token_loss(model, batch)
-    return total * batch["factor"][0], count
 
 
 def test_the_scripted_sequence_in_training():

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tiny_models import ALL, TINY, build
+from tiny_models import ALL, TINY, build, poisoned
 from tiny_models import logits as logits_of
 
 import jaxllm
@@ -283,11 +283,6 @@ def test_a_model_of_shapes_has_a_state_of_shapes():
     step = train.make_train_step(model, optimizer)
     lowered = step.lower(state, make_batch())
     assert "dot_general" in lowered.as_text()
-
-
-def poisoned(model, batch):
-    total, count = train.token_loss(model, batch)
-    return total * batch["factor"][0], count
 
 
 @pytest.mark.parametrize(
