@@ -28,6 +28,7 @@ from quantized_calls import (
     interpret,
     numbers,
     on_chip,
+    packed_shape,
     truth,
 )
 
@@ -188,9 +189,7 @@ def test_gradients_of_a_norm():
 
 
 def shaped(o: int, i: int, form: str = "int4", dtype: Any = BF16) -> Packed:
-    scheme, group, zeros = FORMATS[form]
-    weight = jax.ShapeDtypeStruct((o, i), dtype)
-    return jax.eval_shape(lambda w: quantize(w, scheme, group, zero_points=zeros), weight)
+    return packed_shape(form, o, i, dtype)
 
 
 def shape(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
