@@ -44,5 +44,3 @@ def test_ceilings_come_from_known_bytes_and_operations():
     assert found["read"] == pytest.approx(4096 / 1000e-6)
     assert found["matmul"] == pytest.approx(2 * 16**3 / 1000e-6)
     assert found["times"].keys() == {"negate", "copy", "read", "matmul"}
-    slower = {**found, "copy": 1.0}
-    assert found != slower

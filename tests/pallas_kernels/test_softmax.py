@@ -146,7 +146,6 @@ def test_rows_that_nothing_is_left_of(shape):
     x = x.at[3, 0].set(-jnp.inf).at[3, 1, 2:5].set(-jnp.inf).at[0, 1].set(-jnp.inf)
     x = x.at[2, 0, 3].set(jnp.nan).at[2, 1, 3].set(jnp.inf).at[2, 2, 3].set(-jnp.inf)
     d_y = d_y.at[0, 1].set(jnp.inf).at[2, :, 3].set(jnp.nan)
-    clean = [jnp.where(mask & (x > -jnp.inf), z, 0) for z in (x, d_y)]
     ours, plain, truth = run(x, d_y, jnp.asarray(mask), scale=np.float32(0.5))
     for got, near, exact in zip(ours[:2], plain, truth, strict=False):
         assert_as_accurate(got, near, exact)
@@ -155,7 +154,6 @@ def test_rows_that_nothing_is_left_of(shape):
     assert blind.sum() == 2
     for got in ours[:2]:
         assert np.all(np.asarray(got)[blind] == 0)
-    assert np.all(np.isfinite(clean[0]))
 
 
 def test_a_nan_is_not_hidden():

@@ -172,11 +172,10 @@ def test_a_square_far_out():
     ],
 )
 def test_a_config_changes_no_bit(width, config, fused):
-    arrays, d_out = case(3, width, dtype=jnp.bfloat16, fused=fused)
+    arrays, _ = case(3, width, dtype=jnp.bfloat16, fused=fused)
     f = functools.partial(swiglu, interpret=True)
     other = interpreted(functools.partial(f, config=config), *arrays)
     np.testing.assert_array_equal(other, interpreted(f, *arrays))
-    assert not np.array_equal(other, d_out)
 
 
 def test_a_tuned_row_that_does_not_fit_is_passed_over(monkeypatch):

@@ -202,7 +202,6 @@ def test_kernels_can_be_asked_what_to_tune(name):
         assert len(kinds) == 1, "a tuned row is read as the default's kind"
         assert any(c != default for c in candidates), f"{name}: nothing to try"
         keys.add(module.bucket(*call.arguments, **call.keywords))
-        assert tuned.Call(call.arguments, call.run, call.keywords, call.make) == call
     assert keys
     assert all(isinstance(key, str) for key in keys)
 
