@@ -176,16 +176,26 @@ def test_a_cache_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "rope"])
 def test_gradients_are_the_references(name):
+    """By x, the weight, and what stands around the product."""
     x, weight, around = CASES[name]
+    norm, rotary = around["norm"], around.get("rotary")
+    arrays = {"x": x, "weight": weight, "gain": norm.weight, "angles": rotary and rotary[:2]}
+    arrays |= {name: around[name] for name in ("bias", "residual") if name in around}
 
-    def gradient(f, x, weight, **more):
-        y, pull = jax.vjp(lambda x, weight: f(x, weight, **around, **more), x, weight)
+    def gradient(f, arrays, **more):
+        def call(gain, angles, **arrays):
+            given = {**around, **arrays, "norm": norm._replace(weight=gain)}
+            if angles is not None:
+                given["rotary"] = Rotary(*angles, *HEADS)
+            return f(**given, **more)
+
+        y, pull = jax.vjp(lambda arrays: call(**arrays), arrays)
         # The cotangent is no function of the results, which the kernel rounds otherwise
-        return pull(jax.tree.map(lambda y: jnp.ones_like(y).at[:, ::3].set(-2), y))
+        return pull(jax.tree.map(lambda y: jnp.ones_like(y).at[:, ::3].set(-2), y))[0]
 
-    ours = interpreted(lambda *a: gradient(gemv, *a, interpret=True), x, weight)
-    plain = jax.jit(lambda *a: gradient(gemv_reference, *a))(x, weight)
-    for a, b in zip(ours, plain, strict=True):
+    ours = interpreted(lambda arrays: gradient(gemv, arrays, interpret=True), arrays)
+    plain = jax.jit(lambda arrays: gradient(gemv_reference, arrays))(arrays)
+    for a, b in zip(*map(jax.tree.leaves, (ours, plain)), strict=True):
         np.testing.assert_array_equal(np.float32(a), np.float32(b))
         assert np.abs(np.float32(b)).max() > 0.1
 
