@@ -178,7 +178,7 @@ def _arrays(entry: FullKV | RingKV) -> dict[str, Array]:
 def _stored(k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], dtype: Any) -> dict[str, Array]:
     """New keys and values as a cache of this dtype holds them."""
     if dtype not in _LARGEST:
-        return {"k": k, "v": v}
+        return {"k": k.astype(dtype), "v": v.astype(dtype)}
     (k, k_scale), (v, v_scale) = quantize(k, dtype), quantize(v, dtype)
     return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 

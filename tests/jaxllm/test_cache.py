@@ -189,6 +189,20 @@ def test_a_finished_row_is_not_touched(kind, size):
         assert np.sum(np.any(new[1] != old[1], axis=(1, 2))) == 1  # one token, one slot
 
 
+@pytest.mark.parametrize("held", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("given", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("size", [1, 3, 6])
+@pytest.mark.parametrize("kind", [FullKV, RingKV])
+def test_what_is_given_in_another_dtype_is_kept_in_the_caches(kind, size, given, held):
+    before = jax.tree.map(lambda x: x.astype(held), entry(kind, 5))
+    _, k, v = (x.astype(given) for x in Texts(0).chunk(size, (size,) * B))
+    rows = (jnp.full(B, 2, jnp.int32), jnp.full(B, size, jnp.int32))
+    after, seen = before.append(k, v, *rows)
+    assert {x.dtype.name for x in (after.k, after.v, seen["k"], seen["v"])} == {held}
+    wanted, _ = before.append(k.astype(held), v.astype(held), *rows)
+    np.testing.assert_array_equal(after.k, wanted.k)
+
+
 def test_a_ring_says_how_many_tokens_it_shows():
     ring, lengths = entry(RingKV, WINDOW), jnp.asarray([0, 2, 9], jnp.int32)
     for size, shown in ((1, [1, 3, 4]), (3, [3, 5, 7])):
