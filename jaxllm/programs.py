@@ -92,7 +92,9 @@ def _forward(weights: Weights, tokens, counts, cache: KVCache):
     hidden, after = model.hidden(tokens, segment_ids=real.astype(jnp.int32), cache=cache)
     assert after is not None
     last = jnp.maximum(counts - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(hidden, last, axis=1, mode="clip")[:, 0] if t > 1 else hidden[:, 0]
+    if t != 1:
+        hidden = jnp.take_along_axis(hidden, last, axis=1, mode="clip")
+    hidden = hidden[:, 0]
     # Here it is a part of the norm's kernel, of the logits it would be one of its own
     lost = _lost(cache, counts)
     if (turned := _turned(model.config, cache, counts)) is not None:

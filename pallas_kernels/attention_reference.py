@@ -148,13 +148,15 @@ def visible(
     ends = jnp.full((1,), kv_len, jnp.int32) if kv_lengths is None else kv_lengths.astype(jnp.int32)
     key = jnp.arange(kv_len, dtype=jnp.int32)[None, None, :]
     at = (ends[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None, :])[:, :, None]
+    known = all(isinstance(size, int) for size in (q_len, kv_len))  # no letters of `jax.export`
     rules = []
-    if causal and q_len > 1:
+    if causal and q_len != 1:
         rules.append(key <= at)  # and so within the row's keys
     elif kv_lengths is not None:
         rules.append(key < ends[:, None, None])
     # A length beyond kv_len places queries further from the first keys than there are keys
-    if window is not None and (kv_lengths is not None or window < max(q_len, kv_len)):
+    placed = kv_lengths is not None or not known
+    if window is not None and (placed or window < max(q_len, kv_len)):
         near = in_32_bits(window)
         rules.append(key > at - near)
         if not causal:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
 
 from pallas_kernels import device as device_lib
 from pallas_kernels import varying
@@ -56,6 +59,21 @@ def unless_varying(why_not: Callable[..., str | None]) -> Callable[..., str | No
     return lambda *args, **kwargs: varying.why_no_kernel(args, kwargs) or why_not(*args, **kwargs)
 
 
+def unless_symbolic(why_not: Callable[..., str | None]) -> Callable[..., str | None]:
+    """That of what is made for known sizes, also asked whether all are: those that `jax.export`
+    has letters for cannot be compared.
+    """
+
+    def reason(*args: Any, **kwargs: Any) -> str | None:
+        for x in jax.tree.leaves((args, kwargs)):
+            for size in getattr(x, "shape", ()):
+                if not isinstance(size, numbers.Integral):
+                    return f"it is made for known sizes, and one is {size}"
+        return why_not(*args, **kwargs)
+
+    return reason
+
+
 def pallas(
     run: Callable[..., Any],
     why_not: Callable[..., str | None],
@@ -71,7 +89,7 @@ def pallas(
     interpreted: what `why_not` is told there; not_interpreted: what else keeps the kernel from it;
     name: of the first.
     """
-    why_not = unless_varying(why_not)
+    why_not = unless_symbolic(unless_varying(why_not))
 
     def why_not_interpret(*args: Any, device: device_lib.Device, **kwargs: Any) -> str | None:
         del device

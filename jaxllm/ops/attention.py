@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Integer, Num
 
-from jaxllm.ops._select import Implementation, Table, pallas, select
+from jaxllm.ops._select import Implementation, Table, pallas, select, unless_symbolic
 from pallas_kernels import attention_fp8
 from pallas_kernels import attention_reference as reference
 from pallas_kernels import softmax as softmax_kernels
@@ -410,7 +410,7 @@ ATTENTION: Table = {
     **pallas(
         _attention_pallas, _why_not_pallas, _pallas_not_auto, not_interpreted=why_not_interpreted
     ),
-    "cudnn": _over_codes(Implementation(_attention_cudnn, _why_not_cudnn)),
+    "cudnn": _over_codes(Implementation(_attention_cudnn, unless_symbolic(_why_not_cudnn))),
     **{name: _over_codes(entry) for name, entry in UNFUSED.items()},
     "xla": Implementation(_attention_xla),
 }

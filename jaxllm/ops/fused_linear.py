@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,9 +41,11 @@ EPILOGUES = {activation: epilogue for epilogue, activation in GATES.items()}
 
 def takes_rows(count: int, *weights: Array | Packed) -> bool:
     """Whether so few rows of x are what the kernels of the op are for, with these weights: of those
-    that are not packed `gemv` takes one row, and `quantized_matmul` the rest.
+    that are not packed `gemv` takes one row, and `quantized_matmul` the rest. A count
+    that `jax.export` has a letter for is not few.
     """
-    return count <= min(PACKED_ROWS if isinstance(w, Packed) else FEW_ROWS for w in weights)
+    most = min(PACKED_ROWS if isinstance(w, Packed) else FEW_ROWS for w in weights)
+    return isinstance(count, numbers.Integral) and count <= most
 
 
 def takes_gate(activation: str, *weights: Array | Packed) -> bool:

@@ -14,6 +14,7 @@ from jaxllm.ops._select import (
     pallas,
     select,
     slower_for_few,
+    unless_symbolic,
     unless_varying,
 )
 from pallas_kernels import triton_rms_norm
@@ -63,7 +64,7 @@ RMS_NORM: Table = {
     **pallas(rms_norm_kernel, why_not_rms_norm, _rms_norm_not_auto),
     "triton": Implementation(
         triton_rms_norm.rms_norm,
-        unless_varying(triton_rms_norm.why_not),
+        unless_symbolic(unless_varying(triton_rms_norm.why_not)),
         lambda *args, **kwargs: "runs only by name: timed on Hopper only, which 'pallas' is for",
     ),
     "xla": Implementation(rms_norm_reference),

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_device import absent
 from flax import nnx
+from jax import export
 from tiny_checkpoints import read_golden, write_checkpoint
 from tiny_models import LONGROPE, SLIDING, TINY, build
 
@@ -239,6 +241,42 @@ def test_any_number_of_positions(limit):
     for length in {1, limit - 3, limit - 1}:
         result = jaxllm.generate(model, None, [1] * length, max_new_tokens=4)
         assert len(result.tokens[0]) == min(4, limit - length)
+
+
+@pytest.mark.slow
+@pytest.mark.own_errors  # sizes that are letters are none to the check of shapes
+@pytest.mark.parametrize(("config", "fused"), [(TINY, True), (SLIDING, False)])
+def test_one_exported_program_is_for_any_number_of_rows_and_tokens(config, fused):
+    model = build(config, FP32)
+    if fused:
+        jaxllm.fuse(model)
+    weights = jaxllm.flatten(model)
+    arrays, [rows, length] = weights.arrays, export.symbolic_shape("b, t", constraints=["t <= 9"])
+
+    def created(batch):
+        cache = jaxllm.KVCache.create(config, batch, capacity=12, dtype="bfloat16")
+        return jax.tree.flatten(cache)
+
+    def read(arrays, tokens, counts, cache):
+        given = jaxllm.Weights(arrays, weights.structure)
+        cache = jax.tree.unflatten(created(1)[1], cache)
+        logits, cache = jaxllm.prefill(given, tokens, counts, cache)
+        after, cache = jaxllm.decode_step(given, jnp.argmax(logits, axis=-1), cache)
+        return given.model()(tokens), logits, after
+
+    def letters(*shape, dtype="int32"):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    cache = [letters(rows, *x.shape[1:], dtype=x.dtype) for x in created(1)[0]]
+    given = (arrays, letters(rows, length), letters(rows), cache)
+    with absent("NVIDIA H200"):
+        jax.eval_shape(read, *given)
+    exported = export.export(jax.jit(read))(*given)
+    for counts in ([1], [9, 4, 2]):
+        tokens = jnp.ones((len(counts), max(counts)), jnp.int32)
+        call = (arrays, tokens, jnp.asarray(counts, jnp.int32), created(len(counts))[0])
+        for found, wanted in zip(exported.call(*call), jax.jit(read)(*call), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=1e-6, rtol=0)  # same bits on a CPU
 
 
 @pytest.fixture(scope="module")
