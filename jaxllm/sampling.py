@@ -45,8 +45,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxllm.integers import integer
 from jaxllm.ops._select import name_for
 from jaxllm.ops.sampling_threshold import sampling_threshold
+from pallas_kernels.options import check_arrays
 
 Values = jax.Array | np.ndarray
 Setting = int | float | Sequence[int | float] | np.ndarray | jax.Array
@@ -187,6 +189,7 @@ def penalise(
     Raises: ValueError if shapes disagree.
     """
     _check("penalise", scores, sampling)
+    check_arrays("penalise", prompt_mask=prompt_mask, counts=counts)
     for name, array in (("prompt_mask", prompt_mask), ("counts", counts)):
         if array.shape != scores.shape:
             raise ValueError(
@@ -225,7 +228,11 @@ def filter_scores(
 def token_mask(
     tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None, size: int
 ) -> Bool[Array, "B {size}"]:
-    """Which ids below size occur in each row; tokens that are not valid (padding) do not count."""
+    """Which ids below size occur in each row; tokens that are not valid (padding) do not count.
+
+    Raises: ValueError if tokens, or valid, are no arrays.
+    """
+    check_arrays("token_mask", tokens=tokens, valid=valid)
     rows = lax.broadcasted_iota(jnp.int32, tokens.shape, 0)
     ids = tokens.astype(jnp.int32)
     counted = ids >= 0 if valid is None else valid & (ids >= 0)
@@ -238,7 +245,11 @@ def add_counts(
 ) -> Int[Array, "B V"]:
     """Counts after each row's new token; rows that are not live (finished) stay as they are, and
     a token that is no id counts nowhere.
+
+    Raises: ValueError for what is no array.
     """
+    check_arrays("add_counts", counts=counts, tokens=tokens, live=live)
+    counts = jnp.asarray(counts)
     one = jnp.ones(tokens.shape, counts.dtype) if live is None else live.astype(counts.dtype)
     rows = jnp.arange(tokens.shape[0])
     return counts.at[rows, tokens].add(one, mode="drop", wrap_negative_indices=False)
@@ -279,12 +290,11 @@ def top_log_probs(
 ) -> tuple[Int[Array, "B {k}"], Float[Array, "B {k}"]]:
     """Ids of the k largest raw logits, largest first, and the log-softmax there.
 
-    Raises: ValueError if k is not from 1 to V.
+    Raises: ValueError if k is no integer from 1 to V.
     """
     _check_scores("top_log_probs", logits)
     V = logits.shape[-1]
-    if not 1 <= k <= V:
-        raise ValueError(f"top_log_probs: k must be from 1 to the vocabulary's {V}, got {k}")
+    k = integer("k", k, 1, V, who="top_log_probs")
     logits = logits.astype(jnp.float32)
     values, ids = lax.top_k(logits, k)
     return ids, values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -314,6 +324,7 @@ def _rows(name: str, value: Any, batch: int) -> np.ndarray:
 
 
 def _check_scores(name: str, scores: jax.Array) -> None:
+    check_arrays(name, scores=scores)
     if scores.ndim != 2 or not scores.shape[-1] or not jnp.issubdtype(scores.dtype, jnp.floating):
         raise ValueError(
             f"{name}: scores must be floating-point [B, V], V at least 1, got "
@@ -322,17 +333,19 @@ def _check_scores(name: str, scores: jax.Array) -> None:
 
 
 def _check_rows(name: str, scores: jax.Array, **vectors: Any) -> None:
+    check_arrays(name, **vectors)
     for what, vector in vectors.items():
-        kind = jnp.result_type(vector)
-        if jnp.shape(vector) != scores.shape[:1] or not jnp.issubdtype(kind, jnp.integer):
+        if vector.shape != scores.shape[:1] or not jnp.issubdtype(vector.dtype, jnp.integer):
             raise ValueError(
                 f"{name}: {what} must be integers, one a row, [{scores.shape[0]}], got "
-                f"{kind}{list(jnp.shape(vector))}"
+                f"{vector.dtype}{list(vector.shape)}"
             )
 
 
 def _check(name: str, scores: jax.Array, sampling: Sampling) -> None:
     _check_scores(name, scores)
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"{name}: settings are those of Sampling.of, got {sampling!r:.60}")
     if sampling.temperature.shape != scores.shape[:1]:
         raise ValueError(
             f"{name}: {scores.shape[0]} rows of scores, but settings of shape"
@@ -347,8 +360,7 @@ def _clean(scores: jax.Array, vocab_size: int | None) -> jax.Array:
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
     if vocab_size is None:
         return scores
-    if not 1 <= vocab_size <= V:
-        raise ValueError(f"sampling: vocab_size must be from 1 to {V}, got {vocab_size}")
+    vocab_size = integer("vocab_size", vocab_size, 1, V, who="sampling")
     ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     return jnp.where(ids < vocab_size, scores, -jnp.inf)
 

@@ -390,7 +390,9 @@ MAY_IMPORT = {
     "jaxllm.memory": "",
     "jaxllm.meshes": "",
     "jaxllm.compile_cache": "",
-    "jaxllm.sampling": "jaxllm.ops._select jaxllm.ops.sampling_threshold",
+    "jaxllm.sampling": (
+        "jaxllm.integers jaxllm.ops._select jaxllm.ops.sampling_threshold pallas_kernels.options"
+    ),
     "jaxllm.chat_template": "",
     "jaxllm.detokenizer": "",
     "jaxllm.tokenizer": "jaxllm.chat_template jaxllm.detokenizer",

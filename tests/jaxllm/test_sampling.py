@@ -7,6 +7,7 @@ nothing else, and on rows without equal scores it asks for the same set.
 
 import dataclasses
 import itertools
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -806,9 +807,60 @@ def test_bad_arrays_get_one_sentence():
         sampling.sample(scores, two, position, mask)
     with pytest.raises(ValueError, match=r"^penalise: counts must have the shape of the scores"):
         sampling.penalise(scores, mask, counts[:, :4], two)
-    for size in (0, 6):
-        with pytest.raises(ValueError, match=rf"^sampling: vocab_size must be .* got {size}$"):
+    for size in (0, 6, 2.5, "5"):
+        with pytest.raises(ValueError, match=rf"^sampling: vocab_size must be .* got {size!r}$"):
             sampling.greedy(scores, vocab_size=size)
-    for k in (0, 6):
-        with pytest.raises(ValueError, match=rf"^top_log_probs: k must be from 1 .* got {k}$"):
+    for k in (0, 6, 2.5, "5"):
+        with pytest.raises(ValueError, match=rf"^top_log_probs: k must be an .* got {k!r}$"):
             sampling.top_log_probs(scores, k)
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: sampling.greedy([[1.0]]), "greedy: scores must be an array, got [[1.0]]"),
+        (
+            lambda: sampling.greedy_and_log_probs(1.0),
+            "greedy_and_log_probs: scores must be an array, got 1.0",
+        ),
+        (
+            lambda: sampling.top_log_probs([[1.0]], 1),
+            "top_log_probs: scores must be an array, got [[1.0]]",
+        ),
+        (
+            lambda: sampling.log_probs(np.ones((1, 2), np.float32), [1]),
+            "log_probs: tokens must be an array, got [1]",
+        ),
+        (
+            lambda: sampling.sample(np.ones((1, 2), np.float32), Sampling.of(1), [0]),
+            "sample: position must be an array, got [0]",
+        ),
+        (
+            lambda: sampling.filter_scores(np.ones((1, 2), np.float32), {"top_k": 1}),
+            "filter_scores: settings are those of Sampling.of, got {'top_k': 1}",
+        ),
+        (
+            lambda: sampling.penalise(
+                np.ones((1, 2), np.float32), [[True, False]], np.ones((1, 2), int), Sampling.of(1)
+            ),
+            "penalise: prompt_mask must be an array, got [[True, False]]",
+        ),
+        (
+            lambda: sampling.token_mask([[1]], None, 3),
+            "token_mask: tokens must be an array, got [[1]]",
+        ),
+        (
+            lambda: sampling.add_counts([[0]], np.ones(1, int)),
+            "add_counts: counts must be an array, got [[0]]",
+        ),
+    ],
+)
+def test_what_is_no_array_gets_one_sentence(call, sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        call()
+
+
+def test_counts_may_be_numpys():
+    counts, tokens = np.zeros((2, 3), np.int32), np.asarray([0, 2])
+    assert sampling.add_counts(counts, tokens).tolist() == [[1, 0, 0], [0, 0, 1]]
