@@ -65,6 +65,8 @@ class Packed:
         if self.scheme not in (*CODES, PLAIN):
             return f"no scheme is named {self.scheme!r}; there are {', '.join((*SCHEMES, PLAIN))}"
         codes = self.codes
+        if not hasattr(codes, "ndim"):
+            return f"the codes must be an array, got {codes!r:.60}"
         if codes.ndim != 2:
             return (
                 f"the codes are {list(codes.shape)}, not those of one weight [O, I]; of stacked "

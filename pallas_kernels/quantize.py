@@ -92,10 +92,9 @@ def dequantize(packed: Packed, dtype: Any = jnp.float32) -> Float[Array, "O I"]:
     order, rounded to `dtype`.
 
     Without row scale, nvfp4 and numbers of MX that are no subnormals are exact in bfloat16.
-    Raises: ValueError if the parts do not fit each other.
+    Raises: ValueError if the parts do not fit each other, or it is no `Packed`.
     """
-    if (reason := packed.problem()) is not None:
-        raise ValueError(f"dequantize: {reason}")
+    _check_packed("dequantize", packed)
     check_dtype("dequantize", "dtype", dtype)
     return _dequantize(packed, jnp.dtype(dtype))
 
@@ -107,11 +106,12 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
     Raises: ValueError if schemes, group sizes, inputs or dtypes of scales differ, or if the parts
     of one do not fit each other.
     """
+    if isinstance(parts, Packed):
+        raise ValueError("concatenate: it takes a list of Packed weights, got one")
     if not parts:
         raise ValueError("concatenate: there are no weights to put together")
     for part in parts:
-        if (reason := part.problem()) is not None:
-            raise ValueError(f"concatenate: {reason}")
+        _check_packed("concatenate", part)
 
     def kind(part: Packed):
         dtypes = tuple(None if a is None else a.dtype for a in (part.scale, part.row_scale))
@@ -137,6 +137,15 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
         zero=join(zeros, 1),
         row_scale=join([part.row_scale for part in parts], 0),
     )
+
+
+def _check_packed(name: str, packed: Any) -> None:
+    if not isinstance(packed, Packed):
+        raise ValueError(
+            f"{name}: it takes a Packed, as quantize returns it, got {type(packed).__name__}"
+        )
+    if (reason := packed.problem()) is not None:
+        raise ValueError(f"{name}: {reason}")
 
 
 def take_rows(packed: Packed, rows: Int[Array, " R"]) -> Packed:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from typing import Any, get_args
 
 import jax
@@ -605,3 +606,32 @@ def test_parts_that_do_not_fit_each_other(scheme, changes, words):
             ops.linear(normal(1, 64), packed, implementation=implementation)
     with pytest.raises(ValueError, match=f"^quantized_matmul: .*{words}"):
         quantized_matmul(normal(1, 64, dtype="bfloat16"), packed, interpret=True)
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize("given", [np.ones((2, 4)), [[1.0]], None])
+def test_what_is_not_packed(given):
+    words = f"it takes a Packed, as quantize returns it, got {type(given).__name__}$"
+    with pytest.raises(ValueError, match=f"^dequantize: {words}"):
+        dequantize(given)
+    with pytest.raises(ValueError, match=f"^concatenate: {words}"):
+        concatenate([given])
+
+
+@pytest.mark.own_errors
+@pytest.mark.parametrize("codes", [[[1, 2]], None])
+def test_codes_that_are_no_array(codes):
+    packed = dataclasses.replace(quantize(normal(8, 64), "int8"), codes=codes)
+    words = re.escape(f"the codes must be an array, got {codes!r}")
+    with pytest.raises(ValueError, match=f"^dequantize: {words}$"):
+        dequantize(packed)
+    with pytest.raises(ValueError, match=f"^embedding: {words}$"):
+        ops.embedding(packed, jnp.zeros((1,), jnp.int32))
+
+
+@pytest.mark.own_errors
+def test_one_weight_is_not_put_together():
+    with pytest.raises(
+        ValueError, match="^concatenate: it takes a list of Packed weights, got one"
+    ):
+        concatenate(quantize(normal(8, 64), "int8"))  # pyright: ignore[reportArgumentType]
