@@ -188,6 +188,8 @@ def check(table, ids, scale, dtype) -> None:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"embedding: ids are {ids.dtype}; they must be integers")
     check_number("embedding", "scale", scale, optional=True)
+    if table.shape[0] == 0 and ids.size:
+        raise ValueError(f"embedding: the table {list(table.shape)} has no rows to look up")
     _check_ids(table, ids)
 
 

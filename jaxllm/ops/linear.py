@@ -251,8 +251,8 @@ def embedding(
     rounded to that dtype.
 
     Traced ids outside the table are clamped to its ends. Raises: ValueError for concrete ones,
-    and if the ids are no integers, the table is not [V, D] of floating point, or the parts of a
-    packed one do not fit each other.
+    for ids in a table without rows, and if the ids are no integers, the table is not [V, D] of
+    floating point, or the parts of a packed one do not fit each other.
     """
     if isinstance(table, Packed) and (reason := table.problem()) is not None:
         raise ValueError(f"embedding: {reason}")

@@ -213,6 +213,16 @@ def test_embedding_refuses_concrete_ids_outside_the_table():
             embedding(table, jnp.asarray(ids, jnp.int32))
 
 
+def test_a_table_without_rows():
+    table, ids = jnp.ones((0, 4)), jnp.zeros((2,), jnp.int32)
+    assert ops.embedding(table, ids[:0]).shape == (0, 4)
+    for run in (ops.embedding, jax.jit(ops.embedding)):
+        with pytest.raises(
+            ValueError, match=r"^embedding: the table \[0, 4\] has no rows to look up"
+        ):
+            run(table, ids)
+
+
 def test_the_kernel_takes_the_rows_that_xla_takes():
     table = jnp.asarray(np.random.default_rng(0).standard_normal((7, 32)), jnp.float32)
     ids = jnp.asarray([[0, 6, -2], [3, 3, 70]], jnp.int32)
