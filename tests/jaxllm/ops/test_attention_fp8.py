@@ -154,6 +154,17 @@ def test_scales_that_disagree(implementation):
         assert str(error.value) == f"attention: {sentence}"
 
 
+@pytest.mark.parametrize("return_weights", [False, True])
+def test_no_query_heads(return_weights):
+    """As in other dtypes, whose results are empty too."""
+    q, k = jnp.zeros((1, 3, 0, 16), FP8), jnp.zeros((1, 3, 2, 16), FP8)
+    scales = {"q_scale": jnp.ones(0), "k_scale": jnp.ones(2), "v_scale": jnp.ones(2)}
+    for given in ({}, scales):
+        found = attention(q, k, k, **given, return_weights=return_weights)
+        out, shape = (found[0], found[1].shape) if return_weights else (found, (1, 0, 3, 3))
+        assert (out.shape, out.dtype, shape) == ((1, 3, 0, 16), jnp.bfloat16, (1, 0, 3, 3))
+
+
 @pytest.mark.own_errors
 def test_float8_has_no_gradient():
     q, k, v, _ = inputs(**BIG, dtype=jnp.float8_e4m3fn)
