@@ -230,11 +230,11 @@ def token_mask(
 ) -> Bool[Array, "B {size}"]:
     """Which ids below size occur in each row; tokens that are not valid (padding) do not count.
 
-    Raises: ValueError if tokens, or valid, are no arrays.
+    Raises: ValueError if tokens, or valid, are no arrays, or tokens no integers.
     """
     check_arrays("token_mask", tokens=tokens, valid=valid)
     rows = lax.broadcasted_iota(jnp.int32, tokens.shape, 0)
-    ids = tokens.astype(jnp.int32)
+    ids = _as_ids("token_mask", tokens)
     counted = ids >= 0 if valid is None else valid & (ids >= 0)
     ids = jnp.where(counted, ids, size)
     return jnp.zeros((tokens.shape[0], size), bool).at[rows, ids].set(True, mode="drop")
@@ -246,13 +246,15 @@ def add_counts(
     """Counts after each row's new token; rows that are not live (finished) stay as they are, and
     a token that is no id counts nowhere.
 
-    Raises: ValueError for what is no array.
+    Raises: ValueError for what is no array, and for tokens that are no integers.
     """
     check_arrays("add_counts", counts=counts, tokens=tokens, live=live)
     counts = jnp.asarray(counts)
     one = jnp.ones(tokens.shape, counts.dtype) if live is None else live.astype(counts.dtype)
     rows = jnp.arange(tokens.shape[0])
-    return counts.at[rows, tokens].add(one, mode="drop", wrap_negative_indices=False)
+    return counts.at[rows, _as_ids("add_counts", tokens)].add(
+        one, mode="drop", wrap_negative_indices=False
+    )
 
 
 def log_probs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
@@ -261,7 +263,11 @@ def log_probs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Ar
     _check_rows("log_probs", logits, tokens=tokens)
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(
-        logits, tokens[:, None].astype(jnp.int32), axis=1, mode="fill", wrap_negative_indices=False
+        logits,
+        _as_ids("log_probs", tokens)[:, None],
+        axis=1,
+        mode="fill",
+        wrap_negative_indices=False,
     )
     return chosen[:, 0] - jax.nn.logsumexp(logits, axis=-1)
 
@@ -321,6 +327,15 @@ def _rows(name: str, value: Any, batch: int) -> np.ndarray:
     if name == "top_k":  # larger than any vocabulary is legal, and off
         values = [min(x, 2**31 - 1) for x in values]
     return np.asarray(values, dtype)
+
+
+def _as_ids(name: str, tokens: Any) -> jax.Array:
+    """int32, in which a number of more bits is no id either: JAX would cut NumPy's."""
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"{name}: tokens must be integers, got {tokens.dtype}")
+    if jnp.iinfo(tokens.dtype).max > (most := jnp.iinfo(jnp.int32).max):
+        tokens = tokens.clip(-1 if jnp.issubdtype(tokens.dtype, jnp.signedinteger) else 0, most)
+    return jnp.asarray(tokens, jnp.int32)
 
 
 def _check_scores(name: str, scores: jax.Array) -> None:

@@ -851,6 +851,14 @@ def test_bad_arrays_get_one_sentence():
             "token_mask: tokens must be an array, got [[1]]",
         ),
         (
+            lambda: sampling.token_mask(np.ones((1, 1)), None, 3),
+            "token_mask: tokens must be integers, got float64",
+        ),
+        (
+            lambda: sampling.add_counts(np.zeros((1, 2), int), np.ones(1)),
+            "add_counts: tokens must be integers, got float64",
+        ),
+        (
             lambda: sampling.add_counts([[0]], np.ones(1, int)),
             "add_counts: counts must be an array, got [[0]]",
         ),
@@ -861,6 +869,17 @@ def test_what_is_no_array_gets_one_sentence(call, sentence):
         call()
 
 
+@pytest.mark.own_errors  # NumPy's arrays are not what the signatures say
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_a_number_that_int32_does_not_hold_is_no_id(dtype):
+    tokens, scores = np.asarray([1, 2**32 + 1], dtype), np.zeros((2, 3), np.float32)
+    assert np.isnan(sampling.log_probs(scores, tokens)).tolist() == [False, True]
+    assert sampling.token_mask(tokens[:, None], None, 3).sum(axis=1).tolist() == [1, 0]
+    counts = sampling.add_counts(jnp.zeros((2, 3), jnp.int32), tokens)
+    assert counts.tolist() == [[0, 1, 0], [0, 0, 0]]
+
+
+@pytest.mark.own_errors
 def test_counts_may_be_numpys():
     counts, tokens = np.zeros((2, 3), np.int32), np.asarray([0, 2])
     assert sampling.add_counts(counts, tokens).tolist() == [[1, 0, 0], [0, 0, 1]]
