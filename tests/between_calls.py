@@ -55,7 +55,7 @@ def call(
     n, k, width = heads or (2, 1, 64)
 
     def norm(seed: int, size: int = d) -> Norm:
-        return Norm(numbers(seed, (size,), BF16, 0.1 if centred else 1.0), 1e-5, centred)
+        return Norm(numbers(seed, (size,), BF16, 0.1 if centred else 1.0), 0.1, centred)
 
     def weights(seed: int, o: int, i: int, norm: Norm | None = None) -> Weights:
         more = numbers(seed + 20, (o,), BF16) if bias else None

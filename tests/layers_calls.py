@@ -52,7 +52,7 @@ def call(
     seeds = iter(range(1000))
 
     def norm(size: int = d) -> Norm:
-        return Norm(numbers(next(seeds), (size,), BF16, 0.1 if centred else 1.0), 1e-5, centred)
+        return Norm(numbers(next(seeds), (size,), BF16, 0.1 if centred else 1.0), 0.1, centred)
 
     def weights(o: int, i: int, norm: Norm | None = None) -> Weights:
         more = numbers(next(seeds), (o,), BF16) if bias else None
