@@ -1,4 +1,4 @@
-"""All layers of a model, of one token: for decoding small models, whose time goes to launches."""
+"""All layers of a model, of one token: decoding in one launch, and not some for each layer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from pallas_kernels.decode_layers import decode_layers as in_one_launch
 from pallas_kernels.device import INTERPRETED_OP_BY_OP
 from pallas_kernels.measure import size_bytes
 
-# Of a layer's weights and of its keys and values, up to which "auto" has all layers in one launch:
-# of the latter more where two launches a layer are far behind, for they are three, or of few bytes.
-# H200, tokens a second in one launch and in two a layer, with 1 MiB of keys and values at most:
-# Qwen2.5-0.5B (28 MiB of weights) 2094 and 1800 to 1960, Llama-3.2-1B (116) 1377 and 1324,
-# Llama-3.1-8B in ternary (52) 964 and 939, in int4 (107) 726 and 722, in int8 (208) 478 and 483;
-# Qwen3-1.7B, whose heads are normed (96), 987 and 900. With 7 MiB of them Llama-3.2-1B makes 1256
-# and 1246, with 15 Llama-3.1-8B in int4 634 and 659. Others: benchmarks/notes.md
+# Of a layer's weights, and of the room that it has for keys and values, up to which "auto" has all
+# layers in one launch: of the latter more where two launches a layer are far behind, for they are
+# three, or of few bytes. H200, tokens a second in one launch and in two a layer, with room for 512
+# keys: Qwen2.5-0.5B (28 MiB of weights) 2094 and 1800 to 1960, Llama-3.2-1B (116) 1377 and 1324,
+# Llama-3.1-8B in ternary (52) 950 and 937, in int4 (107) 726 and 722, in int8 (208) 478 and 483;
+# Qwen3-1.7B, whose heads are normed (96), 987 and 900. With 4096 keys Llama-3.2-1B (8 MiB) makes
+# 1256 and 1246, Llama-3.1-8B in int4 (16 MiB) 634 and 659. The limits lie between what was timed,
+# and are the same on an H100: benchmarks/notes.md
 MOST_BYTES, FEW_BYTES = 128 * 2**20, 32 * 2**20
 MOST_CACHE_BYTES, FEW_CACHE_BYTES = 16 * 2**20, 4 * 2**20
 
@@ -125,8 +126,10 @@ def _not_auto(x, layers, token, *, device, meeting) -> str | None:
         ("keys and values", size_bytes(first.k, first.v), most_cache),
     ):
         if size > most:
-            mib = size / 2**20
-            return f"{mib:.1f} MiB of {what} a layer are as fast in two launches (to {most >> 20})"
+            return (
+                f"more than {most >> 20} MiB of {what} a layer ({size / 2**20:.2f} here) are as "
+                "fast in launches of their own"
+            )
     return None
 
 

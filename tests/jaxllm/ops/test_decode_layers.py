@@ -45,11 +45,13 @@ def test_every_implementation(form: str, implementation: str):
     ("of", "phrase"),
     [
         ((896, 4864, (14, 2, 64), PLAIN, 32768), None),
-        ((896, 4864, (14, 2, 64), PLAIN, 32769), "16.0 MiB of keys and values a layer are as fast"),
+        ((896, 4864, (14, 2, 64), PLAIN, 32769), "more than 16 MiB of keys and values"),
         ((2048, 8192, (32, 8, 64), PLAIN, 2048), None),  # 116 MiB of weights, 4 of keys and values
-        ((2048, 8192, (32, 8, 64), PLAIN, 2049), "4.0 MiB of keys and values a layer are as fast"),
-        ((2048, 6144, (16, 8, 128), PLAIN, 4096, "qk"), None),  # 16 MiB, but heads that are normed
-        ((3072, 8192, (24, 8, 128), PLAIN, 64), "192.0 MiB of weights a layer are as fast in two"),
+        ((2048, 8192, (32, 8, 64), PLAIN, 2049), "more than 4 MiB of keys and values"),
+        # 16 MiB, but heads that are normed
+        ((2048, 6144, (16, 8, 128), PLAIN, 4096, "qk"), None),
+        ((2048, 6144, (16, 8, 128), PLAIN, 4097, "qk"), "more than 16 MiB of keys and values"),
+        ((3072, 8192, (24, 8, 128), PLAIN, 64), "128 MiB of weights a layer (192.00 here)"),
         ((896, 4864, (14, 2, 64), "mxfp8", 64), "mxfp8 in groups of 32 was not found to be faster"),
     ],
 )
