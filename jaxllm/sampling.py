@@ -48,7 +48,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxllm.integers import integer
 from jaxllm.ops._select import name_for
 from jaxllm.ops.sampling_threshold import sampling_threshold
-from pallas_kernels.options import check_arrays
+from pallas_kernels.options import check_arrays, check_given
 
 Values = jax.Array | np.ndarray
 Setting = int | float | Sequence[int | float] | np.ndarray | jax.Array
@@ -172,6 +172,8 @@ def greedy(logits: Float[Array, "B V"], *, vocab_size: int | None = None) -> Int
     """The id below vocab_size with the largest score, of equal ones the lowest id.
 
     What `sample` gives at temperature 0 without penalties.
+    Raises: ValueError if the logits are no floating-point [B, V], or vocab_size is no integer from
+    1 to V.
     """
     _check_scores("greedy", logits)
     return _arg_max(_clean(logits, vocab_size))
@@ -186,10 +188,10 @@ def penalise(
     """Repetition penalty over prompt and output, then presence and frequency over the output.
 
     counts[b, v] is how often row b has generated id v. Neutral values change no bit.
-    Raises: ValueError if shapes disagree.
+    Raises: ValueError if shapes disagree, for what is no array, and if `sampling` is no `Sampling`.
     """
     _check("penalise", scores, sampling)
-    check_arrays("penalise", prompt_mask=prompt_mask, counts=counts)
+    check_given("penalise", prompt_mask=prompt_mask, counts=counts)
     for name, array in (("prompt_mask", prompt_mask), ("counts", counts)):
         if array.shape != scores.shape:
             raise ValueError(
@@ -215,7 +217,7 @@ def filter_scores(
     """Scores over the temperature, -inf where top-k, top-p or min-p drop them.
 
     Rows with temperature 0 come back unfiltered. A search that no row needs is skipped at run time.
-    `implementation` is that of `ops.sampling_threshold`, and it raises as that.
+    `implementation` is that of `ops.sampling_threshold`, and it raises as that, and as `penalise`.
     The kept sets are exact for top-k and min-p. For top-p, masses are summed as integers in units
     of at most 2**-30 of the row's total, so the set does not depend on the batch or the order of
     summation; against float64 the border is off by at most 2e-7 of the mass (up to 262,144 tokens).
@@ -230,9 +232,14 @@ def token_mask(
 ) -> Bool[Array, "B {size}"]:
     """Which ids below size occur in each row; tokens that are not valid (padding) do not count.
 
-    Raises: ValueError if tokens, or valid, are no arrays, or tokens no integers.
+    Raises: ValueError if tokens, or valid, are no arrays, tokens no integers, valid no booleans, or
+    size no integer of at least 0.
     """
-    check_arrays("token_mask", tokens=tokens, valid=valid)
+    check_given("token_mask", tokens=tokens)
+    check_arrays("token_mask", valid=valid)
+    if valid is not None and valid.dtype != bool:
+        raise ValueError(f"token_mask: valid must be booleans, got {valid.dtype}")
+    size = integer("size", size, 0, who="token_mask")
     rows = lax.broadcasted_iota(jnp.int32, tokens.shape, 0)
     ids = _as_ids("token_mask", tokens)
     counted = ids >= 0 if valid is None else valid & (ids >= 0)
@@ -248,7 +255,8 @@ def add_counts(
 
     Raises: ValueError for what is no array, and for tokens that are no integers.
     """
-    check_arrays("add_counts", counts=counts, tokens=tokens, live=live)
+    check_given("add_counts", counts=counts, tokens=tokens)
+    check_arrays("add_counts", live=live)
     counts = jnp.asarray(counts)
     one = jnp.ones(tokens.shape, counts.dtype) if live is None else live.astype(counts.dtype)
     rows = jnp.arange(tokens.shape[0])
@@ -258,7 +266,10 @@ def add_counts(
 
 
 def log_probs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Log-softmax of the raw logits, in float32, at each row's token; NaN if it is no id."""
+    """Log-softmax of the raw logits, in float32, at each row's token; NaN if it is no id.
+
+    Raises: ValueError if the logits are no floating-point [B, V], or tokens no integers [B].
+    """
     _check_scores("log_probs", logits)
     _check_rows("log_probs", logits, tokens=tokens)
     logits = logits.astype(jnp.float32)
@@ -330,7 +341,10 @@ def _rows(name: str, value: Any, batch: int) -> np.ndarray:
 
 
 def _as_ids(name: str, tokens: Any) -> jax.Array:
-    """int32, in which a number of more bits is no id either: JAX would cut NumPy's."""
+    """int32, in which a number of more bits is no id either: JAX would cut NumPy's.
+
+    Raises: ValueError, in that name, for what are no integers.
+    """
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"{name}: tokens must be integers, got {tokens.dtype}")
     if jnp.iinfo(tokens.dtype).max > (most := jnp.iinfo(jnp.int32).max):
@@ -339,7 +353,7 @@ def _as_ids(name: str, tokens: Any) -> jax.Array:
 
 
 def _check_scores(name: str, scores: jax.Array) -> None:
-    check_arrays(name, scores=scores)
+    check_given(name, scores=scores)
     if scores.ndim != 2 or not scores.shape[-1] or not jnp.issubdtype(scores.dtype, jnp.floating):
         raise ValueError(
             f"{name}: scores must be floating-point [B, V], V at least 1, got "
@@ -348,7 +362,7 @@ def _check_scores(name: str, scores: jax.Array) -> None:
 
 
 def _check_rows(name: str, scores: jax.Array, **vectors: Any) -> None:
-    check_arrays(name, **vectors)
+    check_given(name, **vectors)
     for what, vector in vectors.items():
         if vector.shape != scores.shape[:1] or not jnp.issubdtype(vector.dtype, jnp.integer):
             raise ValueError(
@@ -360,7 +374,9 @@ def _check_rows(name: str, scores: jax.Array, **vectors: Any) -> None:
 def _check(name: str, scores: jax.Array, sampling: Sampling) -> None:
     _check_scores(name, scores)
     if not isinstance(sampling, Sampling):
-        raise ValueError(f"{name}: settings are those of Sampling.of, got {sampling!r:.60}")
+        raise ValueError(
+            f"{name}: sampling must be a Sampling, as Sampling.of makes it, got {sampling!r:.60}"
+        )
     if sampling.temperature.shape != scores.shape[:1]:
         raise ValueError(
             f"{name}: {scores.shape[0]} rows of scores, but settings of shape"

@@ -96,7 +96,8 @@ def score_scale(q_scale: Any, k_scale: Any, heads: int, kv_heads: int) -> jax.Ar
 def _a_head(scale: Any, given: int, heads: int) -> jax.Array:
     """A scale of one number, or of one for each of `given` heads, for each of `heads`."""
     scale = jnp.asarray(1 if scale is None else scale, jnp.float32)
-    return jnp.repeat(jnp.broadcast_to(scale, (given,)), heads // max(given, 1))
+    each = heads // given if given else 0  # of no heads none
+    return jnp.repeat(jnp.broadcast_to(scale, (given,)), each)
 
 
 def value_scale(v_scale: Any, kv_heads: int) -> jax.Array:

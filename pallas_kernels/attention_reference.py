@@ -17,7 +17,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from pallas_kernels.matmul_finish import precision
-from pallas_kernels.options import check_arrays, check_flags, check_number, check_scale
+from pallas_kernels.options import (
+    check_arrays,
+    check_flags,
+    check_number,
+    check_scale,
+    is_known,
+)
 from pallas_kernels.whole_number import is_whole
 
 UNSEEN = -1e30  # a score that no query sees: finite, so that no row gives NaN
@@ -148,14 +154,13 @@ def visible(
     ends = jnp.full((1,), kv_len, jnp.int32) if kv_lengths is None else kv_lengths.astype(jnp.int32)
     key = jnp.arange(kv_len, dtype=jnp.int32)[None, None, :]
     at = (ends[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None, :])[:, :, None]
-    known = all(isinstance(size, int) for size in (q_len, kv_len))  # no letters of `jax.export`
     rules = []
     if causal and q_len != 1:
         rules.append(key <= at)  # and so within the row's keys
     elif kv_lengths is not None:
         rules.append(key < ends[:, None, None])
     # A length beyond kv_len places queries further from the first keys than there are keys
-    placed = kv_lengths is not None or not known
+    placed = kv_lengths is not None or not (is_known(q_len) and is_known(kv_len))
     if window is not None and (placed or window < max(q_len, kv_len)):
         near = in_32_bits(window)
         rules.append(key > at - near)

@@ -189,7 +189,9 @@ def check(table, ids, scale, dtype) -> None:
         raise ValueError(f"embedding: ids are {ids.dtype}; they must be integers")
     check_number("embedding", "scale", scale, optional=True)
     if table.shape[0] == 0 and ids.size:
-        raise ValueError(f"embedding: the table {list(table.shape)} has no rows to look up")
+        raise ValueError(
+            f"embedding: ids are {list(ids.shape)}, but the table {list(table.shape)} has no rows"
+        )
     _check_ids(table, ids)
 
 

@@ -83,9 +83,19 @@ def check_scale(name: str, scale: Any) -> None:
 
 def check_arrays(name: str, **arrays: Any) -> None:
     """Refuses lists and numbers of Python where arrays are meant; None is an array left out."""
+    check_given(name, **{what: array for what, array in arrays.items() if array is not None})
+
+
+def check_given(name: str, **arrays: Any) -> None:
+    """As `check_arrays`, of arrays that cannot be left out."""
     for what, array in arrays.items():
-        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise ValueError(f"{name}: {what} must be an array, got {array!r:.60}")
+
+
+def is_known(size: Any) -> bool:
+    """Whether an array's size is a number, and not a letter of `jax.export`."""
+    return isinstance(size, numbers.Integral)
 
 
 def check_dtype(name: str, what: str, dtype: Any) -> None:

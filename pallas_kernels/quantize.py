@@ -103,11 +103,13 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
     """The weights one below the other: [O1, I], [O2, I], ... become [O1 + O2 + ..., I].
 
     Exact: each output keeps its scales. A part without zero points beside one with them gets 8.
-    Raises: ValueError if schemes, group sizes, inputs or dtypes of scales differ, or if the parts
-    of one do not fit each other.
+    Raises: ValueError if schemes, group sizes, inputs or dtypes of scales differ, if the parts of
+    one do not fit each other, or for what is no list of `Packed`.
     """
-    if isinstance(parts, Packed):
-        raise ValueError("concatenate: it takes a list of Packed weights, got one")
+    if not isinstance(parts, Sequence):
+        raise ValueError(
+            f"concatenate: parts must be a list of Packed weights, got {type(parts).__name__}"
+        )
     if not parts:
         raise ValueError("concatenate: there are no weights to put together")
     for part in parts:

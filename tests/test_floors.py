@@ -396,7 +396,7 @@ MAY_IMPORT = {
     "jaxllm.chat_template": "",
     "jaxllm.detokenizer": "",
     "jaxllm.tokenizer": "jaxllm.chat_template jaxllm.detokenizer",
-    "jaxllm.ops._select": "pallas_kernels.device pallas_kernels.varying",
+    "jaxllm.ops._select": "pallas_kernels.device pallas_kernels.options pallas_kernels.varying",
     "jaxllm.ops.attention": OP,
     "jaxllm.ops.cast_transpose": OP,
     "jaxllm.ops.glu": OP,

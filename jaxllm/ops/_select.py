@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ import jax
 
 from pallas_kernels import device as device_lib
 from pallas_kernels import varying
+from pallas_kernels.options import is_known
 
 logger = logging.getLogger("jaxllm")
 
@@ -67,7 +67,7 @@ def unless_symbolic(why_not: Callable[..., str | None]) -> Callable[..., str | N
     def reason(*args: Any, **kwargs: Any) -> str | None:
         for x in jax.tree.leaves((args, kwargs)):
             for size in getattr(x, "shape", ()):
-                if not isinstance(size, numbers.Integral):
+                if not is_known(size):
                     return f"it is made for known sizes, and one is {size}"
         return why_not(*args, **kwargs)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from pallas_kernels.around_product import Cache, Norm, Rotary, check_post_norm, 
 from pallas_kernels.gemv import check, gemv
 from pallas_kernels.gemv import why_not as why_not_gemv
 from pallas_kernels.matmul_finish import GATES as PLAIN_GATES
-from pallas_kernels.options import check_arrays
+from pallas_kernels.options import check_arrays, is_known
 from pallas_kernels.packed import PLAIN, Packed
 from pallas_kernels.quantized_matmul import FEW_ROWS, quantized_matmul
 from pallas_kernels.quantized_matmul import why_not as why_not_quantized
@@ -41,11 +40,11 @@ EPILOGUES = {activation: epilogue for epilogue, activation in GATES.items()}
 
 def takes_rows(count: int, *weights: Array | Packed) -> bool:
     """Whether so few rows of x are what the kernels of the op are for, with these weights: of those
-    that are not packed `gemv` takes one row, and `quantized_matmul` the rest. A count
-    that `jax.export` has a letter for is not few.
+    that are not packed `gemv` takes one row, and `quantized_matmul` the rest. A count that
+    `jax.export` has a letter for is not few.
     """
     most = min(PACKED_ROWS if isinstance(w, Packed) else FEW_ROWS for w in weights)
-    return isinstance(count, numbers.Integral) and count <= most
+    return is_known(count) and count <= most
 
 
 def takes_gate(activation: str, *weights: Array | Packed) -> bool:

@@ -838,7 +838,7 @@ def test_bad_arrays_get_one_sentence():
         ),
         (
             lambda: sampling.filter_scores(np.ones((1, 2), np.float32), {"top_k": 1}),
-            "filter_scores: settings are those of Sampling.of, got {'top_k': 1}",
+            "filter_scores: sampling must be a Sampling, as Sampling.of makes it, got {'top_k': 1}",
         ),
         (
             lambda: sampling.penalise(
@@ -861,6 +861,26 @@ def test_bad_arrays_get_one_sentence():
         (
             lambda: sampling.add_counts([[0]], np.ones(1, int)),
             "add_counts: counts must be an array, got [[0]]",
+        ),
+        *(
+            (call, f"{sentence} must be an array, got None")
+            for call, sentence in (
+                (lambda: sampling.greedy(None), "greedy: scores"),
+                (
+                    lambda: sampling.log_probs(np.ones((1, 2), np.float32), None),
+                    "log_probs: tokens",
+                ),
+                (lambda: sampling.token_mask(None, None, 3), "token_mask: tokens"),
+                (lambda: sampling.add_counts(np.zeros((1, 2), int), None), "add_counts: tokens"),
+            )
+        ),
+        (
+            lambda: sampling.token_mask(np.ones((1, 1), int), np.ones((1, 1), np.float32), 3),
+            "token_mask: valid must be booleans, got float32",
+        ),
+        (
+            lambda: sampling.token_mask(np.ones((1, 1), int), None, 2.5),
+            "token_mask: size must be an integer of at least 0, got 2.5",
         ),
     ],
 )

@@ -255,7 +255,6 @@ def test_gradients_are_those_of_the_reference():
 
     ours = interpreted(functools.partial(pull, decode_attention, interpret=True), call)
     plain = jax.jit(functools.partial(pull, decode_attention_reference))(call)
-    assert ours.keys() == plain.keys() == call.keys()
     for name, x in plain.items():
         assert np.any(x), name
         np.testing.assert_array_equal(np.float32(ours[name]), np.float32(x), err_msg=name)

@@ -195,13 +195,13 @@ DIFFERENTIATED = {
 
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_gradients(name: str):
-    """Of what users call: each argument goes on to the backward pass."""
+    """Of what users call, whose arguments go on to the backward pass."""
     case = DIFFERENTIATED[name]
     arrays = case.arrays()
     # A sink's gradient adds up what rounding leaves of each row's result: two sums may have much
     of = ("q", "k", "v", "sinks") if name == "sinks" else ("q", "k", "v")
-    floats = {name: arrays[name] for name in of}
-    sides = {name: x for name, x in arrays.items() if name not in floats} | case.keywords
+    floats = {each: arrays[each] for each in of}
+    sides = {each: x for each, x in arrays.items() if each not in floats} | case.keywords
     d_out = jnp.broadcast_to(jnp.linspace(-1, 1, 64, dtype=BF16), arrays["q"].shape)
 
     def gradients(floats):
@@ -220,9 +220,9 @@ def test_gradients(name: str):
         oracles.attention(**given, **sides, dtype=BF16),
         oracles.attention(**exact, **sides),
     )
-    for (name, x), other, true in zip(floats.items(), plain, truth, strict=False):
-        assert ours[name].dtype == x.dtype
-        assert_as_accurate(ours[name], other, true)
+    for (each, x), other, true in zip(floats.items(), plain, truth, strict=False):
+        assert ours[each].dtype == x.dtype
+        assert_as_accurate(ours[each], other, true)
 
 
 def test_ranges_of_blocks():

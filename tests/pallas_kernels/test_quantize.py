@@ -631,7 +631,9 @@ def test_codes_that_are_no_array(codes):
 
 @pytest.mark.own_errors
 def test_one_weight_is_not_put_together():
-    with pytest.raises(
-        ValueError, match="^concatenate: it takes a list of Packed weights, got one"
-    ):
-        concatenate(quantize(normal(8, 64), "int8"))  # pyright: ignore[reportArgumentType]
+    for parts in (quantize(normal(8, 64), "int8"), normal(8, 64)):
+        sentence = (
+            f"concatenate: parts must be a list of Packed weights, got {type(parts).__name__}"
+        )
+        with pytest.raises(ValueError, match=f"^{sentence}$"):
+            concatenate(parts)  # pyright: ignore[reportArgumentType]

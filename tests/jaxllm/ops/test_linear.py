@@ -218,7 +218,7 @@ def test_a_table_without_rows():
     assert ops.embedding(table, ids[:0]).shape == (0, 4)
     for run in (ops.embedding, jax.jit(ops.embedding)):
         with pytest.raises(
-            ValueError, match=r"^embedding: the table \[0, 4\] has no rows to look up"
+            ValueError, match=r"^embedding: ids are \[2\], but the table \[0, 4\] has no rows"
         ):
             run(table, ids)
 

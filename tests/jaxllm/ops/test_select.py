@@ -1,6 +1,7 @@
 """Which implementation runs: asked, never tried; a name is taken or refused; told once."""
 
 import dataclasses
+import functools
 import importlib
 import logging
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent_device import absent
+from jax import export
 
 from jaxllm import ops
 from jaxllm.ops import _select
@@ -224,6 +226,18 @@ def test_explain_takes_the_arguments_of_every_op():
 def test_explain_of_an_unknown_op():
     with pytest.raises(ValueError, match="explain: no op is named 'softmaxx'; there are attention"):
         ops.explain("softmaxx")
+
+
+@pytest.mark.own_errors  # sizes that are letters are none to the check of shapes
+@pytest.mark.parametrize("name", ["pallas", "triton"])
+def test_kernels_are_made_for_known_sizes(name):
+    x = jax.ShapeDtypeStruct((*export.symbolic_shape("rows"), 512), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((512,), jnp.bfloat16)
+    norm = functools.partial(ops.rms_norm, eps=1e-6)
+    with absent("NVIDIA H200"):
+        jax.eval_shape(norm, x, weight)
+        with pytest.raises(NotImplementedError, match="made for known sizes, and one is rows"):
+            jax.eval_shape(functools.partial(norm, implementation=name), x, weight)
 
 
 def test_a_program_for_an_absent_gpu_asks_that_gpu(monkeypatch):
