@@ -76,7 +76,7 @@ def _case(name: str, form: str, *, keys: int = KEYS, compile_only: bool = False)
         compared=_of_all_layers,
         rivals={"a launch a product": functools.partial(call, _launches)},
         compile_only=compile_only,
-        # outside all loops but that of layers; "auto" does not take it
+        # outside all loops but that of layers
         spilled_bytes=32 if (name, form) == ("Llama-3.1-8B", "ternary") else 0,
     )
 
