@@ -54,11 +54,6 @@ class Implementation:
 Table = Mapping[str, Implementation]
 
 
-def unless_varying(why_not: Callable[..., str | None]) -> Callable[..., str | None]:
-    """That of a kernel, also asked whether a `jax.shard_map` around it would check its results."""
-    return lambda *args, **kwargs: varying.why_no_kernel(args, kwargs) or why_not(*args, **kwargs)
-
-
 def unless_symbolic(why_not: Callable[..., str | None]) -> Callable[..., str | None]:
     """That of what is made for known sizes, also asked whether all are: those that `jax.export`
     has letters for cannot be compared.
@@ -72,6 +67,14 @@ def unless_symbolic(why_not: Callable[..., str | None]) -> Callable[..., str | N
         return why_not(*args, **kwargs)
 
     return reason
+
+
+def of_kernel(why_not: Callable[..., str | None]) -> Callable[..., str | None]:
+    """As `unless_symbolic`, also asked whether a `jax.shard_map` around the call would check its
+    results.
+    """
+    known = unless_symbolic(why_not)
+    return lambda *args, **kwargs: varying.why_no_kernel(args, kwargs) or known(*args, **kwargs)
 
 
 def pallas(
@@ -89,7 +92,7 @@ def pallas(
     interpreted: what `why_not` is told there; not_interpreted: what else keeps the kernel from it;
     name: of the first.
     """
-    why_not = unless_symbolic(unless_varying(why_not))
+    why_not = of_kernel(why_not)
 
     def why_not_interpret(*args: Any, device: device_lib.Device, **kwargs: Any) -> str | None:
         del device

@@ -11,11 +11,10 @@ from jaxtyping import Array, Float
 from jaxllm.ops._select import (
     Implementation,
     Table,
+    of_kernel,
     pallas,
     select,
     slower_for_few,
-    unless_symbolic,
-    unless_varying,
 )
 from pallas_kernels import triton_rms_norm
 from pallas_kernels.layer_norm import check as check_layer_norm
@@ -64,7 +63,7 @@ RMS_NORM: Table = {
     **pallas(rms_norm_kernel, why_not_rms_norm, _rms_norm_not_auto),
     "triton": Implementation(
         triton_rms_norm.rms_norm,
-        unless_symbolic(unless_varying(triton_rms_norm.why_not)),
+        of_kernel(triton_rms_norm.why_not),
         lambda *args, **kwargs: "runs only by name: timed on Hopper only, which 'pallas' is for",
     ),
     "xla": Implementation(rms_norm_reference),

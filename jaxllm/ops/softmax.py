@@ -6,14 +6,7 @@ from collections.abc import Mapping
 
 from jaxtyping import Array, Bool, Float
 
-from jaxllm.ops._select import (
-    Implementation,
-    Table,
-    pallas,
-    select,
-    unless_symbolic,
-    unless_varying,
-)
+from jaxllm.ops._select import Implementation, Table, of_kernel, pallas, select
 from pallas_kernels import softmax as kernels
 from pallas_kernels import triton_softmax
 
@@ -53,7 +46,7 @@ SCALE_SOFTMAX: Table = {
     **pallas(kernels.scale_softmax, kernels.why_not, _not_auto),
     "triton": Implementation(
         triton_softmax.scale_softmax,
-        unless_symbolic(unless_varying(triton_softmax.why_not)),
+        of_kernel(triton_softmax.why_not),
         lambda *args, **kwargs: "runs only by name: timed on Hopper only, which 'pallas' is for",
     ),
     "xla": Implementation(kernels.scale_softmax_reference),

@@ -862,17 +862,18 @@ def test_bad_arrays_get_one_sentence():
             lambda: sampling.add_counts([[0]], np.ones(1, int)),
             "add_counts: counts must be an array, got [[0]]",
         ),
-        *(
-            (call, f"{sentence} must be an array, got None")
-            for call, sentence in (
-                (lambda: sampling.greedy(None), "greedy: scores"),
-                (
-                    lambda: sampling.log_probs(np.ones((1, 2), np.float32), None),
-                    "log_probs: tokens",
-                ),
-                (lambda: sampling.token_mask(None, None, 3), "token_mask: tokens"),
-                (lambda: sampling.add_counts(np.zeros((1, 2), int), None), "add_counts: tokens"),
-            )
+        (lambda: sampling.greedy(None), "greedy: scores must be an array, got None"),
+        (
+            lambda: sampling.log_probs(np.ones((1, 2), np.float32), None),
+            "log_probs: tokens must be an array, got None",
+        ),
+        (
+            lambda: sampling.token_mask(None, None, 3),
+            "token_mask: tokens must be an array, got None",
+        ),
+        (
+            lambda: sampling.add_counts(np.zeros((1, 2), int), None),
+            "add_counts: tokens must be an array, got None",
         ),
         (
             lambda: sampling.token_mask(np.ones((1, 1), int), np.ones((1, 1), np.float32), 3),

@@ -57,10 +57,10 @@ def test_every_implementation(form: str, implementation: str):
 )
 def test_what_auto_leaves_out(of: Any, phrase: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
-    rest = {"device": H200, "meeting": jnp.zeros(2 + of[2][1], jnp.int32)}
-    *sizes, slots = of[:5]
-    more = {"layers": 1, "slots": slots, "head_norms": "".join(of[5:])}
-    arguments = shapes_of(partial(call, *sizes, **more))
+    d, f, heads, form, slots, *norms = of
+    rest = {"device": H200, "meeting": jnp.zeros(2 + heads[1], jnp.int32)}
+    more = {"layers": 1, "slots": slots, "head_norms": "".join(norms)}
+    arguments = shapes_of(partial(call, d, f, heads, form, **more))
     call_of = (arguments["x"], arguments["layers"], arguments["token"])
     entry = DECODE_LAYERS["pallas"]
     assert entry.why_not(*call_of, **rest) is None
