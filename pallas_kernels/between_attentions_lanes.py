@@ -26,7 +26,6 @@ from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import (
     MOST_EARLY,
     accesses_of_thread,
-    as_word,
     asm,
     equal,
     further,
@@ -35,9 +34,8 @@ from pallas_kernels.lane_code import (
     times,
     word,
 )
+from pallas_kernels.meeting import Meeting
 from pallas_kernels.quantized_matmul_config import PARTS
-
-MOST_POLLS = 2**24  # of a thread that waits for other blocks, some ten seconds; then it gives up
 
 
 def begin(config: Config, barriers: Any) -> None:
@@ -68,55 +66,6 @@ def divided(
         if registers is not None:
             asm(f"setmaxnreg.dec.sync.aligned.u32 {registers[1]};", "")
         bring()
-
-
-class Meeting:
-    """Where all blocks of a launch meet."""
-
-    def __init__(self, address: Any, num_blocks: int, warps: int):
-        """address: where two words lie, 0 before and after: how often blocks have come to a
-        meeting, and how many have left the last. warps: of a block that come to it, its first.
-        """
-        self.address, self.num_blocks, self.threads = address, num_blocks, warps * LANES
-
-    def barrier(self) -> None:
-        """Where these warps of a block meet."""
-        asm(f"bar.sync 1, {self.threads};", "", effects=True)
-
-    def come(self) -> None:
-        """Tells the others that what the block has written before is there.
-
-        The fence waits for what is asked for before it, too.
-        """
-        self.barrier()
-        with mgpu_utils.when(less(mgpu_utils.thread_idx(), 1)):
-            asm("fence.acq_rel.gpu;", "", effects=True)
-            asm("red.relaxed.gpu.global.add.u32 [$0], 1;", "", self.address)
-
-    def wait(self, count: Any) -> None:
-        """Until all blocks have come, this time being the count-th, a word: what they have written
-        before can be read behind it.
-        """
-        with mgpu_utils.when(less(mgpu_utils.thread_idx(), 1)):
-            text = f"""{{ .reg .pred p; .reg .u32 come, polls; mov.u32 polls, 0;
-                again: ld.acquire.gpu.global.u32 come, [$0];
-                add.u32 polls, polls, 1; setp.gt.u32 p, polls, {MOST_POLLS}; @p trap;
-                setp.lt.u32 p, come, $1; @p bra again; }}"""
-            asm(text, "", self.address, times(count, self.num_blocks))
-        self.barrier()
-
-    def leave(self) -> Any:
-        """Counts a block behind the last meeting; how many were before it, in its first thread."""
-        first, last = as_word(less(mgpu_utils.thread_idx(), 1)), self.num_blocks - 1
-        text = f"""{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0;
-            @p atom.inc.relaxed.gpu.global.u32 $0, [$1 + 4], {last}; }}"""
-        return asm(text, "r", self.address, first, effects=True)
-
-    def clear(self, gone: Any) -> None:
-        """Makes the words 0 again where all blocks have left; the second is it already."""
-        last = equal(gone, word(self.num_blocks - 1))
-        with mgpu_utils.when(arith.andi(less(mgpu_utils.thread_idx(), 1), last)):
-            asm("st.relaxed.gpu.global.u32 [$0], 0;", "", self.address)
 
 
 class Chain:

@@ -28,7 +28,6 @@ from pallas_kernels.lane_code import (
     asm,
     further,
     less,
-    load_four,
     load_shared,
     load_shared_part,
     mma,
@@ -242,7 +241,7 @@ class TernaryTiles(Tiles):
         """The norm's words."""
         if "norm" not in self.pointers:
             return None
-        return ternary.read_row(self.pointers["norm"], self._inputs, self.config.warps, load_four)
+        return ternary.read_row(self.pointers["norm"], self._inputs, self.config.warps)
 
     def keep(self, early: Any, barrier: Callable[[], None], made: Any = None) -> None:
         """As in `Tiles`."""
@@ -258,6 +257,7 @@ class TernaryTiles(Tiles):
             eps=self.static.eps or 0.0,
             weight=early,
             late="x" in self.product.late,
+            waits=[self.pointers["wait"]] if "wait" in self.pointers else [],
             barrier=barrier,
         )
         self.scale, self.total = scale, asm("cvt.rn.f32.s32 $0, $1;", "f", total)

@@ -22,6 +22,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels.attention_reference import UNSEEN
+from pallas_kernels.awaited import BOTH, load_awaited
 from pallas_kernels.decode_layers_config import KEYS, SPAN, Attend
 from pallas_kernels.decode_layers_turn import Turn, Words
 from pallas_kernels.device import ACCESS_BYTES, LANES, LOG2E
@@ -106,8 +107,9 @@ class Attention:
     """Of a layer, a block's part."""
 
     def __init__(self, attend: Attend, seen: Seen, at: Mapping[str, Any]):
-        """at: addresses of qkv [1, (N + 2K) H] and heads [1, N H], of what `Turn` takes, of slots,
-        where the token's key goes, of the layer's k and v, of the blocks' parts
+        """at: addresses of qkv [1, (N + 2K) H] and heads [1, N H], both awaited, of spent, where
+        heads lay in the layer before, of what `Turn` takes, of slots, where the token's key goes,
+        of the layer's k and v, of the blocks' parts
         [K, splits, N / K, H] and stats [K, splits, N / K, 2], float32, and of counts [K], zeros
         before and after; on chip of kept.
         """
@@ -160,13 +162,16 @@ class Attention:
         the first warp has of the keys before its turns. Both go to the cache.
         """
         a, seen = self.attend, self.seen
-        heads = [turn.loaded() for turn in asked.turns]
         at = arith.addi(times(seen.head, 2 * a.width), times(self.row, 2 * a.columns))
         at = further(self.at["qkv"], arith.addi(at, word(2 * a.width * (a.q_heads + a.kv_heads))))
-        value = [word for access in self._of_value(at) for word in access]
-        first = less(seen.split, 1)
-        for turn, each in zip(asked.turns, heads, strict=True):
-            turn.put(each, further(self.at["kept"], word(a.heads_at)), asked.slot, first)
+        count = sum(len(turn.heads) for turn in asked.turns)
+        places = [(each, 0, 4) for turn in asked.turns for each in turn.heads]
+        loaded = load_awaited([*places, *self._places_of_value(at)])
+        value = [word for access in loaded[count:] for word in access]
+        loaded, first = iter(loaded), less(seen.split, 1)
+        for turn in asked.turns:
+            both = [next(loaded) for _ in turn.heads]
+            turn.put(both, further(self.at["kept"], word(a.heads_at)), asked.slot, first)
         barrier()
         q, k = map(self._head, (arith.minui(self.row, word(a.group - 1)), word(a.group)))
         shown = without(less(asked.slot, seen.end), less(asked.slot, seen.start))
@@ -249,8 +254,12 @@ class Attention:
 
     def _of_value(self, at: Any, where: Any = None) -> list[Words]:
         """What a lane has of a value, whose first number for the lane lies there."""
+        return [load_late(*place, where) for place in self._places_of_value(at)]
+
+    def _places_of_value(self, at: Any) -> list[tuple[Any, int, int]]:
+        """An address, an offset and how many words, of each access."""
         words, step = self.attend.columns // 2, 2 * MMA_COLUMNS * self.attend.columns
-        return [load_late(at, i, words, where) for i in range(0, 2 * self.attend.width, step)]
+        return [(at, i, words) for i in range(0, 2 * self.attend.width, step)]
 
     def _keys(self, loaded: Iterator[Any]) -> list[Words]:
         """Of the words that follow, a key's accesses."""
@@ -371,8 +380,10 @@ class Attention:
         share = asm("rcp.approx.ftz.f32 $0, $1;", "f", total)
         words = words_of_floats([arith.mulf(y, share) for y in sums], "bfloat16")
         at = further(self.at["heads"], times(self.first_head, 2 * self.attend.width))
-        text = "st.relaxed.gpu.global.v2.u32 [$0], {$1, $2};"  # others may wait for it
+        text = "st.relaxed.gpu.global.v2.u32 [$0], {$1, $2};"  # others wait for it
         asm(text, "", further(at, times(place, 8)), *words)
+        at = further(self.at["spent"], times(self.first_head, 2 * self.attend.width))
+        asm(text, "", further(at, times(place, 8)), *[word(BOTH)] * 2)
 
     def _part_at(self, split: Any, place: Any) -> tuple[Any, Any]:
         """Where a block's part of a place lies, and its largest score and sum."""

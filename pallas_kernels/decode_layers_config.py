@@ -13,7 +13,8 @@ NAMES = ("qkv", "out", "gate_up", "down")  # the products of a layer, in their o
 CACHE = [(None, "k"), (None, "v")]  # a layer's, of no product
 NORMS = ("q_norm", "k_norm")  # of heads
 OWN = ("codes", "scale", "zero", "row_scale", "bias", "norm")  # arrays of a product, by layer
-STREAM = [(0, "x"), (1, "residual")]  # a layer's input, which is no array of its own
+STREAM = [(0, "x"), (1, "residual"), (3, "out")]  # from layer to layer, which none has of its own
+COPIES = 2  # of what blocks hand each other: those of a layer and of the next one
 MEETINGS = 5  # of a layer: before each product, and before what the heads see
 KEYS = MMA_COLUMNS  # of a product with q
 EACH = ACCESS_BYTES // 2  # numbers of an access
@@ -157,9 +158,15 @@ class Plan(between.Plan):
 
     @property
     def handed_on(self) -> dict[str, int]:
-        """What blocks hand each other, by name: how many numbers."""
-        qkv, out, gate_up = (product.packed.shape for product in self.products[:3])
-        return {"qkv": qkv[0], "heads": out[1], "middle": out[0], "gated": gate_up[0] // 2}
+        """What blocks hand each other in a layer, one behind the other: how many numbers."""
+        qkv, out, gate_up, down = (product.packed.shape for product in self.products)
+        widths = {"qkv": qkv[0], "heads": out[1], "middle": out[0], "gated": gate_up[0] // 2}
+        return {**widths, "stream": down[0]}
+
+    @property
+    def handed_numbers(self) -> int:
+        """All of a layer's."""
+        return sum(self.handed_on.values())
 
     @property
     def tiles(self) -> int:

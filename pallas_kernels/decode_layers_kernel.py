@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.between_attentions_config import BRINGING, MEETING_WORDS
-from pallas_kernels.decode_layers_config import CACHE, Plan
+from pallas_kernels.decode_layers_config import CACHE, COPIES, Plan
 from pallas_kernels.decode_layers_lanes import Layers
 from pallas_kernels.device import THREADS, WARPS
 from pallas_kernels.lane_code import by_thread, further, word
@@ -47,7 +47,7 @@ def layers(
     words = _compat.hold(jnp.concatenate([slots, lengths, meeting]))
 
     def body(x_ref, own, angles_ref, words_ref, *results, **scratch):
-        shared = dict(zip(("y", *plan.handed_on, "parts", "stats"), results, strict=True))
+        shared = dict(zip(("y", "handed", "parts", "stats"), results, strict=True))
         shared |= {"x": x_ref, "angles": angles_ref, "words": words_ref}
 
         def run(addresses: Any, block: Any) -> None:
@@ -63,7 +63,7 @@ def layers(
         name: plgpu.SMEM((size_bytes,), jnp.uint8)
         for name, size_bytes in plan.scratch_bytes().items()
     }
-    widths = x.shape[1], *plan.handed_on.values()
+    widths = x.shape[1], COPIES * plan.handed_numbers
     out_type = [jax.ShapeDtypeStruct((1, n), x.dtype) for n in widths]
     lead = (a.kv_heads, a.splits, a.group)
     out_type += [jax.ShapeDtypeStruct((*lead, n), jnp.float32) for n in (a.width, 2)]

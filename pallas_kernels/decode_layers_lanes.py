@@ -16,20 +16,23 @@ from typing import Any
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
+from pallas_kernels.awaited import clear
 from pallas_kernels.between_attentions_config import BRINGING
-from pallas_kernels.between_attentions_lanes import Chain, Meeting, begin, divided
+from pallas_kernels.between_attentions_lanes import Chain, begin, divided
 from pallas_kernels.decode_layers_attention import Attention, Seen
-from pallas_kernels.decode_layers_config import MEETINGS, NAMES, REGISTERS, STREAM, Plan
+from pallas_kernels.decode_layers_config import COPIES, MEETINGS, NAMES, REGISTERS, STREAM, Plan
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import asm, equal, further, times, word
+from pallas_kernels.meeting import EarlyMeeting
 
-# For each product: the names of its arguments, and where in `Layers.at` the block has them
+# For each product: its arguments that blocks hand each other, by their names in `Plan.handed_on`
 AROUND: dict[str, dict[str, str]] = {
     "qkv": {"out": "qkv"},
     "out": {"x": "heads", "out": "middle"},
     "gate_up": {"x": "middle", "out": "gated"},
-    "down": {"x": "gated", "residual": "middle", "out": "y"},
+    "down": {"x": "gated", "residual": "middle"},
 }
+MADE = {name: around.get("out", "stream") for name, around in AROUND.items()}
 
 
 class Layers:
@@ -44,13 +47,13 @@ class Layers:
         block: Any,
     ):
         """dtypes: of each product, as `Chain` has them. at: addresses of what layers have in
-        common: x, y, cos, sin, slots, lengths, meeting, what is in `Plan.handed_on`, and what
-        blocks have of the heads, as in `Attention`. chip: of `Plan.scratch_bytes`. block: which
-        one it is.
+        common: x, y, cos, sin, slots, lengths, meeting, handed, COPIES of `Plan.handed_on`, and
+        what blocks have of the heads, as in `Attention`. chip: of `Plan.scratch_bytes`. block:
+        which one it is.
         """
         self.plan, self.dtypes, self.at, self.chip = plan, dtypes, at, chip
         self.block, self.warps = block, plan.config.warps
-        self.meeting = Meeting(at["meeting"], plan.num_blocks, self.warps)
+        self.meeting = EarlyMeeting(at["meeting"], plan.num_blocks, self.warps)
 
     def run(self, own: Sequence[Sequence[Any]]) -> None:
         """All of it. own: of each layer the addresses of `Plan.own`."""
@@ -59,10 +62,17 @@ class Layers:
 
     def begin(self, own: Sequence[Sequence[Any]]) -> None:
         """Writes the table, a warp a share of it, and sets up the stages' barriers."""
-        every = []
+        every, stream = [], self.at["x"]
         for i, addresses in enumerate(own):
-            rest, stream = iter(addresses), self.at["y" if i else "x"]
-            every += [stream if entry in STREAM else next(rest) for entry in self.plan.entries]
+            rest, last = iter(addresses), i + 1 == self.plan.layers
+            made = self.at["y"] if last else self._handed("stream", word(i))
+            of_stream: dict[Any, Any] = {
+                entry: made if entry[1] == "out" else stream for entry in STREAM
+            }
+            every += [
+                of_stream[entry] if entry in STREAM else next(rest) for entry in self.plan.entries
+            ]
+            stream = made
         warps = self.warps + BRINGING // LANES
         share = -(-len(every) // warps)
         for warp in range(warps):
@@ -86,6 +96,7 @@ class Layers:
     def multiply(self) -> None:
         """Of the warps that multiply: all products, and between them the heads."""
         seen = Seen(self.plan.attend, self.at["lengths"], self.block)
+        self._clear()
 
         @mgpu_utils.fori(word(self.plan.layers), Chain.nothing_multiplied())
         def each_layer(layer: Any, at: Any) -> Any:
@@ -93,6 +104,8 @@ class Layers:
             for i, name in enumerate(NAMES):
                 if name == "out":
                     around = {**self.at, "kept": self.chip["kept"], **cache()}
+                    around |= {key: self._handed(key, layer) for key in ("qkv", "heads")}
+                    around["spent"] = self._handed("heads", layer, 1)
                     attention = Attention(self.plan.attend, seen, around)
                     self.meeting.come()
                     asked = attention.ask()
@@ -106,6 +119,25 @@ class Layers:
 
         del each_layer
         self.meeting.clear(self.meeting.leave())
+
+    def _clear(self) -> None:
+        """Makes all that blocks hand each other AWAITED, before the first meeting."""
+        threads = self.warps * LANES
+        thread = arith.addi(times(self.block, threads), mgpu_utils.thread_idx())
+        size_bytes = 2 * COPIES * self.plan.handed_numbers
+        clear(self.at["handed"], size_bytes, thread, threads * self.plan.num_blocks)
+        self.meeting.settle()
+
+    def _handed(self, name: str, layer: Any, later: int = 0) -> Any:
+        """Where something of `Plan.handed_on` is, of a layer, or of so many later."""
+        start = 0
+        for each, numbers in self.plan.handed_on.items():
+            if each == name:
+                break
+            start += 2 * numbers
+        copy = arith.remui(arith.addi(layer, word(later)), word(COPIES))
+        at = further(self.at["handed"], word(start))
+        return further(at, times(copy, 2 * self.plan.handed_numbers))
 
     def _wait(self, layer: Any, which: int) -> None:
         """Until all blocks have come to one of a layer's MEETINGS."""
@@ -124,7 +156,11 @@ class Layers:
             return found
 
         def pointers(product: int) -> dict[str, Any]:
-            shared = {name: self.at[at] for name, at in AROUND[NAMES[product]].items()}
+            name = NAMES[product]
+            shared = {key: self._handed(at, layer) for key, at in AROUND[name].items()}
+            shared["spent"] = self._handed(MADE[name], layer, 1)
+            # what comes in is there
+            shared["wait"] = arith.minui(layer, word(1)) if product == 0 else None
             return {**self.chip, **own(product), **shared}
 
         asked = [functools.partial(pointers, i) for i in range(len(NAMES))]

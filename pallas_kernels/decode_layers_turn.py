@@ -32,7 +32,6 @@ from pallas_kernels.lane_code import (
     further,
     less,
     load_four,
-    load_late,
     only_where,
     store,
     store_shared,
@@ -71,6 +70,7 @@ class Turn:
         behind = arith.addi(arith.addi(word(a.q_heads), head), behind)
         number_of = arith.select(self.of_q, own_head, behind)
         heads = further(at["qkv"], times(number_of, 2 * a.width))
+        # The access, and its partner half of what is turned away
         self.heads = [further(heads, times(c, ACCESS_BYTES)) for c in (self.column, partner)]
         angle = arith.select(first, self.column, arith.select(turned, back, word(0)))
         cos, sin = (_access(at[name], angle) for name in ("cos", "sin"))
@@ -84,15 +84,11 @@ class Turn:
             weight = arith.select(self.of_q, weights[0], weights[-1])
             self.scales = [_access(weight, c) for c in (self.column, partner)]
 
-    def loaded(self) -> list[Words]:
-        """The access, and its partner half of what is turned away."""
-        return [load_late(each, 0) for each in self.heads]
-
     def put(self, both: Sequence[Words], chip: Any, slot: Any, keeps: Any) -> None:
         """Writes what becomes of the access: of q's heads and the key on chip, one behind the
         other; of key and value, where the block keeps them, in their slot of the cache, if any.
 
-        both: as `loaded`. Lanes that have a head together come here together.
+        both: four words at each of `heads`. Lanes that have a head together come here together.
         """
         a = self.attend
         own, partner = both

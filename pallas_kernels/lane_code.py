@@ -25,18 +25,19 @@ HALVES = {"bfloat16": "bf16", "float16": "f16"}
 _LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
 
 
-def asm(text: str, results: str, *operands: Any, effects: bool = False) -> Any:
+def asm(text: str, results: str, *operands: Any, effects: bool = False, again: bool = False) -> Any:
     """PTX: `$0` and so on are the results, by letter (r: 32 bits, l: 64, f: float32), then the
     operands.
 
-    One result comes alone, several as a list, none as None. What has no result has effects.
+    One result comes alone, several as a list, none as None. What has no result has effects. again:
+    operands are read when results have been written, so they share no register.
     """
     types = {"r": ir.IntegerType.get_signless(32), "f": ir.F32Type.get()}
     types["l"] = ir.IntegerType.get_signless(64)
     outs = [types[letter] for letter in results]
     kind = outs[0] if len(outs) == 1 else llvm.StructType.get_literal(outs) if outs else None
     kind = ir.Type.parse("!llvm.void") if kind is None else kind
-    constraints = [f"={letter}" for letter in results]
+    constraints = [f"={'&' * again}{letter}" for letter in results]
     constraints += [_LETTERS[str(x.type)] for x in operands]
     done: Any = llvm.inline_asm(
         kind, list(operands), text, ",".join(constraints), has_side_effects=effects or not outs
@@ -239,11 +240,12 @@ def load_shared_part(address: Any, offset: int, size_bytes: int) -> Any:
 def load_float(address: Any, dtype: str, where: Any = None, *, late: bool = False) -> Any:
     """A number of global memory, as float32, or 0 where not; None: everywhere.
 
-    late: as in `load_late`, else no one writes it.
+    late: other blocks of this launch may have written it, and it is read where all see it; else no
+    one writes it.
     """
     given = [address] if where is None else [address, as_word(where)]
     first, on = ("", "") if where is None else (_PREDICATE, "@p ")
-    load = "ld.global" if late else "ld.global.nc"
+    load = "ld.relaxed.gpu.global" if late else "ld.global.nc"
     if dtype == "float32":
         clear = "mov.f32 $0, 0f00000000; " * bool(on)
         return asm(f"{{ {first} {clear}{on}{load}.f32 $0, [$1]; }}", "f", *given, effects=True)

@@ -16,6 +16,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels import quantized_unpack as unpack
+from pallas_kernels.awaited import store_awaited
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_arithmetic import reciprocal_root
 from pallas_kernels.lane_code import (
@@ -51,7 +52,7 @@ class Finish:
     n: outputs of a row of x. apart: the two outputs of a pair. out_row: of out, where x's first
     goes. eps: that of an RMSNorm of x, whose sums of squares lie behind the rows; None: there is
     none. heads, gate: as `Static` has them. late: other blocks of this launch have written the
-    residual.
+    residual. With `spent` in at, others await out, as `store_awaited` has it.
     """
 
     at: Mapping[str, Any]
@@ -198,7 +199,11 @@ class Finish:
             y = arith.addf(y, operands["residual"])
         out = jnp.dtype(self.out_dtype)
         index = arith.addi(times(arith.addi(one, self.out_row), self.n), whole)
-        store_float(further(self.at["out"], times(index, out.itemsize)), y, out.name)
+        to = further(self.at["out"], times(index, out.itemsize))
+        if "spent" in self.at:
+            store_awaited(to, y, further(self.at["spent"], times(index, out.itemsize)))
+        else:
+            store_float(to, y, out.name)
 
     def _turn(
         self, heads: Heads, ys: list[Any], one: Any, whole: Any, operands: Mapping[str, Any]

@@ -10,7 +10,7 @@ quantized_digits.py, quantized_tma.py and between_attentions_join.py.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax._src.lib.mlir.dialects import arith
@@ -18,6 +18,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_unpack as unpack
+from pallas_kernels.awaited import load_awaited
 from pallas_kernels.device import ACCESS_BYTES, LANES
 from pallas_kernels.lane_arithmetic import (
     added_products,
@@ -49,7 +50,8 @@ class Rows:
     norm. row_bytes: of a row on chip, PART_BYTES of them behind it. offset: of a row's numbers the
     block's first, which has `count` at most. zero_centered: x is multiplied by 1 + weight. summed:
     less the sum of each part's numbers is put on chip at sums, [part, whole columns of a product].
-    late: other blocks of this launch have written x.
+    late: other blocks of this launch have written x; with a `wait` in at, x is awaited: as of
+    `load_awaited`.
     """
 
     at: Mapping[str, Any]
@@ -89,11 +91,7 @@ class Rows:
         squares: list[Any] = [None] * self.m
         for begin in range(0, len(places), AT_ONCE):
             some = places[begin : begin + AT_ONCE]
-            read_x = load_late if self.late else load_four
-            if made is None:
-                loaded = [self.read(read_x, self._row(one), start) for one, start in some]
-            else:
-                loaded = [made[start] for _, start in some]
+            loaded = self._loaded(some) if made is None else [made[start] for _, start in some]
             weights = dict(early or {})
             if normed:
                 for _, start in some:
@@ -135,9 +133,21 @@ class Rows:
 
     def read(self, read: Callable[..., list[Any]], source: Any, start: int) -> list[Any]:
         """The thread's access to a row at `source`; past the row's end its last one."""
+        return read(self._access(source, start), 0)
+
+    def _access(self, source: Any, start: int) -> Any:
+        """Where `read` reads."""
         last = arith.subi(self.end(), word(1))
         at = arith.minui(arith.addi(mgpu_utils.thread_idx(), word(start)), last)
-        return read(further(source, times(at, ACCESS_BYTES)), 0)
+        return further(source, times(at, ACCESS_BYTES))
+
+    def _loaded(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+        """Some of a thread's accesses, as `places` has them."""
+        accesses = [(self._access(self._row(one), start), 0) for one, start in places]
+        if "wait" in self.at:
+            return load_awaited([(*each, 4) for each in accesses], self.at["wait"])
+        read = load_late if self.late else load_four
+        return [read(*each) for each in accesses]
 
     def _row(self, one: int) -> Any:
         row = further(self.at["x"], word(one * self.k * 2))

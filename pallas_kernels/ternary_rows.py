@@ -8,11 +8,13 @@ ternary_matmul_kernel.py and between_attentions_tiles.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax._src.lib.mlir.dialects import arith
 
+from pallas_kernels.awaited import load_awaited
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_arithmetic import (
     KINDS,
@@ -40,12 +42,21 @@ SMALLEST = 1e-5  # of the largest magnitude that a row is scaled by
 MAGIC = "0f4B400000"  # 1.5 * 2^23, to which a number is added to be rounded; its bits are then last
 
 
-def read_row(address: Any, k: int, warps: int, read: Callable[..., list[Any]]) -> list[Any]:
-    """A thread's words of a row of k numbers, by `read`: (address, offset) -> four words."""
-    found = []
-    for place, there in accesses_of_thread(k // EACH, warps * LANES):
-        at = further(address, times(place, 2 * EACH))
-        words = read(at, 0) + read(at, 2 * EACH // 2)
+Access = tuple[Any, int]  # an address, and an offset
+
+
+def read_row(
+    address: Any, k: int, warps: int, read: Callable[[list[Access]], list[Any]] | None = None
+) -> list[Any]:
+    """A thread's words of a row of k numbers. read: of addresses and offsets four words each;
+    None: nobody writes them.
+    """
+    mine, found = accesses_of_thread(k // EACH, warps * LANES), []
+    starts = [further(address, times(place, 2 * EACH)) for place, _ in mine]
+    read = functools.partial(_each, load_four) if read is None else read
+    loaded = iter(read([(start, offset) for start in starts for offset in (0, EACH)]))
+    for _, there in mine:
+        words = [*next(loaded), *next(loaded)]
         if there is not None:
             words = [arith.select(there, x, word(0)) for x in words]
         found += words
@@ -62,6 +73,7 @@ def quantise_rows(
     eps: float,
     weight: list[Any] | None = None,
     late: bool = False,
+    waits: Sequence[Any] = (),
     barrier: Callable[[], None] | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """What 1 of each row stands for, float32, and the sums of the rows' bytes, int32; the rows are
@@ -69,11 +81,14 @@ def quantise_rows(
 
     at: addresses of x [m, k], norm [k] of x's dtype (if there is one) and, on chip, of rows, int8
     [m, k], and marks, words [3, m, warps]. weight: what `read_row` gave of the norm; None: it is
-    not read yet. late: other blocks of this launch have written x. barrier: as in `over_block`.
+    not read yet. late: other blocks of this launch have written x; waits: as of `load_awaited`, if
+    x is awaited. barrier: as in `over_block`.
     """
     kind = KINDS[dtype]
     mine = accesses_of_thread(k // EACH, warps * LANES)
-    load_x = load_late if late else load_four
+    load_x = functools.partial(_each, load_late if late else load_four)
+    if waits:
+        load_x = functools.partial(_awaited, *waits)
 
     def joined(values: list[Any], operation: str, which: int, first: int) -> list[Any]:
         """Of some rows, over the block."""
@@ -81,7 +96,7 @@ def quantise_rows(
         return over_block(values, operation, marks, warps, barrier)
 
     if weight is None and "norm" in at:
-        weight = read_row(at["norm"], k, warps, load_four)
+        weight = read_row(at["norm"], k, warps)
     step = max(1, MOST_WORDS // (EACH // 2 * len(mine)))
     scales, sums = [], []
     for first in range(0, m, step):
@@ -109,6 +124,14 @@ def quantise_rows(
                 only_where(there, store_shared, further(target, times(place, EACH)), 0, four)
             sums.append(total)
     return scales, joined(sums, "add.s32", 2, 0)
+
+
+def _each(read: Callable[..., list[Any]], accesses: Sequence[Access]) -> list[Any]:
+    return [read(*each) for each in accesses]
+
+
+def _awaited(wait: Any, accesses: Sequence[Access]) -> list[Any]:
+    return load_awaited([(*each, 4) for each in accesses], wait)
 
 
 def add_bytes(words: list[Any], total: Any) -> Any:

@@ -10,12 +10,14 @@ from lane_blocks import Blocks, Part
 from lane_machine import LANES, stand_in
 
 from pallas_kernels import (
+    awaited,
     between_attentions_bring,
     between_attentions_join,
     between_attentions_lanes,
     between_attentions_tiles,
     lane_arithmetic,
     lane_code,
+    meeting,
     quantized_digits,
     quantized_finish,
     quantized_matmul_lanes,
@@ -30,12 +32,14 @@ from pallas_kernels.device import Device
 from pallas_kernels.rms_norm import rms_norm_reference
 
 MODULES = (
+    awaited,
     between_attentions_bring,
     between_attentions_join,
     between_attentions_lanes,
     between_attentions_tiles,
     lane_code,
     lane_arithmetic,
+    meeting,
     quantized_digits,
     quantized_finish,
     quantized_matmul_lanes,

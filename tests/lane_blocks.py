@@ -51,12 +51,23 @@ class Blocks(Machine):
     """Blocks that share the arrays of global memory, each with a chip of its own."""
 
     def __init__(
-        self, arrays: Any, shared: Any, threads: int, blocks: int, *, last_first: bool = False
+        self,
+        arrays: Any,
+        shared: Any,
+        threads: int,
+        blocks: int,
+        *,
+        last_first: bool = False,
+        late_stores: bool = False,
     ):
         """last_first: of those that need not wait the last part goes on, whenever one might have to
         wait; so the first block does what others could read too early as late as can be.
+        late_stores: what a block writes to global memory others see when a thread of it comes to
+        a fence, and others go on before that; counts they see at once.
         """
         super().__init__(arrays, shared, threads)
+        self.late_stores = late_stores
+        self.pending: list[list[Any]] = [[] for _ in range(blocks)]  # which bytes, of which array
         fresh = self.memory["shared"]
         self.chips = [
             {name: (start, content.copy()) for name, (start, content) in fresh.items()}
@@ -66,7 +77,7 @@ class Blocks(Machine):
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.coming: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.asked: list[tuple[np.ndarray, np.ndarray]] = []
-        self.block = 0
+        self.block, self.at_once = 0, False
         self.turn = threading.Condition()
         self.running: int | None = None
         self.waiting: dict[int, Callable[[], bool]] = {}
@@ -94,6 +105,8 @@ class Blocks(Machine):
             thread.join()
         if self.failed is not None:
             raise self.failed
+        for block in range(len(self.pending)):
+            self._settle(block)
 
     def _run(self, number: int, part: Part) -> None:
         try:
@@ -154,16 +167,22 @@ class Blocks(Machine):
         warps = self.mask.reshape(-1, LANES)
         assert (warps.all(1) | ~warps.any(1)).all(), "a warp's lanes are apart"
 
-    def asm(self, text: str, results: str, *operands: Value, effects: bool = False) -> Any:
+    def asm(self, text: str, results: str, *operands: Value, **how: bool) -> Any:
         if found := re.match(r"bar\.sync \d+, (\d+)", text):
             count = int(self.mask.sum())
             assert count in (0, int(found[1])), f"{count} threads come to a barrier of {found[1]}"
             return None
+        if " bra " in text and results:
+            return self._awaited(text, results, operands)
         if " bra " in text:
             return self._loop(text, operands)
+        if self.late_stores and text.startswith("fence.acq_rel.gpu") and self.mask.any():
+            self.until(lambda: True)  # others go on before it
+            self._settle(self.block)
+            return None
         if "mbarrier" in text:
             return self._mbarrier(text, operands)
-        return super().asm(text, results, *operands, effects=effects)
+        return super().asm(text, results, *operands, **how)
 
     def _loop(self, text: str, operands: tuple[Value, ...]) -> None:
         """Of a thread that looks again and again."""
@@ -176,7 +195,7 @@ class Blocks(Machine):
                 bring()
             self.until(lambda: self._passed(key, parity))
             return
-        place = re.search(r"ld\.acquire\.gpu\.global\.u32 \w+, \[\$(\d+)\]", text)
+        place = re.search(r"ld\.\w+\.gpu\.global\.u32 \w+, \[\$(\d+)\]", text)
         least = re.search(r"setp\.lt\.u32 \w+, \w+, \$(\d+); @p bra", text)
         assert place, "no other loop is known"
         assert least, "no other loop is known"
@@ -189,6 +208,60 @@ class Blocks(Machine):
             return bool((words[one] >= operands[int(least[1])].bits[one]).all())
 
         self.until(enough)
+
+    def _awaited(self, text: str, results: str, operands: tuple[Value, ...]) -> Any:
+        """Loads, again and again: until no half of a word is all ones, where a thread waits, which
+        an operand behind the addresses says; without one, everywhere.
+        """
+        once = ";".join(re.findall(r"ld\.relaxed[^;]*", text))
+        wait, one = self.mask.copy(), self.mask.copy()
+        if len(operands) > once.count("ld.relaxed"):
+            wait &= operands[-1].bits != 0
+        found: list[Any] = []
+
+        def there() -> bool:
+            self.mask, before = one, self.mask
+            found[:] = super(Blocks, self).asm(once, results, *operands)
+            self.mask = before
+            words = np.stack([x.bits[wait] for x in found]).astype(np.uint32)
+            return not (words.view(np.uint16) == 0xFFFF).any()
+
+        if not one.any():
+            there()
+        elif not (there() and not self.last_first):
+            self.until(there)
+        return found
+
+    def load(self, space: str, addresses: np.ndarray, size: int, count: int) -> list[np.ndarray]:
+        mine = self.pending[self.block] if space == "global" else []
+        before = [(content, places, content[places]) for content, places, _ in mine]
+        for content, places, written in mine:
+            content[places] = written
+        found = super().load(space, addresses, size, count)
+        for content, places, there in reversed(before):
+            content[places] = there
+        return found
+
+    def store(self, space: str, addresses: np.ndarray, size: int, values: list[Any]) -> None:
+        if space != "global" or not self.late_stores or self.at_once:
+            super().store(space, addresses, size, values)
+            return
+        words = np.stack([v.astype(f"u{size}") for v in values], axis=1)
+        for content, here, places in self._where(space, addresses, size * len(values)):
+            written = np.ascontiguousarray(words[here]).view(np.uint8)
+            self.pending[self.block].append((content, places, written))
+
+    def _add(self, *given: Any) -> np.ndarray:
+        self.at_once = True
+        found = super()._add(*given)
+        self.at_once = False
+        return found
+
+    def _settle(self, block: int) -> None:
+        """What a block has written is there for all."""
+        for content, places, written in self.pending[block]:
+            content[places] = written
+        self.pending[block] = []
 
     def _passed(self, key: tuple[int, int], parity: int) -> bool:
         for bring in self.coming.pop(key, []):

@@ -148,8 +148,8 @@ class Machine:
         """What all threads must come to, or none: a barrier, a shuffle."""
         assert self.mask.all() or not self.mask.any(), "some threads come to a barrier, others not"
 
-    def asm(self, text: str, results: str, *operands: Value, effects: bool = False) -> Any:
-        del effects
+    def asm(self, text: str, results: str, *operands: Value, **how: bool) -> Any:
+        del how
         if "mbarrier" in text and "st.async" not in text:
             return None  # what is waited for is there
         registers: dict[str, Any] = {f"${len(results) + i}": v.bits for i, v in enumerate(operands)}

@@ -11,7 +11,7 @@ from lane_machine import LANES, stand_in
 
 from pallas_kernels import decode_layers_attention, decode_layers_lanes, decode_layers_turn
 from pallas_kernels.decode_layers import _own, meeting_words, plan_of
-from pallas_kernels.decode_layers_config import Config
+from pallas_kernels.decode_layers_config import COPIES, Config
 from pallas_kernels.decode_layers_lanes import Layers
 from pallas_kernels.device import Device
 
@@ -33,8 +33,8 @@ def by_lanes(
     held["meeting"] = np.zeros(meeting_words(a.kv_heads), np.uint32)
     for i, layer in enumerate(layers):
         held |= {f"{i} {name}": a for name, a in zip(names, _own(plan, layer), strict=True)}
-    for name, n in {"y": d, **plan.handed_on}.items():
-        held[name] = np.full((1, n), np.nan, x.dtype)
+    held["y"] = np.full((1, d), np.nan, x.dtype)
+    held["handed"] = np.ones(COPIES * plan.handed_numbers, x.dtype)  # of another call
     lead = (a.kv_heads, a.splits, a.group)
     for name, n in (("parts", a.width), ("stats", 2)):
         held[f"blocks' {name}"] = np.full((*lead, n), np.nan, np.float32)
@@ -48,7 +48,7 @@ def by_lanes(
     for (product, name), array in zip(names, _own(plan, layers[0]), strict=True):
         if name == "bias":
             dtypes[product][name] = array.dtype
-    shared = ("x", "y", "cos", "sin", "slots", "lengths", "meeting", *plan.handed_on)
+    shared = ("x", "y", "cos", "sin", "slots", "lengths", "meeting", "handed")
     around = {name: at[name] for name in shared}
     around |= {name: at[f"blocks' {name}"] for name in ("parts", "stats")}
     around["counts"] = machine.constant(int(at["meeting"].bits[0]) + 8, "i64")

@@ -90,7 +90,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.quantized_rows": (
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic "
-        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack "
+        "pallas_kernels.awaited"
     ),
     "pallas_kernels.quantized_tma": (
         "pallas_kernels.device pallas_kernels.lane_arithmetic pallas_kernels.lane_code "
@@ -99,7 +100,8 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.quantized_finish": (
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic "
-        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack"
+        "pallas_kernels.quantized_matmul_config pallas_kernels.quantized_unpack "
+        "pallas_kernels.awaited"
     ),
     "pallas_kernels.quantized_matmul_lanes": (
         "pallas_kernels.device pallas_kernels.lane_arithmetic pallas_kernels.lane_code "
@@ -133,7 +135,8 @@ MAY_IMPORT = {
     "pallas_kernels.between_attentions_lanes": (
         "pallas_kernels.between_attentions_bring pallas_kernels.between_attentions_join "
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_tiles "
-        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.quantized_matmul_config"
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.quantized_matmul_config "
+        "pallas_kernels.meeting"
     ),
     "pallas_kernels.between_attentions_kernel": (
         "pallas_kernels._compat pallas_kernels.between_attentions_config "
@@ -161,12 +164,13 @@ MAY_IMPORT = {
     "pallas_kernels.decode_layers_attention": (
         "pallas_kernels.attention_reference pallas_kernels.decode_layers_config "
         "pallas_kernels.decode_layers_turn pallas_kernels.device pallas_kernels.lane_arithmetic "
-        "pallas_kernels.lane_code pallas_kernels.quantized_matmul_config"
+        "pallas_kernels.lane_code pallas_kernels.quantized_matmul_config pallas_kernels.awaited"
     ),
     "pallas_kernels.decode_layers_lanes": (
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_lanes "
         "pallas_kernels.decode_layers_attention pallas_kernels.decode_layers_config "
-        "pallas_kernels.device pallas_kernels.lane_code"
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.awaited "
+        "pallas_kernels.meeting"
     ),
     "pallas_kernels.decode_layers_kernel": (
         "pallas_kernels._compat pallas_kernels.between_attentions_config "
@@ -215,8 +219,13 @@ MAY_IMPORT = {
     ),
     "pallas_kernels.lane_code": "pallas_kernels.device",
     "pallas_kernels.lane_arithmetic": "pallas_kernels.device pallas_kernels.lane_code",
+    "pallas_kernels.meeting": "pallas_kernels.device pallas_kernels.lane_code",
+    "pallas_kernels.awaited": (
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.meeting"
+    ),
     "pallas_kernels.ternary_rows": (
-        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic"
+        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic "
+        "pallas_kernels.awaited"
     ),
     "pallas_kernels.ternary_finish": "pallas_kernels.device pallas_kernels.lane_code",
     "pallas_kernels.ternary_matmul_kernel": (

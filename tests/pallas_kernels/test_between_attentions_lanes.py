@@ -11,8 +11,9 @@ from between_lanes import by_lanes
 
 from pallas_kernels import between_attentions_lanes
 from pallas_kernels.between_attentions import Config
-from pallas_kernels.between_attentions_lanes import Chain, Meeting
+from pallas_kernels.between_attentions_lanes import Chain
 from pallas_kernels.lane_code import word
+from pallas_kernels.meeting import Meeting
 from pallas_kernels.packed import PLAIN
 
 # Blocks, and what they have: a block without a tile of out or down, whose halves of K are folded
@@ -86,13 +87,21 @@ CALLS: Any = {
 }
 
 
-@pytest.mark.parametrize("last_first", [False, True])
+# How the machine goes on
+HOW: Any = {
+    "in turn": {},
+    "last first": {"last_first": True},
+    "late stores": {"last_first": True, "late_stores": True},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", CALLS)
-def test_lanes(name: str, last_first: bool, monkeypatch: Any):
+def test_lanes(name: str, how: str, monkeypatch: Any):
     config, blocks, make = CALLS[name]
     arguments = make()
     with monkeypatch.context() as patched:
-        ours = by_lanes(patched, arguments, config, blocks, last_first=last_first)
+        ours = by_lanes(patched, arguments, config, blocks, **HOW[how])
     assert_right(arguments, ours)
 
 
@@ -123,6 +132,7 @@ FAULTS: Any = {
     ),
     "a stage is filled before it is read": (Chain, "_wait", without("empty"), "wait for ever"),
     "blocks do not wait": (Meeting, "wait", lambda *_: None, "not finite"),
+    "blocks tell before it is there": (Meeting, "fence", lambda _: None, "not finite"),
     "a residual is read before it is made": (
         Chain,
         "_early",
@@ -141,6 +151,6 @@ def test_faults_are_seen(fault: str, monkeypatch: Any):
     *what, said = FAULTS[fault]
     arguments = call(128, 256, (2, 1, 64), PLAIN, post_norms="out")
     monkeypatch.setattr(*what)
-    how = {"last_first": "residual" in fault}
+    run = partial(by_lanes, monkeypatch, arguments, Config(4, 3, 2), 3, **HOW["late stores"])
     with pytest.raises(AssertionError, match=said):
-        assert_right(arguments, by_lanes(monkeypatch, arguments, Config(4, 3, 2), 3, **how))
+        assert_right(arguments, run())

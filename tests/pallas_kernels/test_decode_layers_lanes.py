@@ -5,20 +5,30 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from layers_calls import assert_right, call, poisoned
 from layers_lanes import by_lanes
 
-from pallas_kernels import decode_layers_attention, decode_layers_turn
-from pallas_kernels.between_attentions_lanes import Meeting
+from pallas_kernels import (
+    decode_layers_attention,
+    decode_layers_lanes,
+    decode_layers_turn,
+    quantized_finish,
+    quantized_rows,
+)
+from pallas_kernels.awaited import AWAITED
 from pallas_kernels.decode_layers_attention import Attention, Seen
 from pallas_kernels.decode_layers_config import Config
 from pallas_kernels.decode_layers_turn import Turn
+from pallas_kernels.lane_code import load_late, store_float
+from pallas_kernels.meeting import EarlyMeeting
 from pallas_kernels.packed import PLAIN
 
 # Of few heads an error of one score is that of all that they see
 SEVERAL = partial(
-    call, 128, 128, (8, 1, 128), slots=100, keys=99, slot=50, head_norms="qk", scale=0.3
+    call, 128, 128, (8, 1, 128), layers=3, slots=100, keys=99, slot=50, head_norms="qk", scale=0.3
 )
 # Blocks, and what they have
 CALLS: Any = {
@@ -88,13 +98,21 @@ CALLS: Any = {
 }
 
 
-@pytest.mark.parametrize("last_first", [False, True])
+# How the machine goes on
+HOW: Any = {
+    "in turn": {},
+    "last first": {"last_first": True},
+    "late stores": {"last_first": True, "late_stores": True},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", CALLS)
-def test_lanes(name: str, last_first: bool, monkeypatch: pytest.MonkeyPatch):
+def test_lanes(name: str, how: str, monkeypatch: pytest.MonkeyPatch):
     config, blocks, make = CALLS[name]
     arguments = make()
     with monkeypatch.context() as patched:
-        ours = by_lanes(patched, poisoned(arguments), config, blocks, last_first=last_first)
+        ours = by_lanes(patched, poisoned(arguments), config, blocks, **HOW[how])
     assert_right(arguments, ours)
 
 
@@ -102,6 +120,16 @@ def test_a_block_alone(monkeypatch: pytest.MonkeyPatch):
     """Nobody to wait for, and all heads and tiles are its own."""
     arguments = call(128, 128, (2, 1, 64), PLAIN)
     assert_right(arguments, by_lanes(monkeypatch, poisoned(arguments), Config(4, 2, 1), 1))
+
+
+def test_what_comes_in_is_not_awaited(monkeypatch: pytest.MonkeyPatch):
+    """A NaN whose bits say of numbers that blocks hand each other that they are not there."""
+    arguments = call(128, 128, (2, 1, 64), PLAIN)
+    bits = np.asarray(arguments["x"]).view(np.uint16).copy()
+    bits[0, 5] = AWAITED
+    arguments["x"] = jnp.asarray(bits.view(arguments["x"].dtype))
+    y, _ = by_lanes(monkeypatch, poisoned(arguments), Config(4, 2, 1), 3)
+    assert np.isnan(y.astype(np.float32)).all()
 
 
 def without_norms(self: Turn, *rest: Any, put: Any = Turn.put) -> None:
@@ -113,12 +141,19 @@ def turned_by_itself(self: Turn, both: Any, *rest: Any, put: Any = Turn.put) -> 
     put(self, [both[0], both[0]], *rest)
 
 
+def without_clearing(address: Any, value: Any, spent: Any) -> None:
+    store_float(address, value, "bfloat16")
+
+
+def at_once(places: Any, wait: Any = None) -> Any:
+    return [load_late(*place) for place in places]
+
+
 def all_of(self: Attention, at: Any, where: Any = None, of: Any = Attention._of_value) -> Any:
     return of(self, at)
 
 
 FAULTS: Any = {
-    "blocks do not wait": (Meeting, "wait", lambda *_: None, "not finite"),
     "of several blocks the first adds up": (
         decode_layers_attention,
         "equal",
@@ -146,7 +181,12 @@ FAULTS: Any = {
         lambda *_: None,
         "not finite",
     ),
-    "nobody is a head": (Attention, "run", lambda *_: None, "not finite"),
+    "nobody is a head": (Attention, "run", lambda *_: None, "wait for ever"),
+    "what is awaited is not cleared": (decode_layers_lanes, "clear", lambda *_: None, "error is"),
+    "what was there is not cleared": (quantized_finish, "store_awaited", without_clearing, "error"),
+    "numbers are not awaited": (quantized_rows, "load_awaited", at_once, "not finite"),
+    "heads are not awaited": (decode_layers_attention, "load_awaited", at_once, "not finite"),
+    "nobody sees to it that numbers are there": (EarlyMeeting, "fence", lambda _: None, "for ever"),
 }
 
 
@@ -156,6 +196,7 @@ def test_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch):
     *what, said = FAULTS[fault]
     arguments = SEVERAL()
     monkeypatch.setattr(*what)
-    run = partial(by_lanes, monkeypatch, poisoned(arguments), Config(4, 3, 2, turns=1), 3)
+    given = poisoned(arguments), Config(4, 3, 2, turns=1), 3
+    run = partial(by_lanes, monkeypatch, *given, **HOW["late stores"])
     with pytest.raises(AssertionError, match=said):
         assert_right(arguments, run())

@@ -1,0 +1,78 @@
+"""Numbers in bfloat16 that blocks of a launch hand each other, and that tell that they are there.
+
+Blocks count themselves when they have written numbers (`Meeting`), and whoever has seen the count
+reads them. For that they must be in the L2 before the count is, and so the writer waits for word
+that they are. Here the count may be first (`EarlyMeeting`): where a number will be there is
+AWAITED, all ones, until it comes, and a reader who finds one looks again. A conversion to bfloat16
+gives no such number: of those that are none (NaN) it gives 0x7FFF.
+As in lane_code.py, values are those of one thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+
+from pallas_kernels.device import ACCESS_BYTES
+from pallas_kernels.lane_code import asm, further, less, only_where, store, times, word
+from pallas_kernels.meeting import MOST_POLLS
+
+AWAITED = 0xFFFF
+BOTH = 0xFFFFFFFF  # of a word
+
+
+def load_awaited(places: Sequence[tuple[Any, int, int]], wait: Any = None) -> list[list[Any]]:
+    """Words of global memory, when none has a half that is AWAITED: at each address and offset two
+    of them or four. wait: a word; where it is 0, what is there is taken; None: nowhere.
+    """
+    ends = list(itertools.accumulate((words for *_, words in places), initial=0))
+    count, loads = ends[-1], ""
+    for i, (_, offset, words) in enumerate(places):
+        to = ", ".join(f"${ends[i] + j}" for j in range(words))
+        loads += f"ld.relaxed.gpu.global.v{words}.u32 {{{to}}}, [${count + i} + {offset}]; "
+    largest = "".join(f" max.u16x2 m, m, ${i};" for i in range(count))
+    waits = "" if wait is None else f"setp.ne.and.u32 p, ${count + len(places)}, 0, p;"
+    done = asm(
+        f"""{{ .reg .pred p, q; .reg .b32 m, n, polls; mov.b32 polls, 0;
+            again: {loads}mov.b32 m, 0;{largest} shr.u32 n, m, 16; and.b32 m, m, {AWAITED};
+            max.u32 m, m, n; setp.eq.u32 p, m, {AWAITED}; {waits}
+            add.u32 polls, polls, 1; setp.gt.u32 q, polls, {MOST_POLLS}; @q trap;
+            @p bra again; }}""",
+        "r" * count,
+        *(address for address, *_ in places),
+        *([] if wait is None else [wait]),
+        effects=True,
+        again=True,
+    )
+    return [done[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def store_awaited(address: Any, value: Any, spent: Any) -> None:
+    """Writes a float32 to global memory as bfloat16, for those who wait for it; spent: where one
+    lies that no one reads any more, and the next will be awaited.
+    """
+    text = "{ .reg .b16 x; cvt.rn.bf16.f32 x, $1; st.relaxed.gpu.global.b16 [$0], x; }"
+    asm(text, "", address, value)
+    text = f"{{ .reg .b16 x; mov.b16 x, {AWAITED}; st.relaxed.gpu.global.b16 [$0], x; }}"
+    asm(text, "", spent)
+
+
+def clear(address: Any, size_bytes: int, thread: Any, threads: int) -> None:
+    """Makes memory AWAITED, of which each of so many threads has a share. Before they are written,
+    and read, all blocks must have met.
+    """
+    count = size_bytes // ACCESS_BYTES
+    steps = -(-count // threads)
+
+    @mgpu_utils.fori(word(steps), [])
+    def each_step(step: Any, carry: Any) -> Any:
+        place = arith.addi(thread, times(step, threads))
+        inside = None if count % threads == 0 else less(place, count)
+        only_where(inside, store, further(address, times(place, ACCESS_BYTES)), 0, [word(BOTH)] * 4)
+        return carry
+
+    del each_step

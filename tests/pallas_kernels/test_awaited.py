@@ -1,0 +1,73 @@
+"""Numbers that blocks hand each other, lane by lane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from lane_blocks import Blocks, Part
+from lane_machine import LANES, Value, stand_in
+
+from pallas_kernels import awaited, lane_code
+from pallas_kernels.awaited import AWAITED, clear, load_awaited, store_awaited
+from pallas_kernels.lane_code import further, store, times, word
+
+COUNT = 6  # accesses of a thread
+NUMBERS = np.arange(COUNT * LANES * 8).astype(ml_dtypes.bfloat16)
+
+
+def handed_on(monkeypatch: Any, wait: int | None, *, written: bool = True) -> Any:
+    """What one block reads of what another clears, waits, and writes, and what becomes of those
+    that were there before.
+    """
+    held: Any = {"x": np.ones_like(NUMBERS), "out": np.zeros_like(NUMBERS)}
+    held["before"] = np.ones_like(NUMBERS)
+    machine = Blocks(held, {"chip": 16}, LANES, 2)
+    stand_in(monkeypatch, machine, (awaited, lane_code))
+    x, out, thread = machine.at["x"], machine.at["out"], Value(np.arange(LANES), "i32")
+    clear(x, NUMBERS.nbytes, thread, LANES)
+    waits = None if wait is None else word(wait)
+
+    def read() -> None:
+        at = further(x, times(thread, 16))
+        four = [(at, 16 * LANES * i, 4) for i in range(COUNT - 1)]
+        two = [(at, 16 * LANES * (COUNT - 1) + 8 * i, 2) for i in range(2)]
+        *loaded, low, high = load_awaited([*four, *two], waits)
+        for i, words in enumerate([*loaded, low + high]):
+            store(further(out, times(thread, 16)), 16 * LANES * i, words)
+
+    def write() -> None:
+        for i in range(0, NUMBERS.size, LANES):
+            numbers = NUMBERS[i : i + LANES].astype(np.float32)
+            value = Value(numbers.view(np.uint32), "f32")
+            to, spent = (
+                further(further(machine.at[name], word(2 * i)), times(thread, 2))
+                for name in ("x", "before")
+            )
+            store_awaited(to, value, spent)
+
+    parts = [Part(0, 0, LANES, read)] + [Part(1, 0, LANES, write)] * written
+    machine.together(parts)
+    return (
+        machine.content("out", NUMBERS.dtype, NUMBERS.shape),
+        machine.content("before", np.uint16, NUMBERS.shape),
+    )
+
+
+@pytest.mark.parametrize("wait", [None, 1])
+def test_numbers_are_there_when_they_are_read(wait: int | None, monkeypatch: pytest.MonkeyPatch):
+    words, before = handed_on(monkeypatch, wait)
+    np.testing.assert_array_equal(words, NUMBERS)
+    assert (before == AWAITED).all()
+
+
+def test_what_need_not_be_waited_for_is_taken(monkeypatch: pytest.MonkeyPatch):
+    words, _ = handed_on(monkeypatch, wait=0)
+    assert (words.view(np.uint16) == AWAITED).all()
+
+
+def test_who_never_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(AssertionError, match="wait for ever"):
+        handed_on(monkeypatch, None, written=False)
