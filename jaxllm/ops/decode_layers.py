@@ -26,15 +26,12 @@ from pallas_kernels.device import INTERPRETED_OP_BY_OP
 from pallas_kernels.measure import size_bytes
 
 # Of a layer's weights, and of the room that it has for keys and values, up to which "auto" has all
-# layers in one launch: of the latter more where two launches a layer are far behind, for they are
-# three, or of few bytes. H200, tokens a second in one launch and in two a layer, with room for 512
-# keys: Qwen2.5-0.5B (28 MiB of weights) 2094 and 1800 to 1960, Llama-3.2-1B (116) 1377 and 1324,
-# Llama-3.1-8B in ternary (52) 950 and 937, in int4 (107) 726 and 722, in int8 (208) 478 and 483;
-# Qwen3-1.7B, whose heads are normed (96), 987 and 900. With 4096 keys Llama-3.2-1B (8 MiB) makes
-# 1256 and 1246, Llama-3.1-8B in int4 (16 MiB) 634 and 659. The limits lie between what was timed,
-# and are the same on an H100: benchmarks/notes.md
-MOST_BYTES, FEW_BYTES = 128 * 2**20, 32 * 2**20
-MOST_CACHE_BYTES, FEW_CACHE_BYTES = 16 * 2**20, 4 * 2**20
+# layers in one launch. H200, tokens a second in one launch and in two a layer, with room for 512
+# keys: Qwen2.5-0.5B (28 MiB of weights) 2265 and 1866, Llama-3.1-8B in ternary (52) 993 and 946, in
+# int4 (107) 761 and 720, in int8 (208) 495 and 477, in bfloat16 (416) 266 and 265 to 269. With room
+# for 4096 Llama-3.1-8B (16 MiB) makes 663 and 661 in int4, 454 and 441 in int8. More of these was
+# not timed, nor weights between int8's and bfloat16's: benchmarks/notes.md
+MOST_BYTES, MOST_CACHE_BYTES = 256 * 2**20, 16 * 2**20
 
 
 def no_meeting_of_layers(kv_heads: int) -> Int[Array, " words"]:
@@ -119,11 +116,9 @@ def _not_auto(x, layers, token, *, device, meeting) -> str | None:
     if reason := why_not_faster(x, link):
         return reason
     weights = size_bytes(*(product.weight for product in link.products.values()))
-    apart = first.turning(token).why_apart(first.qkv.weight.shape[0])
-    most_cache = MOST_CACHE_BYTES if apart or weights <= FEW_BYTES else FEW_CACHE_BYTES
     for what, size, most in (
         ("weights", weights, MOST_BYTES),
-        ("keys and values", size_bytes(first.k, first.v), most_cache),
+        ("keys and values", size_bytes(first.k, first.v), MOST_CACHE_BYTES),
     ):
         if size > most:
             return (

@@ -46,12 +46,9 @@ def test_every_implementation(form: str, implementation: str):
     [
         ((896, 4864, (14, 2, 64), PLAIN, 32768), None),
         ((896, 4864, (14, 2, 64), PLAIN, 32769), "more than 16 MiB of keys and values"),
-        ((2048, 8192, (32, 8, 64), PLAIN, 2048), None),  # 116 MiB of weights, 4 of keys and values
-        ((2048, 8192, (32, 8, 64), PLAIN, 2049), "more than 4 MiB of keys and values"),
-        # 16 MiB, but heads that are normed
-        ((2048, 6144, (16, 8, 128), PLAIN, 4096, "qk"), None),
-        ((2048, 6144, (16, 8, 128), PLAIN, 4097, "qk"), "more than 16 MiB of keys and values"),
-        ((3072, 8192, (24, 8, 128), PLAIN, 64), "128 MiB of weights a layer (192.00 here)"),
+        ((4096, 14336, (32, 8, 128), "int8", 4096), None),  # 208 MiB of weights
+        ((4096, 14336, (32, 8, 128), "int8", 4097), "more than 16 MiB of keys and values"),
+        ((4096, 14336, (32, 8, 128), PLAIN, 64), "256 MiB of weights a layer (416.00 here)"),
         ((896, 4864, (14, 2, 64), "mxfp8", 64), "mxfp8 in groups of 32 was not found to be faster"),
     ],
 )
