@@ -145,7 +145,7 @@ def test_the_sections_are_those_that_are_asked_for():
             for name in ("bfloat16", "int8", "int4", "ternary")
             for how in ("", ", a launch a product")
         ),
-        *(f"packed-decode/{name}, two launches a layer" for name in ("int4", "ternary")),
+        *(f"packed-decode/{name}, two launches a layer" for name in ("int8", "int4", "ternary")),
         *(f"packed-decode/{name}, 16 rows" for name in ("bfloat16", "int4")),
         *(f"packed-decode/{name}, 64 rows" for name in ("bfloat16", "int8", "int4")),
     ]
