@@ -54,7 +54,8 @@ PACKED = (
         [f"{a}{how}" for a in ("bfloat16", "int8", "int4", "ternary") for how in ("", BY_PRODUCT)],
         [1],
     ),
-    *((f"{a}{BY_LAYER}", 1) for a in ("int8", "int4", "ternary")),  # of which "auto" makes one for all
+    # Of which "auto" makes one for all
+    *((f"{a}{BY_LAYER}", 1) for a in ("int8", "int4", "ternary")),
     *itertools.product(["bfloat16", "int4"], [16]),
     *itertools.product(["bfloat16", "int8", "int4"], [64]),
 )
