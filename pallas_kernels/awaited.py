@@ -3,8 +3,10 @@
 Blocks count themselves when they have written numbers (`Meeting`), and whoever has seen the count
 reads them. For that they must be in the L2 before the count is, and so the writer waits for word
 that they are. Here the count may be first (`EarlyMeeting`): where a number will be there is
-AWAITED, all ones, until it comes, and a reader who finds one looks again. A conversion to bfloat16
-gives no such number: of those that are none (NaN) it gives 0x7FFF.
+AWAITED, all ones, until it comes, and a reader who finds one looks again: each half of a word for
+itself, since their writers may be two. (PTX's model of memory says nothing of words that are
+written by halves; the hardware writes no half in parts.) A conversion to bfloat16 gives no such
+number: of those that are none (NaN) it gives 0x7FFF.
 As in lane_code.py, values are those of one thread.
 """
 
@@ -18,8 +20,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels.device import ACCESS_BYTES
-from pallas_kernels.lane_code import asm, further, less, only_where, store, times, word
-from pallas_kernels.meeting import MOST_POLLS
+from pallas_kernels.lane_code import MOST_POLLS, asm, further, less, only_where, store, times, word
 
 AWAITED = 0xFFFF
 BOTH = 0xFFFFFFFF  # of a word
@@ -62,8 +63,8 @@ def store_awaited(address: Any, value: Any, spent: Any) -> None:
 
 
 def clear(address: Any, size_bytes: int, thread: Any, threads: int) -> None:
-    """Makes memory AWAITED, of which each of so many threads has a share. Before they are written,
-    and read, all blocks must have met.
+    """Makes memory AWAITED, of which each of so many threads has a share. Before it is written, and
+    read, all blocks must have met behind it (`EarlyMeeting.settle`).
     """
     count = size_bytes // ACCESS_BYTES
     steps = -(-count // threads)

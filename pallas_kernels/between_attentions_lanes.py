@@ -200,7 +200,8 @@ class Chain:
 
         Blocks have come to that meeting by then, and some may be behind it: what is asked for here
         before `wait` was there before the meeting that precedes it, and the product writes none of
-        it.
+        it. With an `EarlyMeeting` it need not have been, but a residual has: each block has had all
+        of it as the x of a product before, which was awaited.
         """
         tiles, barrier = self._tiles(i), self.meeting.barrier
         self.products[i] = tiles

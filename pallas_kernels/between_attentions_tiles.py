@@ -246,7 +246,7 @@ class TernaryTiles(Tiles):
     def keep(self, early: Any, barrier: Callable[[], None], made: Any = None) -> None:
         """As in `Tiles`."""
         assert made is None, "x of a ternary weight lies in memory"
-        names = {"x": "x", "norm": "norm", "kept": "rows", "sums": "marks"}
+        names = {"x": "x", "norm": "norm", "kept": "rows", "sums": "marks", "wait": "wait"}
         at = {to: self.pointers[name] for name, to in names.items() if name in self.pointers}
         [scale], [total] = ternary.quantise_rows(
             at,
@@ -257,7 +257,6 @@ class TernaryTiles(Tiles):
             eps=self.static.eps or 0.0,
             weight=early,
             late="x" in self.product.late,
-            waits=[self.pointers["wait"]] if "wait" in self.pointers else [],
             barrier=barrier,
         )
         self.scale, self.total = scale, asm("cvt.rn.f32.s32 $0, $1;", "f", total)

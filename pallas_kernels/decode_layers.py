@@ -10,7 +10,7 @@ Of each layer, whose weights and cache are its own, and whose shapes are those o
 
 x [*B, D], *B one row. Weights are as in between_attentions.py, which has a layer's products in a
 launch and the attention in one of its own: beside their bytes these two take 7 us and more, and
-here a layer has five meetings of all blocks, of some 1 us each, while weights come on chip.
+here a layer has five meetings of all blocks, of 1 us or less each, while weights come on chip.
 `decode_layers_lanes` says what a block does. The gradient is that of the plain path.
 Source of norm and rotation: around_product.py; of the formats: quantize.py; of the attention:
 decode_attention.py.
@@ -252,7 +252,7 @@ def plan_of(
     products = {product.static.name: product for product in found.products}
     alike = []
     for name in NAMES:
-        late = ("x", "residual") if name in ("out", "down") else ("x",)
+        late = ("residual",) if name in ("out", "down") else ()  # x is awaited
         alike.append(dataclasses.replace(products[name], late=late))
     entries = (*_arrays(first), *STREAM)
     _, slots, kv_heads, width = first.k.shape

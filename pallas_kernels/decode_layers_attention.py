@@ -52,6 +52,7 @@ from pallas_kernels.lane_code import (
     without,
     word,
 )
+from pallas_kernels.meeting import Meeting
 from pallas_kernels.quantized_matmul_config import ACROSS, MMA_COLUMNS
 
 AT_ONCE = 8  # blocks' parts that a thread asks for at a time
@@ -109,9 +110,8 @@ class Attention:
     def __init__(self, attend: Attend, seen: Seen, at: Mapping[str, Any]):
         """at: addresses of qkv [1, (N + 2K) H] and heads [1, N H], both awaited, of spent, where
         heads lay in the layer before, of what `Turn` takes, of slots, where the token's key goes,
-        of the layer's k and v, of the blocks' parts
-        [K, splits, N / K, H] and stats [K, splits, N / K, 2], float32, and of counts [K], zeros
-        before and after; on chip of kept.
+        of the layer's k and v, of the blocks' parts [K, splits, N / K, H] and stats
+        [K, splits, N / K, 2], float32, and of counts [K], zeros before and after; on chip of kept.
         """
         self.attend, self.seen, self.at = attend, seen, at
         thread = mgpu_utils.thread_idx()
@@ -407,14 +407,13 @@ class Attention:
         barrier()
         flag = self.at["kept"]
         first = less(self.thread, 1)
-        fence = functools.partial(asm, "fence.acq_rel.gpu;", "", effects=True)
-        only_where(first, fence)
+        only_where(first, Meeting.fence)
         most = arith.subi(self.seen.blocks, word(1))
         text = """{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0;
             @p atom.inc.relaxed.gpu.global.u32 $0, [$1], $3; }"""
         count = further(self.at["counts"], times(self.seen.head, 4))
         before = asm(text, "r", count, as_word(first), most, effects=True)
-        only_where(first, fence)
+        only_where(first, Meeting.fence)
         text = f"st.shared.u32 [$0 + {self.attend.flag_at}], $1;"
         only_where(first, asm, text, "", flag, before)
         barrier()

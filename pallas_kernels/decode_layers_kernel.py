@@ -63,7 +63,7 @@ def layers(
         name: plgpu.SMEM((size_bytes,), jnp.uint8)
         for name, size_bytes in plan.scratch_bytes().items()
     }
-    widths = x.shape[1], COPIES * plan.handed_numbers
+    widths = x.shape[1], COPIES * plan.handed_bytes // x.dtype.itemsize
     out_type = [jax.ShapeDtypeStruct((1, n), x.dtype) for n in widths]
     lead = (a.kv_heads, a.splits, a.group)
     out_type += [jax.ShapeDtypeStruct((*lead, n), jnp.float32) for n in (a.width, 2)]

@@ -2,8 +2,9 @@
 
 Four warps of a block bring the weights of all layers on chip, as fast as there is room, and wait
 for nothing else; the others multiply as in `between_attentions`, and between q, k and v and the
-next product they are the heads. All blocks meet before each of the five. Layers are alike, and so
-one loop; where the arrays of each lie stands in a table on chip.
+next product they are the heads. All blocks meet before each of the five, early, and await what they
+hand each other (awaited.py). Layers are alike, and so one loop; where the arrays of each lie stands
+in a table on chip.
 As in lane_code.py, values are those of one thread. Imported only by decode_layers_kernel.py.
 """
 
@@ -32,6 +33,7 @@ AROUND: dict[str, dict[str, str]] = {
     "gate_up": {"x": "middle", "out": "gated"},
     "down": {"x": "gated", "residual": "middle"},
 }
+# And where its result goes, in the last layer but for the last product
 MADE = {name: around.get("out", "stream") for name, around in AROUND.items()}
 
 
@@ -124,20 +126,15 @@ class Layers:
         """Makes all that blocks hand each other AWAITED, before the first meeting."""
         threads = self.warps * LANES
         thread = arith.addi(times(self.block, threads), mgpu_utils.thread_idx())
-        size_bytes = 2 * COPIES * self.plan.handed_numbers
+        size_bytes = COPIES * self.plan.handed_bytes
         clear(self.at["handed"], size_bytes, thread, threads * self.plan.num_blocks)
         self.meeting.settle()
 
     def _handed(self, name: str, layer: Any, later: int = 0) -> Any:
         """Where something of `Plan.handed_on` is, of a layer, or of so many later."""
-        start = 0
-        for each, numbers in self.plan.handed_on.items():
-            if each == name:
-                break
-            start += 2 * numbers
         copy = arith.remui(arith.addi(layer, word(later)), word(COPIES))
-        at = further(self.at["handed"], word(start))
-        return further(at, times(copy, 2 * self.plan.handed_numbers))
+        at = further(self.at["handed"], word(self.plan.handed_on[name]))
+        return further(at, times(copy, self.plan.handed_bytes))
 
     def _wait(self, layer: Any, which: int) -> None:
         """Until all blocks have come to one of a layer's MEETINGS."""

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import ACCESS_BYTES
 
+MOST_POLLS = 2**24  # of a thread that waits for other blocks, some ten seconds; then it gives up
 MOST_EARLY = 2  # results of a thread whose operands it holds while their sums are made: registers
 _PREDICATE = ".reg .pred p; setp.ne.u32 p, $2, 0;"  # p: whether the second operand is no zero
 HALVES = {"bfloat16": "bf16", "float16": "f16"}

@@ -201,6 +201,7 @@ class Finish:
         index = arith.addi(times(arith.addi(one, self.out_row), self.n), whole)
         to = further(self.at["out"], times(index, out.itemsize))
         if "spent" in self.at:
+            assert out == jnp.bfloat16, "what is awaited is of that"
             store_awaited(to, y, further(self.at["spent"], times(index, out.itemsize)))
         else:
             store_float(to, y, out.name)

@@ -73,7 +73,6 @@ def quantise_rows(
     eps: float,
     weight: list[Any] | None = None,
     late: bool = False,
-    waits: Sequence[Any] = (),
     barrier: Callable[[], None] | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """What 1 of each row stands for, float32, and the sums of the rows' bytes, int32; the rows are
@@ -81,14 +80,14 @@ def quantise_rows(
 
     at: addresses of x [m, k], norm [k] of x's dtype (if there is one) and, on chip, of rows, int8
     [m, k], and marks, words [3, m, warps]. weight: what `read_row` gave of the norm; None: it is
-    not read yet. late: other blocks of this launch have written x; waits: as of `load_awaited`, if
-    x is awaited. barrier: as in `over_block`.
+    not read yet. late: other blocks of this launch have written x; with a `wait` in at, x is
+    awaited: as of `load_awaited`. barrier: as in `over_block`.
     """
     kind = KINDS[dtype]
     mine = accesses_of_thread(k // EACH, warps * LANES)
     load_x = functools.partial(_each, load_late if late else load_four)
-    if waits:
-        load_x = functools.partial(_awaited, *waits)
+    if "wait" in at:
+        load_x = functools.partial(_awaited, at["wait"])
 
     def joined(values: list[Any], operation: str, which: int, first: int) -> list[Any]:
         """Of some rows, over the block."""

@@ -4,7 +4,7 @@ Each part of a block that has a way of its own (`Part`) runs in a thread of Pyth
 until it has to wait for what is not there yet; then the next one goes on. What is copied comes when
 somebody waits for it, and until then its place holds nothing (NaN). So that is seen here which
 `lane_machine` cannot: numbers read before they have come, a stage filled anew before it was read,
-and who waits for ever.
+who waits for ever, and what is told to others before they see it (`late_stores`).
 """
 
 from __future__ import annotations
@@ -57,13 +57,12 @@ class Blocks(Machine):
         threads: int,
         blocks: int,
         *,
-        last_first: bool = False,
         late_stores: bool = False,
     ):
-        """last_first: of those that need not wait the last part goes on, whenever one might have to
-        wait; so the first block does what others could read too early as late as can be.
-        late_stores: what a block writes to global memory others see when a thread of it comes to
-        a fence, and others go on before that; counts they see at once.
+        """late_stores: what a block writes to global memory others see when a thread of it comes to
+        a fence, and others go on before that; counts they see at once. And of those that need not
+        wait the last part goes on, whenever one might have to wait, so that the first block does
+        what others could read too early as late as can be.
         """
         super().__init__(arrays, shared, threads)
         self.late_stores = late_stores
@@ -73,7 +72,6 @@ class Blocks(Machine):
             {name: (start, content.copy()) for name, (start, content) in fresh.items()}
             for _ in range(blocks)
         ]
-        self.last_first = last_first
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.coming: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.asked: list[tuple[np.ndarray, np.ndarray]] = []
@@ -127,7 +125,7 @@ class Blocks(Machine):
         """Lets the next part go on that need not wait."""
         last = -1 if self.running is None else self.running
         order = sorted(self.waiting, key=lambda i: (i <= last, i))
-        for number in sorted(order, reverse=True) if self.last_first else order:
+        for number in sorted(order, reverse=True) if self.late_stores else order:
             self.memory["shared"] = self.chips[self.parts[number].block]
             self.block = self.parts[number].block
             if self.waiting[number]():
@@ -151,7 +149,7 @@ class Blocks(Machine):
 
     def until(self, there: Callable[[], bool]) -> None:
         """Goes on when it is there; until then others do."""
-        if there() and not self.last_first:
+        if there() and not self.late_stores:
             return
         assert self.running is not None, "there is somebody to wait for"
         number, mask = self.running, self.mask
@@ -173,7 +171,7 @@ class Blocks(Machine):
             assert count in (0, int(found[1])), f"{count} threads come to a barrier of {found[1]}"
             return None
         if " bra " in text and results:
-            return self._awaited(text, results, operands)
+            return self._awaited(text, results, operands, how.get("again", False))
         if " bra " in text:
             return self._loop(text, operands)
         if self.late_stores and text.startswith("fence.acq_rel.gpu") and self.mask.any():
@@ -209,26 +207,24 @@ class Blocks(Machine):
 
         self.until(enough)
 
-    def _awaited(self, text: str, results: str, operands: tuple[Value, ...]) -> Any:
-        """Loads, again and again: until no half of a word is all ones, where a thread waits, which
-        an operand behind the addresses says; without one, everywhere.
-        """
-        once = ";".join(re.findall(r"ld\.relaxed[^;]*", text))
-        wait, one = self.mask.copy(), self.mask.copy()
-        if len(operands) > once.count("ld.relaxed"):
-            wait &= operands[-1].bits != 0
-        found: list[Any] = []
+    def _awaited(self, text: str, results: str, operands: tuple[Value, ...], again: bool) -> Any:
+        """Loads, again and again, until they are there, as the text itself decides."""
+        assert again, "operands are read again when results have been written"
+        [by] = re.findall(r"@(\w+) bra again", text)
+        leaps = r"again:|@\w+ (trap|bra again);"
+        once, one, found = re.sub(leaps, "", text), self.mask.copy(), []
 
         def there() -> bool:
+            registers = self._given(results, operands)
             self.mask, before = one, self.mask
-            found[:] = super(Blocks, self).asm(once, results, *operands)
+            self._execute_all(once, registers)
             self.mask = before
-            words = np.stack([x.bits[wait] for x in found]).astype(np.uint32)
-            return not (words.view(np.uint16) == 0xFFFF).any()
+            found[:] = self._done(results, registers)
+            return not registers[by][one].any()
 
         if not one.any():
             there()
-        elif not (there() and not self.last_first):
+        elif not (there() and not self.late_stores):
             self.until(there)
         return found
 

@@ -152,7 +152,14 @@ class Machine:
         del how
         if "mbarrier" in text and "st.async" not in text:
             return None  # what is waited for is there
-        registers: dict[str, Any] = {f"${len(results) + i}": v.bits for i, v in enumerate(operands)}
+        registers = self._given(results, operands)
+        self._execute_all(text, registers)
+        return self._done(results, registers)
+
+    def _given(self, results: str, operands: tuple[Value, ...]) -> dict[str, Any]:
+        return {f"${len(results) + i}": v.bits for i, v in enumerate(operands)}
+
+    def _execute_all(self, text: str, registers: dict[str, Any]) -> None:
         for instruction in text.split(";"):
             name, _, rest = instruction.lstrip("{} \n").partition(" ")
             before = self.mask
@@ -163,6 +170,8 @@ class Machine:
                 arguments = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest)
                 self._execute(name.split("."), arguments, registers)
             self.mask = before
+
+    def _done(self, results: str, registers: dict[str, Any]) -> Any:
         kinds = {"r": "i32", "l": "i64", "f": "f32"}
         outs = [Value(registers[f"${i}"], kinds[letter]) for i, letter in enumerate(results)]
         return None if not outs else outs[0] if len(outs) == 1 else outs
@@ -283,7 +292,7 @@ class Machine:
         functions: Any = {"mov": lambda a: a, "and": np.bitwise_and, "or": np.bitwise_or}
         functions |= {"xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift}
         functions |= {"mul": lambda a, b: a * b, "add": lambda a, b: a + b, "min": np.minimum}
-        functions |= {"setp": np.not_equal}  # the only one of its kinds that there is
+        functions |= {"max": np.maximum, "setp": functools.partial(_compared, op)}
         functions |= {"mad": lambda a, b, c: a * b + c, "lop3": _lop3, "prmt": _prmt}
         return functions[name](*x)
 
@@ -357,6 +366,12 @@ def _bytes(words: np.ndarray, signed: bool) -> np.ndarray:
     """The four of a word, lowest first, [threads, 4]."""
     kind = np.int8 if signed else np.uint8
     return words.astype(np.uint32).view(kind).reshape(-1, 4).astype(np.int64)
+
+
+def _compared(op: list[str], a: np.ndarray, b: np.ndarray, also: Any = None) -> np.ndarray:
+    found = {"eq": np.equal, "ne": np.not_equal, "gt": np.greater}[op[1]](a, b)
+    assert (op[2] == "and") == (also is not None), "no other is known"
+    return (found if also is None else found & (also != 0)).astype(np.uint64)
 
 
 def _lop3(a: Any, b: Any, c: Any, table: Any) -> np.ndarray:

@@ -34,7 +34,7 @@ def by_lanes(
     for i, layer in enumerate(layers):
         held |= {f"{i} {name}": a for name, a in zip(names, _own(plan, layer), strict=True)}
     held["y"] = np.full((1, d), np.nan, x.dtype)
-    held["handed"] = np.ones(COPIES * plan.handed_numbers, x.dtype)  # of another call
+    held["handed"] = np.ones(COPIES * plan.handed_bytes // 2, x.dtype)  # of another call
     lead = (a.kv_heads, a.splits, a.group)
     for name, n in (("parts", a.width), ("stats", 2)):
         held[f"blocks' {name}"] = np.full((*lead, n), np.nan, np.float32)

@@ -164,7 +164,8 @@ MAY_IMPORT = {
     "pallas_kernels.decode_layers_attention": (
         "pallas_kernels.attention_reference pallas_kernels.decode_layers_config "
         "pallas_kernels.decode_layers_turn pallas_kernels.device pallas_kernels.lane_arithmetic "
-        "pallas_kernels.lane_code pallas_kernels.quantized_matmul_config pallas_kernels.awaited"
+        "pallas_kernels.lane_code pallas_kernels.quantized_matmul_config pallas_kernels.awaited "
+        "pallas_kernels.meeting"
     ),
     "pallas_kernels.decode_layers_lanes": (
         "pallas_kernels.between_attentions_config pallas_kernels.between_attentions_lanes "
@@ -220,9 +221,7 @@ MAY_IMPORT = {
     "pallas_kernels.lane_code": "pallas_kernels.device",
     "pallas_kernels.lane_arithmetic": "pallas_kernels.device pallas_kernels.lane_code",
     "pallas_kernels.meeting": "pallas_kernels.device pallas_kernels.lane_code",
-    "pallas_kernels.awaited": (
-        "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.meeting"
-    ),
+    "pallas_kernels.awaited": "pallas_kernels.device pallas_kernels.lane_code",
     "pallas_kernels.ternary_rows": (
         "pallas_kernels.device pallas_kernels.lane_code pallas_kernels.lane_arithmetic "
         "pallas_kernels.awaited"

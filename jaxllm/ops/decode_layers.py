@@ -29,8 +29,8 @@ from pallas_kernels.measure import size_bytes
 # layers in one launch. H200, tokens a second in one launch and in two a layer, with room for 512
 # keys: Qwen2.5-0.5B (28 MiB of weights) 2265 and 1866, Llama-3.1-8B in ternary (52) 993 and 946, in
 # int4 (107) 761 and 720, in int8 (208) 495 and 477, in bfloat16 (416) 266 and 265 to 269. With room
-# for 4096 Llama-3.1-8B (16 MiB) makes 663 and 661 in int4, 454 and 441 in int8. More of these was
-# not timed, nor weights between int8's and bfloat16's: benchmarks/notes.md
+# for 4096 Llama-3.1-8B (16 MiB) makes 663 and 661 in int4, 454 and 441 to 449 in int8. Neither more
+# of these was timed, nor weights between int8's and bfloat16's, nor an H100: benchmarks/notes.md
 MOST_BYTES, MOST_CACHE_BYTES = 256 * 2**20, 16 * 2**20
 
 
@@ -122,8 +122,8 @@ def _not_auto(x, layers, token, *, device, meeting) -> str | None:
     ):
         if size > most:
             return (
-                f"more than {most >> 20} MiB of {what} a layer ({size / 2**20:.2f} here) are as "
-                "fast in launches of their own"
+                f"more than {most >> 20} MiB of {what} a layer ({size / 2**20:.2f} here) were not "
+                "found to be faster in one launch"
             )
     return None
 

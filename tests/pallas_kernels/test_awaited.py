@@ -68,6 +68,25 @@ def test_what_need_not_be_waited_for_is_taken(monkeypatch: pytest.MonkeyPatch):
     assert (words.view(np.uint16) == AWAITED).all()
 
 
+@pytest.mark.parametrize("shift", [0, 16])
+def test_half_a_word_is_awaited(shift: int, monkeypatch: pytest.MonkeyPatch):
+    """Which another thread writes than the other half."""
+    words = np.full((LANES, 4), 0x3F803F80, np.uint32)
+    words[9, 2] |= AWAITED << shift
+    machine = Blocks({"x": words}, {"chip": 16}, LANES, 2)
+    stand_in(monkeypatch, machine, (awaited, lane_code))
+    at = further(machine.at["x"], times(Value(np.arange(LANES), "i32"), 16))
+    found: list[Any] = []
+
+    def write() -> None:
+        machine.content("x", np.uint32, words.shape)[9, 2] = 7
+
+    read = Part(0, 0, LANES, lambda: found.extend(load_awaited([(at, 0, 4)])[0]))
+    machine.together([read, Part(1, 0, LANES, write)])
+    words[9, 2] = 7
+    np.testing.assert_array_equal(np.stack([each.bits for each in found], axis=1), words)
+
+
 def test_who_never_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(AssertionError, match="wait for ever"):
         handed_on(monkeypatch, None, written=False)

@@ -88,11 +88,7 @@ CALLS: Any = {
 
 
 # How the machine goes on
-HOW: Any = {
-    "in turn": {},
-    "last first": {"last_first": True},
-    "late stores": {"last_first": True, "late_stores": True},
-}
+HOW: Any = {"in turn": {}, "late stores": {"late_stores": True}}
 
 
 @pytest.mark.parametrize("how", HOW)

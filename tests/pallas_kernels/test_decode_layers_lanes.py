@@ -99,11 +99,7 @@ CALLS: Any = {
 
 
 # How the machine goes on
-HOW: Any = {
-    "in turn": {},
-    "last first": {"last_first": True},
-    "late stores": {"last_first": True, "late_stores": True},
-}
+HOW: Any = {"in turn": {}, "late stores": {"late_stores": True}}
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -186,6 +182,13 @@ FAULTS: Any = {
     "what was there is not cleared": (quantized_finish, "store_awaited", without_clearing, "error"),
     "numbers are not awaited": (quantized_rows, "load_awaited", at_once, "not finite"),
     "heads are not awaited": (decode_layers_attention, "load_awaited", at_once, "not finite"),
+    "blocks do not wait": (EarlyMeeting, "wait", lambda self, _: self.barrier(), "for ever"),
+    "blocks do not see to it that all is cleared": (
+        EarlyMeeting,
+        "settle",
+        lambda self: self.barrier(),
+        "error|finite|for ever",
+    ),
     "nobody sees to it that numbers are there": (EarlyMeeting, "fence", lambda _: None, "for ever"),
 }
 
