@@ -325,6 +325,8 @@ def test_disabled_is_the_base(kind):
     stir(model)
     base, before = logits(build(SMALL), text), logits(model, text)
     with lora.disabled(model):
+        with lora.disabled(model):
+            pass
         np.testing.assert_array_equal(logits(model, text), base)
     np.testing.assert_array_equal(logits(model, text), before)
     with pytest.raises(RuntimeError), lora.disabled(model):
@@ -367,7 +369,9 @@ def test_a_set_lies_where_the_one_before_it_lay():
     lora.set_adapters(model, jax.tree.map(np.asarray, lora.adapters(model)))
     assert all(x.committed and x.sharding == where for x in lora.adapters(model).values())
     train.update(model, jax.device_get(train.parameters(model)))
-    lora.set_adapters(model, lora.adapters(model))
+    for _ in range(2):  # in place of NumPy's arrays, and of some that nobody has put anywhere
+        lora.set_adapters(model, lora.adapters(model))
+        assert not any(x.committed for x in lora.adapters(model).values())
 
 
 def test_a_set_must_fit():
@@ -583,6 +587,31 @@ def change(folder, tensors=None, **config):
     if tensors is not None:
         file = folder / "adapter_model.safetensors"
         save_file(tensors(load_file(file)), file)
+
+
+def test_lora_and_rslora_share_a_folder(tmp_path):
+    """As LoRA, each with the alpha that gives its scale."""
+    model, text = adapted("rslora", targets="q_proj", rank=4), tokens(1, 6)
+    lora.add_adapters(model, targets="o_proj", rank=4, rngs=nnx.Rngs(2))
+    stir(model)
+    lora.save_peft(model, tmp_path)
+    other = build(SMALL)
+    lora.load_peft(other, tmp_path)
+    np.testing.assert_allclose(logits(other, text), logits(model, text), **ROUNDING)
+
+
+def test_dora_may_have_the_scale_of_rslora(tmp_path):
+    model, text = adapted("dora", targets="q_proj", rank=4, alpha=2), tokens(1, 6)
+    stir(model)
+    lora.save_peft(model, tmp_path)
+    before = logits(model, text)
+    change(tmp_path, use_rslora=True)
+    other = build(SMALL)
+    lora.load_peft(other, tmp_path)
+    same_sets(lora.adapters(other), lora.adapters(model))  # the scale alone is another
+    model.layers[0].self_attn.q_proj.alpha *= 4**0.5
+    np.testing.assert_allclose(logits(other, text), logits(model, text), **ROUNDING)
+    assert np.max(np.abs(logits(other, text) - before)) > 0.01
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
