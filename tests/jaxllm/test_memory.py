@@ -66,6 +66,21 @@ def test_limits_of_old_control_groups_in_a_container_count(machine):
     assert memory.host_free_bytes() == 1000000 - 800000 + 1000
 
 
+def test_the_least_that_anything_leaves_is_free(machine):
+    """A group, one above it, or the machine; a group beyond its limit leaves nothing."""
+    machine(proc__meminfo=MEMINFO, proc__self__cgroup="0::/slice/job\n")
+    for job, above, free in (
+        (10**6, 10**9, 10**6 - 100),
+        (10**9, 10**6, 10**6 - 100),
+        (10**9, 10**9, 4000 * 1024),
+        (10**9, 99, 0),
+    ):
+        for at, limit in (("cgroup__slice__job", job), ("cgroup__slice", above)):
+            machine(**{f"{at}__memory_dot_max": f"{limit}\n"})
+            machine(**{f"{at}__memory_dot_current": "100\n", f"{at}__memory_dot_stat": "anon 5\n"})
+        assert memory.host_free_bytes() == free
+
+
 def test_an_accelerator_says_itself():
     def device(stats):
         return SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
