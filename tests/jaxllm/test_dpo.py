@@ -112,8 +112,11 @@ def test_padding_pairs_are_not_counted():
 
 @KINDS
 def test_the_base_below_the_adapter_is_the_reference(kind):
-    pairs, model = make_pairs(), build(SMALL)
-    cached = dpo.cache_reference(model, pairs, pairs=3, length=LENGTH)  # 3 + 1 pair
+    pairs, model, told = make_pairs(), build(SMALL), []
+    cached = dpo.cache_reference(
+        model, pairs, pairs=3, length=LENGTH, progress=lambda *counts: told.append(counts)
+    )
+    assert told == [(3, 4), (4, 4)]
     batch = preference_batch(pairs, LENGTH)
     sums = oracle_sums(model, batch)[0].reshape(2, 4).T
     np.testing.assert_allclose(cached, sums, rtol=1e-5)

@@ -39,10 +39,10 @@ def test_the_learning_rate_goes_with_method_and_width():
     wide, narrow = (dataclasses.replace(tiny_models.TINY, hidden_size=n) for n in (4096, 64))
     rates = [
         with_model(Recipe("m", "d", method=method), config).learning_rate
-        for method in ("full", "lora")
+        for method in ("full", "lora", "qlora")
         for config in (wide, narrow)
     ]
-    assert rates == [2e-5, 1.3e-3, 2e-4, 1.3e-2]
+    assert rates == [2e-5, 1.3e-3, 2e-4, 1.3e-2, 2e-4, 1.3e-2]
 
 
 def test_a_recipe_takes_paths(tmp_path):
