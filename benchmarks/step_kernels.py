@@ -181,9 +181,7 @@ def _launch(
     makes_logits = any(config.vocab_size in a.shape for a in instruction.arrays)
     total, operations, read = 0, 0, []
     for operand in operands:
-        source = operand
-        while source.opcode in ("bitcast", "copy") and source.operands:
-            source = table[source.operands[0]]
+        source = _source(operand, table)
         for array in operand.arrays:
             numbers = array.numbers
             if numbers in caches:
@@ -208,6 +206,19 @@ def _launch(
     return Launch(name, kind, tuple(sorted(set(read))), total, operations)
 
 
+def _source(instruction: _Instruction, table: Mapping[str, _Instruction]) -> _Instruction:
+    """What the instruction's array is one with: behind copies, and a tuple (of a barrier, say)."""
+    while instruction.operands:
+        first = table[instruction.operands[0]]
+        if instruction.opcode == "get-tuple-element" and first.opcode == "tuple":
+            assert instruction.index is not None
+            first = table[first.operands[instruction.index]]
+        elif instruction.opcode not in ("bitcast", "copy"):
+            break
+        instruction = first
+    return instruction
+
+
 @dataclasses.dataclass(frozen=True)
 class _Array:
     dtype: str
@@ -225,7 +236,9 @@ class _Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
-    """A line of the entry computation. parameter: its number; target: of a custom call."""
+    """A line of the entry computation. parameter: its number; target: of a custom call; index: of
+    an element of a tuple.
+    """
 
     name: str
     opcode: str
@@ -233,6 +246,7 @@ class _Instruction:
     operands: tuple[str, ...]
     parameter: int | None
     target: str
+    index: int | None = None
 
 
 def _instructions(hlo: str) -> Iterator[_Instruction]:
@@ -252,6 +266,7 @@ def _instructions(hlo: str) -> Iterator[_Instruction]:
             tuple(re.findall(r"%([\w.-]+)", inside)),
             int(inside) if opcode == "parameter" else None,
             target[1] if target else "",
+            int(index[1]) if (index := re.match(r", index=(\d+)", rest)) else None,
         )
 
 

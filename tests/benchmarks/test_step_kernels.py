@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxllm
 from benchmarks import step_kernels
-from benchmarks.models import PHI_3_MINI, QWEN
+from benchmarks.models import LLAMA_8B, PHI_3_MINI, QWEN
 from benchmarks.step_kernels import Launch
 from jaxllm import aot
 from jaxllm.config import Runtime
@@ -43,7 +43,10 @@ ENTRY %main (a: bf16[97,64]) -> s32[1] {
   %table = bf16[97,64]{1,0} parameter(0)
   %copy.1 = s32[1]{0} copy(%ids)
   %gather.2 = bf16[1,64]{1,0} fusion(%table, %copy.1), kind=kLoop, calls=%fused
-  %gemv.3 = (bf16[1,64]{1,0}, KEYS) custom-call(%gather.2, %qkv, /*index=2*/%norm, %cache), MOSAIC
+  %barrier.0 = (bf16[128,64]{1,0}, bf16[64]{0}) tuple(%qkv, %norm), metadata={op_name="barrier"}
+  %barrier.1 = bf16[128,64]{1,0} get-tuple-element(%barrier.0), index=0, metadata={op_name="b"}
+  %barrier.2 = bf16[64]{0} get-tuple-element(%barrier.0), index=1, metadata={op_name="b"}
+  %gemv.3 = (bf16[1,64]{1,0}, KEYS) custom-call(%gather.2, %barrier.1, %barrier.2, %cache), MOSAIC
   %get-tuple-element.4 = bf16[1,64]{1,0} get-tuple-element(%gemv.3), index=0
   %get-tuple-element.5 = KEYS get-tuple-element(%gemv.3), index=1
   %attend.6 = bf16[1,64]{1,0} custom-call(%get-tuple-element.4, %get-tuple-element.5), MOSAIC
@@ -157,7 +160,7 @@ def test_a_step_is_measured_here(step):
 
 @pytest.mark.parametrize(
     ("config", "tokens", "at_once"),
-    [(QWEN, 1, True), (PHI_3_MINI, 1, False), (QWEN, 16, False)],
+    [(QWEN, 1, True), (PHI_3_MINI, 1, True), (LLAMA_8B, 1, False), (QWEN, 16, False)],
 )
 @pytest.mark.aot
 @pytest.mark.slow
