@@ -13,22 +13,35 @@ As in lane_code.py, values are those of one thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels.device import ACCESS_BYTES
-from pallas_kernels.lane_code import MOST_POLLS, asm, further, less, only_where, store, times, word
+from pallas_kernels.lane_code import (
+    MOST_POLLS,
+    asm,
+    further,
+    less,
+    load,
+    load_late,
+    only_where,
+    store,
+    times,
+    word,
+)
 
 AWAITED = 0xFFFF
 BOTH = 0xFFFFFFFF  # of a word
+Place = tuple[Any, int, int]  # an address, an offset, and how many words lie there
 
 
-def load_awaited(places: Sequence[tuple[Any, int, int]], wait: Any = None) -> list[list[Any]]:
-    """Words of global memory, when none has a half that is AWAITED: at each address and offset two
-    of them or four. wait: a word; where it is 0, what is there is taken; None: nowhere.
+def load_awaited(places: Sequence[Place], wait: Any = None) -> list[list[Any]]:
+    """Words of global memory, two or four at each place, when none has a half that is AWAITED.
+
+    wait: a word; where it is 0, what is there is taken; None: nowhere.
     """
     ends = list(itertools.accumulate((words for *_, words in places), initial=0))
     count, loads = ends[-1], ""
@@ -50,6 +63,18 @@ def load_awaited(places: Sequence[tuple[Any, int, int]], wait: Any = None) -> li
         again=True,
     )
     return [done[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def load_all(
+    places: Sequence[Place], at: Mapping[str, Any], *, late: bool = False
+) -> list[list[Any]]:
+    """Words of global memory at each place. With a `wait` in at they are awaited, as of
+    `load_awaited`; late: as of `load_late`; else no one writes them.
+    """
+    if "wait" in at:
+        return load_awaited(places, at["wait"])
+    read = load_late if late else load
+    return [read(*place) for place in places]
 
 
 def store_awaited(address: Any, value: Any, spent: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 from pallas_kernels import between_attentions_config as between
 from pallas_kernels.between_attentions_config import NormNumbers
@@ -159,19 +158,20 @@ class Plan(between.Plan):
 
     @property
     def handed_on(self) -> dict[str, int]:
-        """What blocks hand each other in a layer, in bfloat16: where in memory each begins, one
-        behind the other, and behind the last, without a name.
-        """
+        """What blocks hand each other in a layer, one behind the other: bytes in bfloat16."""
         qkv, out, gate_up, down = (product.packed.shape for product in self.products)
         widths = {"qkv": qkv[0], "heads": out[1], "middle": out[0], "gated": gate_up[0] // 2}
-        widths["stream"] = down[0]
-        starts = itertools.accumulate((2 * width for width in widths.values()), initial=0)
-        return dict(zip((*widths, ""), starts, strict=True))
+        return {name: 2 * width for name, width in (widths | {"stream": down[0]}).items()}
 
     @property
     def handed_bytes(self) -> int:
         """All of it, of a layer."""
-        return self.handed_on[""]
+        return sum(self.handed_on.values())
+
+    def handed_at(self, name: str) -> int:
+        """Where one of `handed_on` begins."""
+        before = list(self.handed_on).index(name)
+        return sum(list(self.handed_on.values())[:before])
 
     @property
     def tiles(self) -> int:

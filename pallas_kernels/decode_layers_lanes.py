@@ -133,7 +133,7 @@ class Layers:
     def _handed(self, name: str, layer: Any, later: int = 0) -> Any:
         """Where something of `Plan.handed_on` is, of a layer, or of so many later."""
         copy = arith.remui(arith.addi(layer, word(later)), word(COPIES))
-        at = further(self.at["handed"], word(self.plan.handed_on[name]))
+        at = further(self.at["handed"], word(self.plan.handed_at(name)))
         return further(at, times(copy, self.plan.handed_bytes))
 
     def _wait(self, layer: Any, which: int) -> None:

@@ -18,7 +18,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from pallas_kernels import quantized_matmul_config as sizes
 from pallas_kernels import quantized_unpack as unpack
-from pallas_kernels.awaited import load_awaited
+from pallas_kernels.awaited import load_all
 from pallas_kernels.device import ACCESS_BYTES, LANES
 from pallas_kernels.lane_arithmetic import (
     added_products,
@@ -31,7 +31,6 @@ from pallas_kernels.lane_code import (
     further,
     less,
     load_four,
-    load_late,
     only_where,
     store_shared,
     times,
@@ -51,7 +50,7 @@ class Rows:
     block's first, which has `count` at most. zero_centered: x is multiplied by 1 + weight. summed:
     less the sum of each part's numbers is put on chip at sums, [part, whole columns of a product].
     late: other blocks of this launch have written x; with a `wait` in at, x is awaited: as of
-    `load_awaited`.
+    `load_all`.
     """
 
     at: Mapping[str, Any]
@@ -143,11 +142,8 @@ class Rows:
 
     def _loaded(self, places: Sequence[tuple[int, int]]) -> list[Any]:
         """Some of a thread's accesses, as `places` has them."""
-        accesses = [(self._access(self._row(one), start), 0) for one, start in places]
-        if "wait" in self.at:
-            return load_awaited([(*each, 4) for each in accesses], self.at["wait"])
-        read = load_late if self.late else load_four
-        return [read(*each) for each in accesses]
+        accesses = [(self._access(self._row(one), start), 0, 4) for one, start in places]
+        return load_all(accesses, self.at, late=self.late)
 
     def _row(self, one: int) -> Any:
         row = further(self.at["x"], word(one * self.k * 2))

@@ -8,13 +8,12 @@ ternary_matmul_kernel.py and between_attentions_tiles.py.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels.awaited import load_awaited
+from pallas_kernels.awaited import load_all
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_arithmetic import (
     KINDS,
@@ -28,8 +27,6 @@ from pallas_kernels.lane_code import (
     accesses_of_thread,
     asm,
     further,
-    load_four,
-    load_late,
     only_where,
     store_shared,
     times,
@@ -42,19 +39,14 @@ SMALLEST = 1e-5  # of the largest magnitude that a row is scaled by
 MAGIC = "0f4B400000"  # 1.5 * 2^23, to which a number is added to be rounded; its bits are then last
 
 
-Access = tuple[Any, int]  # an address, and an offset
-
-
 def read_row(
-    address: Any, k: int, warps: int, read: Callable[[list[Access]], list[Any]] | None = None
+    address: Any, k: int, warps: int, at: Mapping[str, Any] | None = None, *, late: bool = False
 ) -> list[Any]:
-    """A thread's words of a row of k numbers. read: of addresses and offsets four words each;
-    None: nobody writes them.
-    """
+    """A thread's words of a row of k numbers. at, late: as of `load_all`."""
     mine, found = accesses_of_thread(k // EACH, warps * LANES), []
     starts = [further(address, times(place, 2 * EACH)) for place, _ in mine]
-    read = functools.partial(_each, load_four) if read is None else read
-    loaded = iter(read([(start, offset) for start in starts for offset in (0, EACH)]))
+    places = [(start, offset, 4) for start in starts for offset in (0, EACH)]
+    loaded = iter(load_all(places, at or {}, late=late))
     for _, there in mine:
         words = [*next(loaded), *next(loaded)]
         if there is not None:
@@ -81,13 +73,10 @@ def quantise_rows(
     at: addresses of x [m, k], norm [k] of x's dtype (if there is one) and, on chip, of rows, int8
     [m, k], and marks, words [3, m, warps]. weight: what `read_row` gave of the norm; None: it is
     not read yet. late: other blocks of this launch have written x; with a `wait` in at, x is
-    awaited: as of `load_awaited`. barrier: as in `over_block`.
+    awaited: as of `load_all`. barrier: as in `over_block`.
     """
     kind = KINDS[dtype]
     mine = accesses_of_thread(k // EACH, warps * LANES)
-    load_x = functools.partial(_each, load_late if late else load_four)
-    if "wait" in at:
-        load_x = functools.partial(_awaited, at["wait"])
 
     def joined(values: list[Any], operation: str, which: int, first: int) -> list[Any]:
         """Of some rows, over the block."""
@@ -101,7 +90,7 @@ def quantise_rows(
     for first in range(0, m, step):
         some = range(first, min(first + step, m))
         starts = [further(at["x"], word(2 * k * row)) for row in some]
-        rows = [read_row(start, k, warps, load_x) for start in starts]
+        rows = [read_row(start, k, warps, at, late=late) for start in starts]
         if weight is not None:
             squares = [sum_of_squares(words, kind) for words in rows]
             totals = joined(squares, "add.f32", 0, first)
@@ -123,14 +112,6 @@ def quantise_rows(
                 only_where(there, store_shared, further(target, times(place, EACH)), 0, four)
             sums.append(total)
     return scales, joined(sums, "add.s32", 2, 0)
-
-
-def _each(read: Callable[..., list[Any]], accesses: Sequence[Access]) -> list[Any]:
-    return [read(*each) for each in accesses]
-
-
-def _awaited(wait: Any, accesses: Sequence[Access]) -> list[Any]:
-    return load_awaited([(*each, 4) for each in accesses], wait)
 
 
 def add_bytes(words: list[Any], total: Any) -> Any:

@@ -12,11 +12,11 @@ from layers_calls import assert_right, call, poisoned
 from layers_lanes import by_lanes
 
 from pallas_kernels import (
+    awaited,
     decode_layers_attention,
     decode_layers_lanes,
     decode_layers_turn,
     quantized_finish,
-    quantized_rows,
 )
 from pallas_kernels.awaited import AWAITED
 from pallas_kernels.decode_layers_attention import Attention, Seen
@@ -98,17 +98,13 @@ CALLS: Any = {
 }
 
 
-# How the machine goes on
-HOW: Any = {"in turn": {}, "late stores": {"late_stores": True}}
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("late_stores", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_lanes(name: str, how: str, monkeypatch: pytest.MonkeyPatch):
+def test_lanes(name: str, late_stores: bool, monkeypatch: pytest.MonkeyPatch):
     config, blocks, make = CALLS[name]
     arguments = make()
     with monkeypatch.context() as patched:
-        ours = by_lanes(patched, poisoned(arguments), config, blocks, **HOW[how])
+        ours = by_lanes(patched, poisoned(arguments), config, blocks, late_stores=late_stores)
     assert_right(arguments, ours)
 
 
@@ -180,14 +176,14 @@ FAULTS: Any = {
     "nobody is a head": (Attention, "run", lambda *_: None, "wait for ever"),
     "what is awaited is not cleared": (decode_layers_lanes, "clear", lambda *_: None, "error is"),
     "what was there is not cleared": (quantized_finish, "store_awaited", without_clearing, "error"),
-    "numbers are not awaited": (quantized_rows, "load_awaited", at_once, "not finite"),
+    "numbers are not awaited": (awaited, "load_awaited", at_once, "not finite"),
     "heads are not awaited": (decode_layers_attention, "load_awaited", at_once, "not finite"),
     "blocks do not wait": (EarlyMeeting, "wait", lambda self, _: self.barrier(), "for ever"),
     "blocks do not see to it that all is cleared": (
         EarlyMeeting,
         "settle",
         lambda self: self.barrier(),
-        "error|finite|for ever",
+        "for ever",
     ),
     "nobody sees to it that numbers are there": (EarlyMeeting, "fence", lambda _: None, "for ever"),
 }
@@ -200,6 +196,6 @@ def test_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch):
     arguments = SEVERAL()
     monkeypatch.setattr(*what)
     given = poisoned(arguments), Config(4, 3, 2, turns=1), 3
-    run = partial(by_lanes, monkeypatch, *given, **HOW["late stores"])
+    run = partial(by_lanes, monkeypatch, *given, late_stores=True)
     with pytest.raises(AssertionError, match=said):
         assert_right(arguments, run())
