@@ -50,7 +50,7 @@ def decode(
         return None
     reason = why_not_together(blocks, x, rotary, caches)
     call: Any = () if reason else (x, *layers_of(blocks, rotary, caches))
-    meeting = ops.no_meeting_of_layers(blocks[0].self_attn.kv_heads)
+    meeting = ops.no_meeting()
     if _taken("decode_layers", how, reason, *call, meeting=meeting):
         with jax.named_scope("layers"):
             x, held, _ = ops.decode_layers(*call, meeting=meeting, implementation=how)

@@ -210,16 +210,15 @@ def _of_several_layers(
         rotary = [tables[kind] for kind in config.layer_types]
         caches = [cache.layer(i, cache.lengths) for i in range(len(blocks))]
         found["products"] = _of_products(blocks[-1], x, rotary[-1], caches[-1])
-        none, together = chain.why_not(blocks, x), None
+        none, together, meeting = chain.why_not(blocks, x), None, ops.no_meeting()
         if none is None:
             links = chain.links(blocks, x, rotary, caches)
             heads = jnp.zeros((1, 1, links[0].out.weight.shape[1]), x.dtype)
             call = heads, x, links[0]
-            found["linked"] = ops.explain("between_attentions", *call, meeting=ops.no_meeting())
+            found["linked"] = ops.explain("between_attentions", *call, meeting=meeting)
             together = chain.why_not_together(blocks, x, rotary, caches)
         if none is None and together is None:
             layers = chain.layers_of(blocks, rotary, caches)
-            meeting = ops.no_meeting_of_layers(config.num_key_value_heads)
             found["layers"] = ops.explain("decode_layers", x, *layers, meeting=meeting)
         found["none"] = none or together
 

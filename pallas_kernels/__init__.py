@@ -13,7 +13,7 @@ from pallas_kernels.between_attentions import Following, Link, Weights, between_
 from pallas_kernels.cast_transpose import cast_transpose
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.decode_layers import Layer, Token, decode_layers, meeting_words
+from pallas_kernels.decode_layers import Layer, Token, decode_layers
 from pallas_kernels.embedding import embedding
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.gemv import gemv
@@ -51,7 +51,6 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "matmul",
-    "meeting_words",
     "quantize",
     "quantized_matmul",
     "relu2_glu",

@@ -22,6 +22,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from pallas_kernels.device import ACCESS_BYTES
 from pallas_kernels.lane_code import (
     MOST_POLLS,
+    as_word,
     asm,
     further,
     less,
@@ -35,30 +36,42 @@ from pallas_kernels.lane_code import (
 
 AWAITED = 0xFFFF
 BOTH = 0xFFFFFFFF  # of a word
-Place = tuple[Any, int, int]  # an address, an offset, and how many words lie there
+# An address, an offset, and how many words lie there; and where they are read, else they are zeros
+Place = tuple[Any, int, int] | tuple[Any, int, int, Any]
 
 
-def load_awaited(places: Sequence[Place], wait: Any = None) -> list[list[Any]]:
-    """Words of global memory, two or four at each place, when none has a half that is AWAITED.
+def load_awaited(
+    places: Sequence[Place], wait: Any = None, *, whole: bool = False
+) -> list[list[Any]]:
+    """Words of global memory, two or four at each place, when none has a half that is AWAITED;
+    whole: when none is all ones.
 
     wait: a word; where it is 0, what is there is taken; None: nowhere.
     """
-    ends = list(itertools.accumulate((words for *_, words in places), initial=0))
-    count, loads = ends[-1], ""
-    for i, (_, offset, words) in enumerate(places):
-        to = ", ".join(f"${ends[i] + j}" for j in range(words))
+    ends = list(itertools.accumulate((place[2] for place in places), initial=0))
+    count, zeros, loads = ends[-1], "", ""
+    operands = [place[0] for place in places]
+    for i, (_, offset, words, *where) in enumerate(places):
+        to = [f"${ends[i] + j}" for j in range(words)]
+        for here in where:
+            zeros += "".join(f"mov.b32 {each}, 0; " for each in to)
+            loads += f"setp.ne.u32 p, ${count + len(operands)}, 0; @p "
+            operands.append(as_word(here))
+        to = ", ".join(to)
         loads += f"ld.relaxed.gpu.global.v{words}.u32 {{{to}}}, [${count + i} + {offset}]; "
-    largest = "".join(f" max.u16x2 m, m, ${i};" for i in range(count))
-    waits = "" if wait is None else f"setp.ne.and.u32 p, ${count + len(places)}, 0, p;"
+    kind, least = ("u32", BOTH) if whole else ("u16x2", AWAITED)
+    largest = "".join(f" max.{kind} m, m, ${i};" for i in range(count))
+    halves = f"shr.u32 n, m, 16; and.b32 m, m, {AWAITED}; max.u32 m, m, n;"
+    waits = "" if wait is None else f"setp.ne.and.u32 p, ${count + len(operands)}, 0, p;"
+    operands += [] if wait is None else [wait]
     done = asm(
-        f"""{{ .reg .pred p, q; .reg .b32 m, n, polls; mov.b32 polls, 0;
-            again: {loads}mov.b32 m, 0;{largest} shr.u32 n, m, 16; and.b32 m, m, {AWAITED};
-            max.u32 m, m, n; setp.eq.u32 p, m, {AWAITED}; {waits}
+        f"""{{ .reg .pred p, q; .reg .b32 m, n, polls; mov.b32 polls, 0; {zeros}
+            again: {loads}mov.b32 m, 0;{largest} {"" if whole else halves}
+            setp.eq.u32 p, m, {least}; {waits}
             add.u32 polls, polls, 1; setp.gt.u32 q, polls, {MOST_POLLS}; @q trap;
             @p bra again; }}""",
         "r" * count,
-        *(address for address, *_ in places),
-        *([] if wait is None else [wait]),
+        *operands,
         effects=True,
         again=True,
     )

@@ -10,7 +10,7 @@ Of each layer, whose weights and cache are its own, and whose shapes are those o
 
 x [*B, D], *B one row. Weights are as in between_attentions.py, which has a layer's products in a
 launch and the attention in one of its own: beside their bytes these two take 7 us and more, and
-here a layer has five meetings of all blocks, of 1 us or less each, while weights come on chip.
+here a layer has four meetings of all blocks, of 1 us or less each, while weights come on chip.
 `decode_layers_lanes` says what a block does. The gradient is that of the plain path.
 Source of norm and rotation: around_product.py; of the formats: quantize.py; of the attention:
 decode_attention.py.
@@ -128,11 +128,6 @@ class Token(NamedTuple):
     gate: str = "swiglu"
 
 
-def meeting_words(kv_heads: int) -> int:
-    """Of a `meeting`."""
-    return MEETING_WORDS + kv_heads
-
-
 def decode_layers(
     x: Float[Array, "*B D"],
     layers: Sequence[Layer],
@@ -145,8 +140,7 @@ def decode_layers(
     """(y, of each layer (k, v) with the token in them, meeting): what the layers make of x.
 
     k and v are the cache's own memory if nothing else needs that.
-    meeting: int32 zeros, `meeting_words(K)` of them. They come back as zeros, to be handed to the
-    next call.
+    meeting: int32 zeros, as of `between_attentions`.
     kv_lengths below 1 count as 1, above S as S.
     Dtypes, rounding, and that all blocks must run at once: as of `between_attentions`; what the
     heads see is bfloat16, its scores and sums float32, and weights of values are rounded.
@@ -355,7 +349,7 @@ def check(x, layers: Sequence[Layer], token: Token, meeting) -> None:
         check_scale(NAME, token.scale)
     if not isinstance(token.window, Tracer):  # which `why_not` has a phrase for
         check_window(NAME, token.window)
-    check_meeting(meeting, meeting_words(kv_heads), who=NAME)
+    check_meeting(meeting, MEETING_WORDS, who=NAME)
 
 
 def _own(plan: Plan, layer: Layer) -> list[Any]:

@@ -7,7 +7,8 @@ right side of a product with the values, of which a lane pairs those of two keys
 A block makes q and the token's key of what the product before gives (decode_layers_turn.py). That
 key and its value are the first warp's of a head's first block, as they are: in the cache they are
 for later tokens.
-Sums that warps have meet on chip, those of several blocks in memory: whoever comes last adds them.
+Sums that warps have meet on chip, those of several blocks in memory, where a head's first block
+awaits the others'.
 As in lane_code.py, values are those of one thread. Imported only by decode_layers_lanes.py.
 Source of the split and of what is carried: FlashAttention 2, Dao 2023, arXiv:2307.08691.
 """
@@ -36,7 +37,6 @@ from pallas_kernels.lane_arithmetic import (
 )
 from pallas_kernels.lane_code import (
     accesses_of_thread,
-    as_word,
     asm,
     equal,
     further,
@@ -52,7 +52,6 @@ from pallas_kernels.lane_code import (
     without,
     word,
 )
-from pallas_kernels.meeting import Meeting
 from pallas_kernels.quantized_matmul_config import ACROSS, MMA_COLUMNS
 
 AT_ONCE = 8  # blocks' parts that a thread asks for at a time
@@ -108,10 +107,10 @@ class Attention:
     """Of a layer, a block's part."""
 
     def __init__(self, attend: Attend, seen: Seen, at: Mapping[str, Any]):
-        """at: addresses of qkv [1, (N + 2K) H] and heads [1, N H], both awaited, of spent, where
-        heads lay in the layer before, of what `Turn` takes, of slots, where the token's key goes,
-        of the layer's k and v, of the blocks' parts [K, splits, N / K, H] and stats
-        [K, splits, N / K, 2], float32, and of counts [K], zeros before and after; on chip of kept.
+        """at: addresses of qkv [1, (N + 2K) H], heads [1, N H] and parts, float32
+        [K, splits, N / K, H] with [K, splits, N / K, 2] behind it, all awaited; of "heads spent"
+        and "parts spent", where these will be awaited in a later layer; of what `Turn` takes, of
+        slots, where the token's key goes, and of the layer's k and v; on chip of kept.
         """
         self.attend, self.seen, self.at = attend, seen, at
         thread = mgpu_utils.thread_idx()
@@ -138,22 +137,24 @@ class Attention:
                     at = further(arith.addi(self.at[name], times_long(key, a.row_bytes)), offset)
                     only_where(inside, asm, "prefetch.global.L2 [$0];", "", at)
 
-    def ask(self) -> Asked:
+    def _ask(self) -> Asked:
         """For what does not wait for q, k and v."""
         a, seen, slot = self.attend, self.seen, load_word(self.at["slots"])
         accesses = accesses_of_thread(a.turn_accesses, self.threads)
         turns = [Turn(a, seen.head, *each, self.at) for each in accesses]
-        return Asked(slot, turns, self._loaded(slot, word(0), seen.mine))
+        return Asked(slot, turns, self._loaded(slot, word(0)))
 
-    def run(self, asked: Asked, barrier: Callable[[], None]) -> None:
+    def run(self, barrier: Callable[[], None]) -> None:
         """All of it. barrier: where the threads meet, all of which must come."""
         with mgpu_utils.when(self.seen.mine):
+            asked = self._ask()
+            barrier()  # the product before is done with what is kept on chip
             q, own = self._token(asked, barrier)
             each = functools.partial(self._turn, q, asked.slot)
             turns = mgpu_utils.fori(self.seen.turns, [*own, *asked.loaded])(each)
             self._show(list(turns.results)[: len(own)])
             barrier()
-            self._join(barrier)
+            self._join()
 
     # a warp
 
@@ -228,11 +229,11 @@ class Attention:
         first = arith.addi(self.seen.first(turn), start)
         return [arith.addi(first, word(KEYS * i)) for i in range(self.attend.pieces)]
 
-    def _loaded(self, slot: Any, turn: Any, where: Any = None) -> list[Any]:
+    def _loaded(self, slot: Any, turn: Any) -> list[Any]:
         """The words of a turn's keys and values that a lane has, of each piece: of a key what
         meets q's, and of two the columns of their values; behind the last key that one's. The
         token's may be on their way: its value is zeros, and what its key is spoils but the score of
-        that, which does not count. where: None: everywhere.
+        that, which does not count.
         """
         a, found = self.attend, []
         start = times(self.seen.head, 2 * a.width)
@@ -241,19 +242,18 @@ class Attention:
             at = arith.addi(self.at["k"], times_long(key, a.row_bytes))
             at = further(at, arith.addi(start, times(self.across, ACCESS_BYTES)))
             for i in range(a.accesses):
-                found += load_late(at, 2 * SPAN * i, where=where)
+                found += load_late(at, 2 * SPAN * i)
             for e in range(2):
                 key = arith.addi(arith.addi(first, times(self.across, 2)), word(e))
                 key = self.seen.within(key)
                 at = further(arith.addi(self.at["v"], times_long(key, a.row_bytes)), start)
                 at = further(at, times(self.row, 2 * a.columns))
-                other = unlike(key, slot)
-                other = other if where is None else arith.andi(where, other)
-                found += [word for access in self._of_value(at, other) for word in access]
+                words = self._of_value(at, unlike(key, slot))
+                found += [word for access in words for word in access]
         return found
 
-    def _of_value(self, at: Any, where: Any = None) -> list[Words]:
-        """What a lane has of a value, whose first number for the lane lies there."""
+    def _of_value(self, at: Any, where: Any) -> list[Words]:
+        """What a lane has of a value, whose first number for it lies there; zeros where not."""
         return [load_late(*place, where) for place in self._places_of_value(at)]
 
     def _places_of_value(self, at: Any) -> list[tuple[Any, int, int]]:
@@ -342,20 +342,13 @@ class Attention:
 
     # the block, and others
 
-    def _join(self, barrier: Callable[[], None]) -> None:
-        """Adds up what the warps have, and what other blocks have of the head."""
-        alone, several = less(self.seen.blocks, 2), less(word(1), self.seen.blocks)
+    def _join(self) -> None:
+        """Adds up what the warps have, and a head's first block what its others have."""
+        first, other = less(self.seen.split, 1), less(word(0), self.seen.split)
         for place, inside in self._places():
             part = joined([self._of_warp(i, place) for i in range(self.attend.warps)])
-            only_where(_both(alone, inside), self._write, place, part)
-            only_where(_both(several, inside), self._leave, place, part)
-        only_where(several, self._join_blocks, barrier)
-
-    def _join_blocks(self, barrier: Callable[[], None]) -> None:
-        """Adds up what the blocks have, in the last of them."""
-        with mgpu_utils.when(self._is_last(barrier)):
-            for place, inside in self._places():
-                only_where(inside, self._write_all, place)
+            only_where(_both(first, inside), self._write_all, place, part)
+            only_where(_both(other, inside), self._leave, place, part)
 
     def _places(self) -> list[tuple[Any, Any]]:
         """A thread's: of which four columns of which head."""
@@ -382,64 +375,53 @@ class Attention:
         at = further(self.at["heads"], times(self.first_head, 2 * self.attend.width))
         text = "st.relaxed.gpu.global.v2.u32 [$0], {$1, $2};"  # others wait for it
         asm(text, "", further(at, times(place, 8)), *words)
-        at = further(self.at["spent"], times(self.first_head, 2 * self.attend.width))
+        at = further(self.at["heads spent"], times(self.first_head, 2 * self.attend.width))
         asm(text, "", further(at, times(place, 8)), *[word(BOTH)] * 2)
 
-    def _part_at(self, split: Any, place: Any) -> tuple[Any, Any]:
+    def _part_at(self, name: str, split: Any, place: Any) -> tuple[Any, Any]:
         """Where a block's part of a place lies, and its largest score and sum."""
         a = self.attend
         block = arith.addi(times(self.seen.head, a.splits), split)
-        at = further(self.at["parts"], times(block, 4 * a.group * a.width))
+        at = further(self.at[name], times(block, 4 * a.group * a.width))
         head = arith.addi(times(block, a.group), self._of_head(place))
-        return further(at, times(place, 16)), further(self.at["stats"], times(head, 8))
+        stats_at = further(self.at[name], word(a.parts_stats_at))
+        return further(at, times(place, ACCESS_BYTES)), further(stats_at, times(head, 8))
 
     def _leave(self, place: Any, part: Part) -> None:
         """Writes the block's part of four columns."""
         top, total, sums = part
-        at, stats_at = self._part_at(self.seen.split, place)
-        asm("st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", at, *sums)
         first = less(arith.remui(place, word(self.attend.width // 4)), 1)
-        text = "st.global.v2.f32 [$0], {$1, $2};"
-        only_where(first, asm, text, "", stats_at, top, total)
+        four = "st.relaxed.gpu.global.v4.b32 [$0], {$1, $2, $3, $4};"
+        two = "st.relaxed.gpu.global.v2.b32 [$0], {$1, $2};"
+        ones = [word(BOTH)] * 4
+        written = {"parts": (sums, [top, total]), "parts spent": (ones, ones[:2])}
+        for name, (numbers, stats) in written.items():
+            at, stats_at = self._part_at(name, self.seen.split, place)
+            asm(four, "", at, *numbers)
+            only_where(first, asm, two, "", stats_at, *stats)
 
-    def _is_last(self, barrier: Callable[[], None]) -> Any:
-        """Counts the block; whether it is the last of its head's, whose parts can be read then."""
-        barrier()
-        flag = self.at["kept"]
-        first = less(self.thread, 1)
-        only_where(first, Meeting.fence)
-        most = arith.subi(self.seen.blocks, word(1))
-        text = """{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0;
-            @p atom.inc.relaxed.gpu.global.u32 $0, [$1], $3; }"""
-        count = further(self.at["counts"], times(self.seen.head, 4))
-        before = asm(text, "r", count, as_word(first), most, effects=True)
-        only_where(first, Meeting.fence)
-        text = f"st.shared.u32 [$0 + {self.attend.flag_at}], $1;"
-        only_where(first, asm, text, "", flag, before)
-        barrier()
-        text = f"ld.shared.u32 $0, [$1 + {self.attend.flag_at}];"
-        return equal(asm(text, "r", flag, effects=True), most)
-
-    def _write_all(self, place: Any) -> None:
-        """The result of four columns of all blocks' parts."""
+    def _write_all(self, place: Any, part: Part) -> None:
+        """The result of four columns of all blocks' parts, the first one's given."""
 
         def some(step: Any, carry: list[Any]) -> list[Any]:
             parts: list[Part] = [(carry[0], carry[1], carry[2:])]
-            for i in range(AT_ONCE):
-                split = arith.addi(times(step, AT_ONCE), word(i))
-                there = less(split, self.seen.blocks)
-                split = arith.minui(split, arith.subi(self.seen.blocks, word(1)))
-                at, stats_at = self._part_at(split, place)
-                top, total = all_floats(load_late(stats_at, 0, 2), "float32")
-                top = arith.select(there, top, number(UNSEEN))
-                total = arith.select(there, total, number(0))
-                parts.append((top, total, all_floats(load_late(at, 0), "float32")))
+            splits = [arith.addi(times(step, AT_ONCE), word(i + 1)) for i in range(AT_ONCE)]
+            there = [less(split, self.seen.blocks) for split in splits]
+            places = []
+            for split, here in zip(splits, there, strict=True):
+                at, stats_at = self._part_at("parts", split, place)
+                places += [(at, 0, 4, here), (stats_at, 0, 2, here)]
+            loaded = load_awaited(places, whole=True)
+            for here, sums, stats in zip(there, loaded[::2], loaded[1::2], strict=True):
+                top, total = all_floats(stats, "float32")
+                top = arith.select(here, top, number(UNSEEN))
+                parts.append((top, total, all_floats(sums, "float32")))
             top, total, sums = joined(parts)
             return [top, total, *sums]
 
-        steps = arith.divui(arith.addi(self.seen.blocks, word(AT_ONCE - 1)), word(AT_ONCE))
-        start = [number(UNSEEN), *[number(0)] * 5]
-        top, total, *sums = mgpu_utils.fori(steps, start)(some).results
+        steps = arith.divui(arith.addi(self.seen.blocks, word(AT_ONCE - 2)), word(AT_ONCE))
+        top, total, sums = part
+        top, total, *sums = mgpu_utils.fori(steps, [top, total, *sums])(some).results
         self._write(place, (top, total, list(sums)))
 
 

@@ -14,8 +14,12 @@ CACHE = [(None, "k"), (None, "v")]  # a layer's, of no product
 NORMS = ("q_norm", "k_norm")  # of heads
 OWN = ("codes", "scale", "zero", "row_scale", "bias", "norm")  # arrays of a product, by layer
 STREAM = [(0, "x"), (1, "residual"), (3, "out")]  # from layer to layer, which none has of its own
-COPIES = 2  # of what blocks hand each other: those of a layer and of the next one
-MEETINGS = 5  # of a layer: before each product, and before what the heads see
+# Of what blocks hand each other there are so many copies, for layers in turn; whoever writes one
+# makes that of so many layers later AWAITED; and blocks may be so many meetings behind others, of
+# which a layer has four. With 4, 2 and up to 5 nobody reads that copy any more (what down gives is
+# read until the next layer's third meeting), and that it is AWAITED is there before it is looked at
+# or written: the block that saw to it has come twice by then.
+COPIES, LATER, SLACK = 4, 2, 4
 KEYS = MMA_COLUMNS  # of a product with q
 EACH = ACCESS_BYTES // 2  # numbers of an access
 SPAN = ACROSS * EACH  # numbers of a key that four lanes have in one access
@@ -73,7 +77,23 @@ class Attend:
 
     @property
     def splits(self) -> int:
-        return self.num_blocks // self.kv_heads
+        most = -(-self.slots // (self.turns * self.turn_keys))
+        return min(self.num_blocks // self.kv_heads, most)
+
+    @property
+    def parts(self) -> int:
+        """Of heads, that blocks have."""
+        return self.kv_heads * self.splits * self.group
+
+    @property
+    def parts_stats_at(self) -> int:
+        """Behind the sums of these: of each the largest score and the sum."""
+        return 4 * self.parts * self.width
+
+    @property
+    def parts_bytes(self) -> int:
+        """Of both, in whole accesses."""
+        return self.parts_stats_at + 8 * (self.parts + self.parts % 2)
 
     @property
     def pieces(self) -> int:
@@ -110,14 +130,9 @@ class Attend:
         return 4 * self.warps * self.group * self.width
 
     @property
-    def flag_at(self) -> int:
-        """On chip, behind those: how many blocks were there before."""
-        return self.stats_at + 8 * self.warps * self.group
-
-    @property
     def heads_at(self) -> int:
         """On chip, behind that: q's heads of the group, and the token's key."""
-        return self.flag_at + ACCESS_BYTES
+        return self.stats_at + 8 * self.warps * self.group
 
     @property
     def turn_lanes(self) -> int:
@@ -158,10 +173,13 @@ class Plan(between.Plan):
 
     @property
     def handed_on(self) -> dict[str, int]:
-        """What blocks hand each other in a layer, one behind the other: bytes in bfloat16."""
+        """What blocks hand each other in a layer, one behind the other: bytes, of what they have of
+        heads in float32, of the rest in bfloat16.
+        """
         qkv, out, gate_up, down = (product.packed.shape for product in self.products)
         widths = {"qkv": qkv[0], "heads": out[1], "middle": out[0], "gated": gate_up[0] // 2}
-        return {name: 2 * width for name, width in (widths | {"stream": down[0]}).items()}
+        found = {name: 2 * width for name, width in (widths | {"stream": down[0]}).items()}
+        return {"parts": self.attend.parts_bytes, **found}
 
     @property
     def handed_bytes(self) -> int:

@@ -2,9 +2,9 @@
 
 Four warps of a block bring the weights of all layers on chip, as fast as there is room, and wait
 for nothing else; the others multiply as in `between_attentions`, and between q, k and v and the
-next product they are the heads. All blocks meet before each of the five, early, and await what they
-hand each other (awaited.py). Layers are alike, and so one loop; where the arrays of each lie stands
-in a table on chip.
+next product they are the heads. Blocks meet before each product, early, and await what they hand
+each other (awaited.py); the few that are heads await q, k and v without a meeting. Layers are
+alike, and so one loop; where the arrays of each lie stands in a table on chip.
 As in lane_code.py, values are those of one thread. Imported only by decode_layers_kernel.py.
 """
 
@@ -21,7 +21,15 @@ from pallas_kernels.awaited import clear
 from pallas_kernels.between_attentions_config import BRINGING
 from pallas_kernels.between_attentions_lanes import Chain, begin, divided
 from pallas_kernels.decode_layers_attention import Attention, Seen
-from pallas_kernels.decode_layers_config import COPIES, MEETINGS, NAMES, REGISTERS, STREAM, Plan
+from pallas_kernels.decode_layers_config import (
+    COPIES,
+    LATER,
+    NAMES,
+    REGISTERS,
+    SLACK,
+    STREAM,
+    Plan,
+)
 from pallas_kernels.device import LANES
 from pallas_kernels.lane_code import asm, equal, further, times, word
 from pallas_kernels.meeting import EarlyMeeting
@@ -55,7 +63,7 @@ class Layers:
         """
         self.plan, self.dtypes, self.at, self.chip = plan, dtypes, at, chip
         self.block, self.warps = block, plan.config.warps
-        self.meeting = EarlyMeeting(at["meeting"], plan.num_blocks, self.warps)
+        self.meeting = EarlyMeeting(at["meeting"], plan.num_blocks, self.warps, slack=SLACK)
 
     def run(self, own: Sequence[Sequence[Any]]) -> None:
         """All of it. own: of each layer the addresses of `Plan.own`."""
@@ -106,17 +114,14 @@ class Layers:
             for i, name in enumerate(NAMES):
                 if name == "out":
                     around = {**self.at, "kept": self.chip["kept"], **cache()}
-                    around |= {key: self._handed(key, layer) for key in ("qkv", "heads")}
-                    around["spent"] = self._handed("heads", layer, 1)
-                    attention = Attention(self.plan.attend, seen, around)
-                    self.meeting.come()
-                    asked = attention.ask()
-                    self._wait(layer, 1)
-                    attention.run(asked, self.meeting.barrier)
+                    around |= {key: self._handed(key, layer) for key in ("qkv", "heads", "parts")}
+                    for key in ("heads", "parts"):
+                        around[f"{key} spent"] = self._handed(key, layer, LATER)
+                    Attention(self.plan.attend, seen, around).run(self.meeting.barrier)
                 self.meeting.come()
                 if i == 0:
                     Attention(self.plan.attend, seen, cache()).prefetch()
-                at = chain.product(i, at, functools.partial(self._wait, layer, i + (i > 0)))
+                at = chain.product(i, at, functools.partial(self._wait, layer, i))
             return at
 
         del each_layer
@@ -137,8 +142,8 @@ class Layers:
         return further(at, times(copy, self.plan.handed_bytes))
 
     def _wait(self, layer: Any, which: int) -> None:
-        """Until all blocks have come to one of a layer's MEETINGS."""
-        self.meeting.wait(arith.addi(times(layer, MEETINGS), word(which + 1)))
+        """At one of a layer's meetings, of which there is one before each product."""
+        self.meeting.wait(arith.addi(times(layer, len(NAMES)), word(which + 1)))
 
     def _layer(self, layer: Any) -> tuple[Chain, Callable[[], dict[str, Any]]]:
         """A layer's products, and where its cache lies when that is asked for."""
@@ -155,7 +160,7 @@ class Layers:
         def pointers(product: int) -> dict[str, Any]:
             name = NAMES[product]
             shared = {key: self._handed(at, layer) for key, at in AROUND[name].items()}
-            shared["spent"] = self._handed(MADE[name], layer, 1)
+            shared["spent"] = self._handed(MADE[name], layer, LATER)
             # what comes in is there
             shared["wait"] = arith.minui(layer, word(1)) if product == 0 else None
             return {**self.chip, **own(product), **shared}

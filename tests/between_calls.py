@@ -83,10 +83,9 @@ def call(
 def jitted(
     arguments: dict[str, Any],
     kernel: Callable[..., Any] = between_attentions,
-    words: int = MEETING_WORDS,
     **how: Any,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The call as a function of its arrays and the meeting, of so many words, and these."""
+    """The call as a function of its arrays and the meeting, and these."""
     leaves, tree = jax.tree.flatten(arguments)
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
 
@@ -96,7 +95,7 @@ def jitted(
             every[place] = array
         return kernel(**jax.tree.unflatten(tree, every), meeting=meeting, **how)
 
-    return run, ([leaves[i] for i in places], jnp.zeros(words, jnp.int32))
+    return run, ([leaves[i] for i in places], jnp.zeros(MEETING_WORDS, jnp.int32))
 
 
 def shapes_of(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Each part of a block that has a way of its own (`Part`) runs in a thread of Pyth
 until it has to wait for what is not there yet; then the next one goes on. What is copied comes when
 somebody waits for it, and until then its place holds nothing (NaN). So that is seen here which
 `lane_machine` cannot: numbers read before they have come, a stage filled anew before it was read,
-who waits for ever, and what is told to others before they see it (`late_stores`).
+who waits for ever, and what is told to others before they see it (`late`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,15 +57,16 @@ class Blocks(Machine):
         threads: int,
         blocks: int,
         *,
-        late_stores: bool = False,
+        late: Collection[int] = (),
     ):
-        """late_stores: what a block writes to global memory others see when a thread of it comes to
-        a fence, and others go on before that; counts they see at once. And of those that need not
+        """late: of these blocks others see what they write to global memory when a thread of theirs
+        comes to a fence, or when nobody could go on otherwise, and others go on before that; counts
+        they see at once. And of those that need not
         wait the last part goes on, whenever one might have to wait, so that the first block does
         what others could read too early as late as can be.
         """
         super().__init__(arrays, shared, threads)
-        self.late_stores = late_stores
+        self.late = late
         self.pending: list[list[Any]] = [[] for _ in range(blocks)]  # which bytes, of which array
         fresh = self.memory["shared"]
         self.chips = [
@@ -125,13 +126,18 @@ class Blocks(Machine):
         """Lets the next part go on that need not wait."""
         last = -1 if self.running is None else self.running
         order = sorted(self.waiting, key=lambda i: (i <= last, i))
-        for number in sorted(order, reverse=True) if self.late_stores else order:
-            self.memory["shared"] = self.chips[self.parts[number].block]
-            self.block = self.parts[number].block
-            if self.waiting[number]():
-                self.running = number
-                self.turn.notify_all()
-                return
+        order = sorted(order, reverse=True) if self.late else order
+        late = [block for block, stores in enumerate(self.pending) if stores]
+        for block in [None, *late]:  # no store is late for ever
+            if block is not None:
+                self._settle(block)
+            for number in order:
+                self.memory["shared"] = self.chips[self.parts[number].block]
+                self.block = self.parts[number].block
+                if self.waiting[number]():
+                    self.running = number
+                    self.turn.notify_all()
+                    return
         if self.waiting:
             self.failed = AssertionError(f"parts {sorted(self.waiting)} wait for ever")
         self.turn.notify_all()
@@ -149,7 +155,7 @@ class Blocks(Machine):
 
     def until(self, there: Callable[[], bool]) -> None:
         """Goes on when it is there; until then others do."""
-        if there() and not self.late_stores:
+        if there() and not self.late:
             return
         assert self.running is not None, "there is somebody to wait for"
         number, mask = self.running, self.mask
@@ -174,7 +180,7 @@ class Blocks(Machine):
             return self._awaited(text, results, operands, how.get("again", False))
         if " bra " in text:
             return self._loop(text, operands)
-        if self.late_stores and text.startswith("fence.acq_rel.gpu") and self.mask.any():
+        if self.late and text.startswith("fence.acq_rel.gpu") and self.mask.any():
             self.until(lambda: True)  # others go on before it
             self._settle(self.block)
             return None
@@ -224,7 +230,7 @@ class Blocks(Machine):
 
         if not one.any():
             there()
-        elif not (there() and not self.late_stores):
+        elif not (there() and not self.late):
             self.until(there)
         return found
 
@@ -239,7 +245,7 @@ class Blocks(Machine):
         return found
 
     def store(self, space: str, addresses: np.ndarray, size: int, values: list[Any]) -> None:
-        if space != "global" or not self.late_stores or self.at_once:
+        if space != "global" or self.block not in self.late or self.at_once:
             super().store(space, addresses, size, values)
             return
         words = np.stack([v.astype(f"u{size}") for v in values], axis=1)

@@ -20,7 +20,6 @@ from pallas_kernels.decode_layers import (
     Token,
     decode_layers,
     decode_layers_reference,
-    meeting_words,
 )
 from pallas_kernels.packed import PLAIN
 
@@ -83,8 +82,7 @@ def call(
 
 def jitted(arguments: dict[str, Any], **how: Any) -> tuple[Any, tuple[Any, ...]]:
     """The call as a function of its arrays and the meeting, and these."""
-    words = meeting_words(arguments["token"].rotary.kv_heads)
-    return between_calls.jitted(arguments, decode_layers, words, **how)
+    return between_calls.jitted(arguments, decode_layers, **how)
 
 
 def seen(arguments: dict[str, Any]) -> int:

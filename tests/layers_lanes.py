@@ -10,7 +10,8 @@ from lane_blocks import Blocks, Part
 from lane_machine import LANES, stand_in
 
 from pallas_kernels import decode_layers_attention, decode_layers_lanes, decode_layers_turn
-from pallas_kernels.decode_layers import _own, meeting_words, plan_of
+from pallas_kernels.between_attentions_config import MEETING_WORDS
+from pallas_kernels.decode_layers import _own, plan_of
 from pallas_kernels.decode_layers_config import COPIES, Config
 from pallas_kernels.decode_layers_lanes import Layers
 from pallas_kernels.device import Device
@@ -26,18 +27,14 @@ def by_lanes(
     device = Device("gpu", "NVIDIA H200", 9.0, blocks)
     plan = plan_of(x, layers, token, config=config, device=device)
     assert plan.problem() is None
-    a, d = plan.attend, x.shape[1]
-    names = plan.own
+    d, names = x.shape[1], plan.own
     held: dict[str, Any] = {"x": x, "slots": token.slots, "lengths": token.kv_lengths}
     held |= {name: getattr(token.rotary, name).astype(x.dtype) for name in ("cos", "sin")}
-    held["meeting"] = np.zeros(meeting_words(a.kv_heads), np.uint32)
+    held["meeting"] = np.zeros(MEETING_WORDS, np.uint32)
     for i, layer in enumerate(layers):
         held |= {f"{i} {name}": a for name, a in zip(names, _own(plan, layer), strict=True)}
     held["y"] = np.full((1, d), np.nan, x.dtype)
     held["handed"] = np.ones(COPIES * plan.handed_bytes // 2, x.dtype)  # of another call
-    lead = (a.kv_heads, a.splits, a.group)
-    for name, n in (("parts", a.width), ("stats", 2)):
-        held[f"blocks' {name}"] = np.full((*lead, n), np.nan, np.float32)
     held = {name: np.asarray(array) for name, array in held.items()}
     threads = config.warps * LANES
     machine = Blocks(held, plan.scratch_bytes(), threads + 4 * LANES, blocks, **how)
@@ -50,8 +47,6 @@ def by_lanes(
             dtypes[product][name] = array.dtype
     shared = ("x", "y", "cos", "sin", "slots", "lengths", "meeting", "handed")
     around = {name: at[name] for name in shared}
-    around |= {name: at[f"blocks' {name}"] for name in ("parts", "stats")}
-    around["counts"] = machine.constant(int(at["meeting"].bits[0]) + 8, "i64")
     own = [[at[f"{i} {entry}"] for entry in names] for i in range(len(layers))]
     parts = []
     for block in range(blocks):

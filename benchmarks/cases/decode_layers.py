@@ -20,12 +20,12 @@ from benchmarks.cases.between_attentions import filled, link_of, made_of
 from benchmarks.models import QWEN3
 from jaxllm import ops
 from pallas_kernels.around_product import Norm, Rotary
+from pallas_kernels.between_attentions_config import MEETING_WORDS
 from pallas_kernels.decode_layers import (
     Layer,
     Token,
     decode_layers,
     decode_layers_reference,
-    meeting_words,
 )
 from pallas_kernels.measure import size_bytes
 from pallas_kernels.packed import PLAIN
@@ -108,8 +108,7 @@ def _make(structure: Any, how: Any, width: int, keys: int, key: jax.Array) -> tu
 
 def _call(structure: Any, run: Any, x: Any, *arrays: Any) -> Any:
     layers, token = filled(structure, arrays)
-    words = meeting_words(token.rotary.kv_heads)
-    y, caches, *_ = run(x, layers, token, meeting=jnp.zeros(words, jnp.int32))
+    y, caches, *_ = run(x, layers, token, meeting=jnp.zeros(MEETING_WORDS, jnp.int32))
     return y, caches
 
 

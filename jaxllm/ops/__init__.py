@@ -24,7 +24,6 @@ from jaxllm.ops.decode_layers import (
     Layer,
     Token,
     decode_layers,
-    no_meeting_of_layers,
 )
 from jaxllm.ops.fused_linear import (
     EPILOGUES,
@@ -153,7 +152,6 @@ __all__ = [
     "log_probs",
     "name_for",
     "no_meeting",
-    "no_meeting_of_layers",
     "rms_norm",
     "rope",
     "sampling_threshold",

@@ -20,7 +20,7 @@ from jaxllm.ops.between_attentions import (
 )
 from jaxllm.ops.fused_linear import Cache, fused_linear
 from pallas_kernels.between_attentions import Link
-from pallas_kernels.decode_layers import Layer, Token, check, meeting_words, why_not
+from pallas_kernels.decode_layers import Layer, Token, check, why_not
 from pallas_kernels.decode_layers import decode_layers as in_one_launch
 from pallas_kernels.device import INTERPRETED_OP_BY_OP
 from pallas_kernels.measure import size_bytes
@@ -32,11 +32,6 @@ from pallas_kernels.measure import size_bytes
 # for 4096 Llama-3.1-8B (16 MiB) makes 663 and 661 in int4, 454 and 441 to 449 in int8. Neither more
 # of these was timed, nor weights between int8's and bfloat16's, nor an H100: benchmarks/notes.md
 MOST_BYTES, MOST_CACHE_BYTES = 256 * 2**20, 16 * 2**20
-
-
-def no_meeting_of_layers(kv_heads: int) -> Int[Array, " words"]:
-    """What a chain of calls of `decode_layers` begins with."""
-    return jnp.zeros(meeting_words(kv_heads), jnp.int32)
 
 
 def decode_layers(
@@ -51,7 +46,7 @@ def decode_layers(
 
     layers: each with its weights, arrays or packed, and its cache. token: what they have in common;
     kv_lengths below 1 count as 1, above S as S.
-    meeting: `no_meeting_of_layers(K)`, or what the call before has returned.
+    meeting: `no_meeting()`, or what the call before has returned.
     "xla" computes it op by op, each by the same `implementation`; "pallas" takes bfloat16, and the
     whole GPU while it runs.
     Raises: ValueError if shapes or dtypes disagree. NotImplementedError if the named implementation
@@ -133,4 +128,4 @@ DECODE_LAYERS: Table = {
     "xla": Implementation(_op_by_op),
 }
 
-__all__ = ["DECODE_LAYERS", "Layer", "Token", "decode_layers", "no_meeting_of_layers"]
+__all__ = ["DECODE_LAYERS", "Layer", "Token", "decode_layers"]

@@ -87,6 +87,40 @@ def test_half_a_word_is_awaited(shift: int, monkeypatch: pytest.MonkeyPatch):
     np.testing.assert_array_equal(np.stack([each.bits for each in found], axis=1), words)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_whole_word_is_awaited(whole: bool, monkeypatch: pytest.MonkeyPatch):
+    """A half of a float32 may be all ones. What is not read is not waited for."""
+    words = np.full((LANES, 2), 7, np.uint32)
+    words[5, 1] = 0xFFFFFFFF
+    machine = Blocks(
+        {"x": words, "elsewhere": np.full_like(words, 0xFFFFFFFF)}, {"chip": 16}, 32, 2
+    )
+    stand_in(monkeypatch, machine, (awaited, lane_code))
+    lane = Value(np.arange(LANES), "i32")
+    x, elsewhere = (further(machine.at[name], times(lane, 8)) for name in ("x", "elsewhere"))
+    here = lane_code.less(lane, LANES // 2)
+    found: list[Any] = []
+
+    def read() -> None:
+        found.extend(load_awaited([(x, 0, 2), (elsewhere, 0, 2, here)], whole=whole))
+
+    def write() -> None:
+        machine.content("x", np.uint32, words.shape)[5, 1] = 0x3F80FFFF
+        machine.content("elsewhere", np.uint32, words.shape)[: LANES // 2] = 9
+
+    parts = [Part(0, 0, LANES, read), Part(1, 0, LANES, write)]
+    if not whole:
+        with pytest.raises(AssertionError, match="wait for ever"):
+            machine.together(parts)
+        return
+    machine.together(parts)
+    ours = np.stack([each.bits for words in found for each in words], axis=1)
+    words[5, 1] = 0x3F80FFFF
+    np.testing.assert_array_equal(ours[:, :2], words)
+    nines = np.where(np.arange(LANES) < LANES // 2, 9, 0)
+    np.testing.assert_array_equal(ours[:, 2:], np.stack([nines, nines], axis=1))
+
+
 def test_who_never_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(AssertionError, match="wait for ever"):
         handed_on(monkeypatch, None, written=False)

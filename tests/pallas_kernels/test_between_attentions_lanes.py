@@ -87,13 +87,13 @@ CALLS: Any = {
 }
 
 
-@pytest.mark.parametrize("late_stores", [False, True])
+@pytest.mark.parametrize("all_late", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_lanes(name: str, late_stores: bool, monkeypatch: Any):
+def test_lanes(name: str, all_late: bool, monkeypatch: Any):
     config, blocks, make = CALLS[name]
     arguments = make()
     with monkeypatch.context() as patched:
-        ours = by_lanes(patched, arguments, config, blocks, late_stores=late_stores)
+        ours = by_lanes(patched, arguments, config, blocks, late=range(blocks * all_late))
     assert_right(arguments, ours)
 
 
@@ -143,6 +143,6 @@ def test_faults_are_seen(fault: str, monkeypatch: Any):
     *what, said = FAULTS[fault]
     arguments = call(128, 256, (2, 1, 64), PLAIN, post_norms="out")
     monkeypatch.setattr(*what)
-    run = partial(by_lanes, monkeypatch, arguments, Config(4, 3, 2), 3, late_stores=True)
+    run = partial(by_lanes, monkeypatch, arguments, Config(4, 3, 2), 3, late=range(3))
     with pytest.raises(AssertionError, match=said):
         assert_right(arguments, run())

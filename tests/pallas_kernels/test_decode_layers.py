@@ -23,11 +23,11 @@ from quantized_calls import BF16
 from jaxllm import aot
 from pallas_kernels import _compat, device
 from pallas_kernels.around_product import Norm, Rotary
+from pallas_kernels.between_attentions_config import MEETING_WORDS
 from pallas_kernels.decode_layers import (
     MOST_ARRAYS,
     decode_layers,
     decode_layers_reference,
-    meeting_words,
     plan_of,
     why_not,
 )
@@ -405,7 +405,7 @@ def test_vmap_on_a_gpu():
     arguments = call(*QWEN, slots=64, keys=40)
     x = arguments.pop("x")
     rows = jnp.stack([x, 2 * x, -x])
-    meeting = jnp.zeros(meeting_words(2), jnp.int32)
+    meeting = jnp.zeros(MEETING_WORDS, jnp.int32)
     run = partial(decode_layers, **arguments, meeting=meeting)
     y, _, _ = jax.vmap(lambda x: run(x))(rows)
     for i, row in enumerate(rows):
@@ -427,7 +427,6 @@ def test_a_hundred_times_on_a_gpu():
     written yet, which would be the other's.
     """
     arguments = call(*QWEN_3, layers=4, slots=2048, keys=2000, slot=900, head_norms="qk")
-    words = meeting_words(8)
 
     def of(sign: Any, meeting: Any) -> Any:
         x = sign * arguments["x"]
@@ -444,7 +443,7 @@ def test_a_hundred_times_on_a_gpu():
         ]
         return both, same & jnp.all(jnp.stack(equal)), meeting
 
-    first, meeting = jax.jit(of)(jnp.bfloat16(1), jnp.zeros(words, jnp.int32))
+    first, meeting = jax.jit(of)(jnp.bfloat16(1), jnp.zeros(MEETING_WORDS, jnp.int32))
     second, meeting = jax.jit(of)(jnp.bfloat16(-1), meeting)
     assert not np.array_equal(first[0], second[0])
     _, same, meeting = jax.jit(partial(jax.lax.fori_loop, 0, 100, again))(

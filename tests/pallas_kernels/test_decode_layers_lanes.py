@@ -20,7 +20,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.awaited import AWAITED
 from pallas_kernels.decode_layers_attention import Attention, Seen
-from pallas_kernels.decode_layers_config import Config
+from pallas_kernels.decode_layers_config import COPIES, Config
 from pallas_kernels.decode_layers_turn import Turn
 from pallas_kernels.lane_code import load_late, store_float
 from pallas_kernels.meeting import EarlyMeeting
@@ -90,6 +90,11 @@ CALLS: Any = {
         3,
         partial(call, 128, 128, (3, 1, 128), turned=96, head_norms="q", slot=7, scale=0.3),
     ),
+    "more layers than copies": (
+        Config(4, 2, 2, turns=1),
+        5,
+        partial(call, 128, 128, (2, 1, 64), layers=6, slots=100, keys=99),
+    ),
     "ternary, norms": (
         Config(4, 2, 1),
         5,
@@ -98,13 +103,13 @@ CALLS: Any = {
 }
 
 
-@pytest.mark.parametrize("late_stores", [False, True])
+@pytest.mark.parametrize("all_late", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_lanes(name: str, late_stores: bool, monkeypatch: pytest.MonkeyPatch):
+def test_lanes(name: str, all_late: bool, monkeypatch: pytest.MonkeyPatch):
     config, blocks, make = CALLS[name]
     arguments = make()
     with monkeypatch.context() as patched:
-        ours = by_lanes(patched, poisoned(arguments), config, blocks, late_stores=late_stores)
+        ours = by_lanes(patched, poisoned(arguments), config, blocks, late=range(blocks * all_late))
     assert_right(arguments, ours)
 
 
@@ -137,20 +142,24 @@ def without_clearing(address: Any, value: Any, spent: Any) -> None:
     store_float(address, value, "bfloat16")
 
 
-def at_once(places: Any, wait: Any = None) -> Any:
+def without_parts_of_others(self: Attention, place: Any, part: Any) -> None:
+    self._write(place, part)
+
+
+def at_once(places: Any, wait: Any = None, **how: Any) -> Any:
     return [load_late(*place) for place in places]
 
 
-def all_of(self: Attention, at: Any, where: Any = None, of: Any = Attention._of_value) -> Any:
-    return of(self, at)
+def all_of(self: Attention, at: Any, where: Any, of: Any = Attention._of_value) -> Any:
+    return of(self, at, None)
 
 
 FAULTS: Any = {
-    "of several blocks the first adds up": (
-        decode_layers_attention,
-        "equal",
-        lambda a, b: decode_layers_attention.less(a, 1),
-        "not finite|error is",
+    "of several blocks the first adds up its own": (
+        Attention,
+        "_write_all",
+        without_parts_of_others,
+        "error is",
     ),
     "keys behind the last are read": (
         Seen,
@@ -176,8 +185,14 @@ FAULTS: Any = {
     "nobody is a head": (Attention, "run", lambda *_: None, "wait for ever"),
     "what is awaited is not cleared": (decode_layers_lanes, "clear", lambda *_: None, "error is"),
     "what was there is not cleared": (quantized_finish, "store_awaited", without_clearing, "error"),
+    "what was there of heads becomes zeros": (decode_layers_attention, "BOTH", 0, "error is"),
     "numbers are not awaited": (awaited, "load_awaited", at_once, "not finite"),
-    "heads are not awaited": (decode_layers_attention, "load_awaited", at_once, "not finite"),
+    "q and parts of heads are not awaited": (
+        decode_layers_attention,
+        "load_awaited",
+        at_once,
+        "not finite",
+    ),
     "blocks do not wait": (EarlyMeeting, "wait", lambda self, _: self.barrier(), "for ever"),
     "blocks do not see to it that all is cleared": (
         EarlyMeeting,
@@ -187,15 +202,21 @@ FAULTS: Any = {
     ),
     "nobody sees to it that numbers are there": (EarlyMeeting, "fence", lambda _: None, "for ever"),
 }
+# Layers, and blocks whose stores are late; of the others three and all
+SEEN_WITH: Any = {
+    "what was there is not cleared": (COPIES + 1, range(3)),
+    "blocks do not see to it that all is cleared": (1, [0]),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch):
     """What the kernel must not do, done by one that is right otherwise."""
     *what, said = FAULTS[fault]
-    arguments = SEVERAL()
+    layers, late = SEEN_WITH.get(fault, (3, range(3)))
+    arguments = SEVERAL(layers=layers)
     monkeypatch.setattr(*what)
     given = poisoned(arguments), Config(4, 3, 2, turns=1), 3
-    run = partial(by_lanes, monkeypatch, *given, late_stores=True)
+    run = partial(by_lanes, monkeypatch, *given, late=late)
     with pytest.raises(AssertionError, match=said):
         assert_right(arguments, run())
