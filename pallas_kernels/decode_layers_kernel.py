@@ -25,7 +25,7 @@ from pallas_kernels.lane_code import by_thread, further, word
 
 def _halves(words: Any) -> Any:
     """The numbers of 16 bits of which words consist: in steps that XLA makes one with others."""
-    return (words[:, None] >> jnp.asarray([0, 16], jnp.int32)).astype(jnp.uint16)
+    return (words[:, None] >> jnp.asarray([[0, 16]], jnp.int32)).astype(jnp.uint16)
 
 
 def layers(

@@ -25,7 +25,7 @@ def run(arguments: dict[str, Any], implementation: str) -> Any:
     layers, token = arguments["layers"], arguments["token"]
 
     def of_x(x: jax.Array) -> Any:
-        how = {"meeting": ops.no_meeting_of_layers(1), "implementation": implementation}
+        how = {"meeting": ops.no_meeting(), "implementation": implementation}
         return ops.decode_layers(x, layers, token, **how)[:2]
 
     compiled = interpreted if "interpret" in implementation else lambda f, *a: jax.jit(f)(*a)
@@ -71,12 +71,12 @@ def test_what_auto_leaves_out(of: Any, phrase: str | None, monkeypatch: pytest.M
     ("change", "sentence"),
     [
         ({"layers": []}, "there are no layers"),
-        ({"meeting": jnp.zeros(99)}, r"meeting is float32\[99\], not int32\[3\]"),
+        ({"meeting": jnp.zeros(99)}, r"meeting is float32\[99\], not int32\[2\]"),
         ({"x": jnp.zeros((2, 128), jnp.bfloat16)}, r"cos must be \[2, 32\], got \[1, 32\]"),
     ],
 )
 def test_wrong_calls(change: dict[str, Any], sentence: str, implementation: str):
     """Whatever would compute it."""
-    arguments = {**call(*SMALL), "meeting": ops.no_meeting_of_layers(1), **change}
+    arguments = {**call(*SMALL), "meeting": ops.no_meeting(), **change}
     with pytest.raises(ValueError, match=f"^decode_layers.*{sentence}"):
         ops.decode_layers(**arguments, implementation=implementation)
