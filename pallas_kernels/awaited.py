@@ -1,12 +1,13 @@
-"""Numbers in bfloat16 that blocks of a launch hand each other, and that tell that they are there.
+"""Numbers that blocks of a launch hand each other, and that tell that they are there.
 
 Blocks count themselves when they have written numbers (`Meeting`), and whoever has seen the count
 reads them. For that they must be in the L2 before the count is, and so the writer waits for word
-that they are. Here the count may be first (`EarlyMeeting`): where a number will be there is
-AWAITED, all ones, until it comes, and a reader who finds one looks again: each half of a word for
-itself, since their writers may be two. (PTX's model of memory says nothing of words that are
-written by halves; the hardware writes no half in parts.) A conversion to bfloat16 gives no such
-number: of those that are none (NaN) it gives 0x7FFF.
+that they are. Here the count may be first (`EarlyMeeting`), or there may be none: where a number
+will be there is AWAITED, all ones, until it comes, and a reader who finds one looks again: each
+half of a word for itself, in bfloat16, since their writers may be two, or whole words, in float32.
+(PTX's model of memory says nothing of words that are written by halves; the hardware writes no half
+in parts.) A conversion to bfloat16 gives no such number, and no sum or product in float32: of those
+that are none (NaN) they give 0x7FFF and 0x7FFFFFFF.
 As in lane_code.py, values are those of one thread.
 """
 
@@ -36,12 +37,12 @@ from pallas_kernels.lane_code import (
 
 AWAITED = 0xFFFF
 BOTH = 0xFFFFFFFF  # of a word
-# An address, an offset, and how many words lie there; and where they are read, else they are zeros
-Place = tuple[Any, int, int] | tuple[Any, int, int, Any]
+Place = tuple[Any, int, int]  # an address, an offset, and how many words lie there
+Somewhere = tuple[Any, int, int, Any]  # as before, and where they are read: else they are zeros
 
 
 def load_awaited(
-    places: Sequence[Place], wait: Any = None, *, whole: bool = False
+    places: Sequence[Place | Somewhere], wait: Any = None, *, whole: bool = False
 ) -> list[list[Any]]:
     """Words of global memory, two or four at each place, when none has a half that is AWAITED;
     whole: when none is all ones.
@@ -62,8 +63,10 @@ def load_awaited(
     kind, least = ("u32", BOTH) if whole else ("u16x2", AWAITED)
     largest = "".join(f" max.{kind} m, m, ${i};" for i in range(count))
     halves = f"shr.u32 n, m, 16; and.b32 m, m, {AWAITED}; max.u32 m, m, n;"
-    waits = "" if wait is None else f"setp.ne.and.u32 p, ${count + len(operands)}, 0, p;"
-    operands += [] if wait is None else [wait]
+    waits = ""
+    if wait is not None:
+        waits = f"setp.ne.and.u32 p, ${count + len(operands)}, 0, p;"
+        operands.append(wait)
     done = asm(
         f"""{{ .reg .pred p, q; .reg .b32 m, n, polls; mov.b32 polls, 0; {zeros}
             again: {loads}mov.b32 m, 0;{largest} {"" if whole else halves}

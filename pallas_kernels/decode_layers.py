@@ -10,7 +10,8 @@ Of each layer, whose weights and cache are its own, and whose shapes are those o
 
 x [*B, D], *B one row. Weights are as in between_attentions.py, which has a layer's products in a
 launch and the attention in one of its own: beside their bytes these two take 7 us and more, and
-here a layer has four meetings of all blocks, of 1 us or less each, while weights come on chip.
+here a layer has four meetings of almost all blocks, of 1 us or less each, while weights come on
+chip.
 `decode_layers_lanes` says what a block does. The gradient is that of the plain path.
 Source of norm and rotation: around_product.py; of the formats: quantize.py; of the attention:
 decode_attention.py.
@@ -133,10 +134,10 @@ def decode_layers(
     layers: Sequence[Layer],
     token: Token,
     *,
-    meeting: Int[Array, " words"],
+    meeting: Int[Array, " 2"],
     config: Config | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "*B D"], list[tuple[Array, Array]], Int[Array, " words"]]:
+) -> tuple[Float[Array, "*B D"], list[tuple[Array, Array]], Int[Array, " 2"]]:
     """(y, of each layer (k, v) with the token in them, meeting): what the layers make of x.
 
     k and v are the cache's own memory if nothing else needs that.

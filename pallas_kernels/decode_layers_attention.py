@@ -108,9 +108,9 @@ class Attention:
 
     def __init__(self, attend: Attend, seen: Seen, at: Mapping[str, Any]):
         """at: addresses of qkv [1, (N + 2K) H], heads [1, N H] and parts, float32
-        [K, splits, N / K, H] with [K, splits, N / K, 2] behind it, all awaited; of "heads spent"
-        and "parts spent", where these will be awaited in a later layer; of what `Turn` takes, of
-        slots, where the token's key goes, and of the layer's k and v; on chip of kept.
+        [K, splits - 1, N / K, H] and [K, splits - 1, N / K, 2] behind it, all awaited; of "heads
+        spent" and "parts spent", where these will be awaited in a later layer; of what `Turn`
+        takes, of slots, where the token's key goes, and of the layer's k and v; on chip of kept.
         """
         self.attend, self.seen, self.at = attend, seen, at
         thread = mgpu_utils.thread_idx()
@@ -379,9 +379,11 @@ class Attention:
         asm(text, "", further(at, times(place, 8)), *[word(BOTH)] * 2)
 
     def _part_at(self, name: str, split: Any, place: Any) -> tuple[Any, Any]:
-        """Where a block's part of a place lies, and its largest score and sum."""
+        """Where the part of a place lies that a block has, not a head's first, and its largest
+        score and sum.
+        """
         a = self.attend
-        block = arith.addi(times(self.seen.head, a.splits), split)
+        block = arith.addi(times(self.seen.head, a.splits - 1), arith.subi(split, word(1)))
         at = further(self.at[name], times(block, 4 * a.group * a.width))
         head = arith.addi(times(block, a.group), self._of_head(place))
         stats_at = further(self.at[name], word(a.parts_stats_at))
@@ -390,15 +392,15 @@ class Attention:
     def _leave(self, place: Any, part: Part) -> None:
         """Writes the block's part of four columns."""
         top, total, sums = part
-        first = less(arith.remui(place, word(self.attend.width // 4)), 1)
+        of_head = less(arith.remui(place, word(self.attend.width // 4)), 1)
         four = "st.relaxed.gpu.global.v4.b32 [$0], {$1, $2, $3, $4};"
         two = "st.relaxed.gpu.global.v2.b32 [$0], {$1, $2};"
         ones = [word(BOTH)] * 4
-        written = {"parts": (sums, [top, total]), "parts spent": (ones, ones[:2])}
+        written = {"parts spent": (ones, ones[:2]), "parts": (sums, [top, total])}
         for name, (numbers, stats) in written.items():
             at, stats_at = self._part_at(name, self.seen.split, place)
             asm(four, "", at, *numbers)
-            only_where(first, asm, two, "", stats_at, *stats)
+            only_where(of_head, asm, two, "", stats_at, *stats)
 
     def _write_all(self, place: Any, part: Part) -> None:
         """The result of four columns of all blocks' parts, the first one's given."""

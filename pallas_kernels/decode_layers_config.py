@@ -16,9 +16,9 @@ OWN = ("codes", "scale", "zero", "row_scale", "bias", "norm")  # arrays of a pro
 STREAM = [(0, "x"), (1, "residual"), (3, "out")]  # from layer to layer, which none has of its own
 # Of what blocks hand each other there are so many copies, for layers in turn; whoever writes one
 # makes that of so many layers later AWAITED; and blocks may be so many meetings behind others, of
-# which a layer has four. With 4, 2 and up to 5 nobody reads that copy any more (what down gives is
-# read until the next layer's third meeting), and that it is AWAITED is there before it is looked at
-# or written: the block that saw to it has come twice by then.
+# which a layer has four. With 4, 2 and up to 5 nobody reads that copy any more (what out gives is
+# read until the next layer's first meeting, down's until its third), and that it is AWAITED is
+# there before it is looked at or written: the block that saw to it has come twice by then.
 COPIES, LATER, SLACK = 4, 2, 4
 KEYS = MMA_COLUMNS  # of a product with q
 EACH = ACCESS_BYTES // 2  # numbers of an access
@@ -81,19 +81,19 @@ class Attend:
         return min(self.num_blocks // self.kv_heads, most)
 
     @property
-    def parts(self) -> int:
-        """Of heads, that blocks have."""
-        return self.kv_heads * self.splits * self.group
+    def num_parts(self) -> int:
+        """Of heads, that blocks leave to a key head's first one."""
+        return self.kv_heads * (self.splits - 1) * self.group
 
     @property
     def parts_stats_at(self) -> int:
         """Behind the sums of these: of each the largest score and the sum."""
-        return 4 * self.parts * self.width
+        return 4 * self.num_parts * self.width
 
     @property
     def parts_bytes(self) -> int:
         """Of both, in whole accesses."""
-        return self.parts_stats_at + 8 * (self.parts + self.parts % 2)
+        return self.parts_stats_at + 8 * (self.num_parts + self.num_parts % 2)
 
     @property
     def pieces(self) -> int:
@@ -131,7 +131,7 @@ class Attend:
 
     @property
     def heads_at(self) -> int:
-        """On chip, behind that: q's heads of the group, and the token's key."""
+        """On chip, behind those: q's heads of the group, and the token's key."""
         return self.stats_at + 8 * self.warps * self.group
 
     @property

@@ -7,7 +7,7 @@ only by decode_layers.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,18 @@ from pallas_kernels.device import THREADS, WARPS
 from pallas_kernels.lane_code import by_thread, further, word
 
 
-def _halves(words: Any) -> Any:
-    """The numbers of 16 bits of which words consist: in steps that XLA makes one with others."""
-    return (words[:, None] >> jnp.asarray([[0, 16]], jnp.int32)).astype(jnp.uint16)
+def side_by_side(
+    words: Mapping[str, jax.Array], numbers: Mapping[str, jax.Array]
+) -> tuple[jax.Array, dict[str, int]]:
+    """Int32 arrays and then those of 16 bits as one, uint16, and at which byte each begins: in
+    steps that XLA makes one launch of.
+    """
+    by = jnp.asarray([[0, 16]], jnp.int32)
+    halves = {name: (each[:, None] >> by).astype(jnp.uint16) for name, each in words.items()}
+    halves |= {name: lax.bitcast_convert_type(a, jnp.uint16) for name, a in numbers.items()}
+    ends = itertools.accumulate(2 * each.size for each in halves.values())
+    starts = dict(zip(halves, [0, *ends][:-1], strict=True))
+    return jnp.concatenate([each.reshape(-1) for each in halves.values()]), starts
 
 
 def layers(
@@ -47,11 +56,11 @@ def layers(
         [_compat.hold(array) if mine else array for array, mine in zip(layer, held, strict=True)]
         for layer in own
     ]
-    halves = [_halves(each) for each in (meeting, slots, lengths)]
-    halves += [lax.bitcast_convert_type(angle.astype(x.dtype), jnp.uint16) for angle in angles]
-    small = _compat.hold(jnp.concatenate([each.reshape(-1) for each in halves]))
-    starts = itertools.accumulate((2 * each.size for each in halves), initial=0)
-    starts = dict(zip(("meeting", "slots", "lengths", "cos", "sin"), starts, strict=False))
+    cos, sin = (angle.astype(x.dtype) for angle in angles)
+    small, starts = side_by_side(
+        {"meeting": meeting, "slots": slots, "lengths": lengths}, {"cos": cos, "sin": sin}
+    )
+    small = _compat.hold(small)
 
     def body(x_ref, own, small_ref, *results, **scratch):
         shared = dict(zip(("y", "handed"), results, strict=True))

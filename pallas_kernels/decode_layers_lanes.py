@@ -57,8 +57,8 @@ class Layers:
         block: Any,
     ):
         """dtypes: of each product, as `Chain` has them. at: addresses of what layers have in
-        common: x, y, cos, sin, slots, lengths, meeting, handed, COPIES of `Plan.handed_on`, and
-        what blocks have of the heads, as in `Attention`. chip: of `Plan.scratch_bytes`. block:
+        common: x, y, cos, sin, slots, lengths, meeting, and handed, COPIES of
+        `Plan.handed_on`. chip: of `Plan.scratch_bytes`. block:
         which one it is.
         """
         self.plan, self.dtypes, self.at, self.chip = plan, dtypes, at, chip

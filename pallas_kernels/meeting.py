@@ -75,7 +75,9 @@ class Meeting:
         return asm(text, "r", self.address, first, effects=True)
 
     def clear(self, gone: Any) -> None:
-        """Makes the words 0 again where all blocks have left; the second is it already."""
+        """Makes the words 0 again where all blocks have left, each behind a fence of its own behind
+        its count; the second is it already.
+        """
         last = equal(gone, word(self.num_blocks - 1))
         with mgpu_utils.when(arith.andi(less(mgpu_utils.thread_idx(), 1), last)):
             asm("st.relaxed.gpu.global.u32 [$0], 0;", "", self.address)
@@ -102,10 +104,10 @@ class EarlyMeeting(Meeting):
     def __init__(self, address: Any, num_blocks: int, warps: int, *, slack: int):
         """slack: how many meetings blocks, all together, may be behind one that others leave."""
         super().__init__(address, num_blocks, warps)
-        self.slack = min(slack, num_blocks - 1)
+        self.slack = min(slack, num_blocks - 1)  # some must come, or `comings` were below 0
 
     def comings(self, count: Any) -> Any:
-        """As of `Meeting`, less the slack."""
+        """As of `Meeting`, but for the first time less the slack."""
         first, every = equal(count, word(1)), super().comings(count)
         return arith.select(first, every, arith.subi(every, word(self.slack)))
 

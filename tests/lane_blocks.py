@@ -60,10 +60,9 @@ class Blocks(Machine):
         late: Collection[int] = (),
     ):
         """late: of these blocks others see what they write to global memory when a thread of theirs
-        comes to a fence, or when nobody could go on otherwise, and others go on before that; counts
-        they see at once. And of those that need not
-        wait the last part goes on, whenever one might have to wait, so that the first block does
-        what others could read too early as late as can be.
+        comes to a fence, or when nobody could go on otherwise; counts they see at once. If there is
+        any, whoever comes to a fence, or might have to wait, lets others go on, the last part
+        first, so that the first block does what others could read too early as late as can be.
         """
         super().__init__(arrays, shared, threads)
         self.late = late

@@ -43,7 +43,7 @@ FASTER = (
 
 
 def no_meeting() -> Int[Array, " 2"]:
-    """What a chain of calls of `between_attentions` begins with."""
+    """What a chain of calls of `between_attentions` or `decode_layers` begins with."""
     return jnp.zeros(MEETING_WORDS, jnp.int32)
 
 

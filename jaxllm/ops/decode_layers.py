@@ -39,9 +39,9 @@ def decode_layers(
     layers: Sequence[Layer],
     token: Token,
     *,
-    meeting: Int[Array, " words"],
+    meeting: Int[Array, " 2"],
     implementation: str | Mapping[str, str] = "auto",
-) -> tuple[Float[Array, "*B D"], list[tuple[Array, Array]], Int[Array, " words"]]:
+) -> tuple[Float[Array, "*B D"], list[tuple[Array, Array]], Int[Array, " 2"]]:
     """(y, of each layer (k, v) with the token in them, meeting): what layers make of x, one row.
 
     layers: each with its weights, arrays or packed, and its cache. token: what they have in common;

@@ -87,9 +87,23 @@ def test_half_a_word_is_awaited(shift: int, monkeypatch: pytest.MonkeyPatch):
     np.testing.assert_array_equal(np.stack([each.bits for each in found], axis=1), words)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_whole_word_is_awaited(whole: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_whole_word_is_awaited(monkeypatch: pytest.MonkeyPatch):
     """A half of a float32 may be all ones. What is not read is not waited for."""
+    ours, words, here = of_half_a_word(monkeypatch, whole=True)
+    np.testing.assert_array_equal(ours[:, :2], words)
+    nines = np.where(here, 9, 0)
+    np.testing.assert_array_equal(ours[:, 2:], np.stack([nines, nines], axis=1))
+
+
+def test_of_two_numbers_each_is_awaited(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(AssertionError, match="wait for ever"):
+        of_half_a_word(monkeypatch, whole=False)
+
+
+def of_half_a_word(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> Any:
+    """What is read of words of which one becomes 0x3F80FFFF, and of some of those elsewhere; these
+    words; and of which lanes they are read elsewhere.
+    """
     words = np.full((LANES, 2), 7, np.uint32)
     words[5, 1] = 0xFFFFFFFF
     machine = Blocks(
@@ -108,17 +122,10 @@ def test_a_whole_word_is_awaited(whole: bool, monkeypatch: pytest.MonkeyPatch):
         machine.content("x", np.uint32, words.shape)[5, 1] = 0x3F80FFFF
         machine.content("elsewhere", np.uint32, words.shape)[: LANES // 2] = 9
 
-    parts = [Part(0, 0, LANES, read), Part(1, 0, LANES, write)]
-    if not whole:
-        with pytest.raises(AssertionError, match="wait for ever"):
-            machine.together(parts)
-        return
-    machine.together(parts)
+    machine.together([Part(0, 0, LANES, read), Part(1, 0, LANES, write)])
     ours = np.stack([each.bits for words in found for each in words], axis=1)
     words[5, 1] = 0x3F80FFFF
-    np.testing.assert_array_equal(ours[:, :2], words)
-    nines = np.where(np.arange(LANES) < LANES // 2, 9, 0)
-    np.testing.assert_array_equal(ours[:, 2:], np.stack([nines, nines], axis=1))
+    return ours, words, np.arange(LANES) < LANES // 2
 
 
 def test_who_never_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch):

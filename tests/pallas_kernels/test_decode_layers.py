@@ -32,6 +32,7 @@ from pallas_kernels.decode_layers import (
     why_not,
 )
 from pallas_kernels.decode_layers_config import Config
+from pallas_kernels.decode_layers_kernel import side_by_side
 from pallas_kernels.device import Device
 from pallas_kernels.packed import PLAIN
 
@@ -278,6 +279,20 @@ def test_needs_hopper_and_a_jax_that_writes(monkeypatch: pytest.MonkeyPatch):
 def test_wrong_calls(arguments: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=f"^decode_layers.*{sentence}"):
         decode_layers(**arguments, meeting=MEETING, interpret=True)
+
+
+def test_small_arrays_side_by_side():
+    words = {"a": jnp.asarray([0, -7]), "b": jnp.asarray([2**31 - 1], jnp.int32)}
+    numbers = {
+        "c": jnp.asarray([[1.5, -2.0]], jnp.bfloat16),
+        "d": jnp.asarray([[3.0]], jnp.bfloat16),
+    }
+    made, starts = side_by_side(words, numbers)
+    assert starts == {"a": 0, "b": 8, "c": 12, "d": 16}
+    content = np.asarray(made).tobytes()
+    for name, array in (words | numbers).items():
+        found = np.frombuffer(content, array.dtype, array.size, starts[name])
+        np.testing.assert_array_equal(found, np.asarray(array).reshape(-1))
 
 
 @pytest.mark.parametrize("meeting", [jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.uint32)])
