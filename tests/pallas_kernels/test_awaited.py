@@ -106,9 +106,8 @@ def of_half_a_word(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> Any:
     """
     words = np.full((LANES, 2), 7, np.uint32)
     words[5, 1] = 0xFFFFFFFF
-    machine = Blocks(
-        {"x": words, "elsewhere": np.full_like(words, 0xFFFFFFFF)}, {"chip": 16}, 32, 2
-    )
+    held = {"x": words, "elsewhere": np.full_like(words, 0xFFFFFFFF)}
+    machine = Blocks(held, {"chip": 16}, LANES, 2)
     stand_in(monkeypatch, machine, (awaited, lane_code))
     lane = Value(np.arange(LANES), "i32")
     x, elsewhere = (further(machine.at[name], times(lane, 8)) for name in ("x", "elsewhere"))

@@ -224,8 +224,14 @@ SEEN_WITH: Any = {
 
 # Of what is handed on: behind which meeting it is written, and before which its last reader comes,
 # counted from a layer's first
-HANDED = {"qkv": (1, 2), "parts": (1, 2), "heads": (1, 3), "middle": (2, 5), "gated": (3, 5)}
-HANDED |= {"stream": (4, 7)}
+HANDED = {
+    "qkv": (1, 2),
+    "parts": (1, 2),
+    "heads": (1, 3),
+    "middle": (2, 5),
+    "gated": (3, 5),
+    "stream": (4, 7),
+}
 
 
 def most_slack(copies: int, later: int) -> int:
