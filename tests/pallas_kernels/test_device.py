@@ -1,6 +1,7 @@
 """Device facts: read from the abstract mesh first, then from the device that is here."""
 
 import re
+from unittest import mock
 
 import jax
 import pytest
@@ -29,11 +30,11 @@ def test_abstract_mesh_goes_first_and_is_not_remembered():
     assert device.current() == before
 
 
-def test_a_jax_that_does_not_lower_the_kernels_is_told(monkeypatch):
+def test_a_jax_that_does_not_lower_the_kernels_is_told():
     """All that asks for a Hopper GPU then says so, and "auto" takes XLA."""
     with absent("NVIDIA H200"):
         assert device.why_not_hopper(device.current()) is None
-        monkeypatch.setattr(_compat, "LOWERS", False)
+    with absent("NVIDIA H200"), mock.patch.object(_compat, "LOWERS", False):
         reason = device.why_not_hopper(device.current())
         assert reason is not None
         assert re.fullmatch("needs jax 0.11 or newer .* on a Hopper GPU, found .*", reason)
@@ -95,8 +96,10 @@ class FakeGpu:
     core_count = 7
 
 
-def test_gpu_tells_its_own_numbers():
-    assert device._of(FakeGpu()) == Device("gpu", "NVIDIA Unheard-of 1", 13.1, 7)
+@pytest.mark.parametrize("lowers", [True, False])
+def test_gpu_tells_its_own_numbers(lowers):
+    with mock.patch.object(_compat, "LOWERS", lowers):
+        assert device._of(FakeGpu()) == Device("gpu", "NVIDIA Unheard-of 1", 13.1, 7, lowers)
 
 
 def test_gpu_of_another_maker_has_no_capability():
