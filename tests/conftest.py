@@ -41,27 +41,33 @@ def _why_not(marker: str) -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", type=int, default=1, metavar="N", help="of a file's tests one in N")
+    slow = "of a file's slow tests one in N, beside the others"
+    parser.addoption("--slow-every", type=int, default=1, metavar="N", help=slow)
     first = "which of each N: K modulo N"
     parser.addoption("--first", type=int, default=0, metavar="K", help=first)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A shell's background jobs ignore Ctrl-C, and hand that on; the tests send it."""
-    if config.option.every < 1:
-        raise pytest.UsageError(f"--every must be at least 1, got {config.option.every}")
+    for option in ("--every", "--slow-every"):
+        if (number := config.getoption(option)) < 1:
+            raise pytest.UsageError(f"{option} must be at least 1, got {number}")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)  # of those that -m and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    every: int = config.option.every
-    first: int = config.option.first % every
-    places: Counter[Path] = Counter()
+    places: Counter[tuple[Path, int]] = Counter()
+    files: dict[Path, int] = {}
     kept, left_out = [], []
     for item in items:
-        (kept if places[item.path] % every == first else left_out).append(item)
-        places[item.path] += 1
+        slow = config.option.slow_every if item.get_closest_marker("slow") else 1
+        every = config.option.every * slow
+        # Counted from another number in each file, or those with one test each would run at once
+        place = places[item.path, every] + files.setdefault(item.path, len(files))
+        (kept if (place - config.option.first) % every == 0 else left_out).append(item)
+        places[item.path, every] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
     for marker in ("gpu", "alone", "reference", "aot", "triton"):

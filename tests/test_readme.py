@@ -68,6 +68,7 @@ def test_the_commands_of_the_readme_exist():
         parser.parse_args([*found[0], "--sundial"])
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_benchmarks_have_work_to_do():
     text = (REPO / "benchmarks" / "README.md").read_text()
     found = [words for words in commands(text, "python -m benchmarks") if "--missing" not in words]

@@ -56,6 +56,7 @@ def test_a_name_that_no_case_has():
         cases.all_cases(("sundial",))
 
 
+@pytest.mark.slow
 def test_the_cases_of_the_project():
     """Shapes alone: what they compute is for the tests of the kernels."""
     found = cases.all_cases()

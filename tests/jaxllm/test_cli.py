@@ -149,6 +149,7 @@ def test_an_adapter_stands_beside_the_model(adapter, command, more):
     assert (logits != base).any()
 
 
+@pytest.mark.slow
 def test_generate_takes_an_adapter_along(adapter, capsys):
     command = ["generate", "--max-new-tokens", "8", NO_CACHE]
     assert main(command) == 0

@@ -130,6 +130,7 @@ def test_quantize_writes_a_checkpoint(stories, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.slow
 def test_quantize_packs_a_fused_projection_as_one(tmp_path, capsys):
     """Its parts would have scales of their own, of which an nvfp4 tensor of a file has one."""
     config = dataclasses.replace(quantised_checkpoints.LLAMA, model_type="phi3")

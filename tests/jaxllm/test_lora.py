@@ -407,6 +407,7 @@ def test_only_adapters_are_trained():
     assert total / count < losses[-1]
 
 
+@pytest.mark.slow
 @TWO_KINDS
 def test_beside_packed_weights(kind, tmp_path):
     model, text = build(SMALL), tokens(2, 7)

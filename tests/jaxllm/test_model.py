@@ -111,6 +111,7 @@ def test_prefill_and_decode_are_the_full_forward(name, chunks):
         assert_as_accurate(row[:length], *expected(model, text[:length]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 @pytest.mark.parametrize("name", ["plain", "sliding"])
 def test_padding_needs_no_room_outside_a_compiled_program(name, dtype):

@@ -61,6 +61,7 @@ class Frozen(nnx.Variable):
     """A weight that `nnx.grad` leaves alone."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize("jit", [False, True])
 def test_what_a_block_keeps_is_kept_under_remat_too(jit):
@@ -113,6 +114,7 @@ def test_a_model_with_modules_of_ones_own_decodes(name, fused):
     assert jaxllm.generate(model, None, [[1, 2]], max_new_tokens=4).tokens == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -215,6 +217,7 @@ def test_a_layer_may_keep_an_entry_of_its_own():
     np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_what_a_layer_may_have_can_be_put_there_later():
     both: dict[str, Any] = {"rngs": nnx.Rngs(0)}
     config = dataclasses.replace(TINY, tie_word_embeddings=True)

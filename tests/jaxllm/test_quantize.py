@@ -196,6 +196,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "scheme", "head"), CALLS)
 def test_a_model_follows_its_dense_twin_to_the_same_tokens(config, scheme, head):
     model, twin = (tiny_models.build(config, Runtime("float32")) for _ in range(2))
@@ -215,6 +216,7 @@ def test_a_model_follows_its_dense_twin_to_the_same_tokens(config, scheme, head)
     assert results[0].tokens == results[1].tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "head"),
     [
@@ -372,6 +374,7 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_is_changed(bad):
     assert tiny_models.weights(model).keys() == before
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_packed_model_in_another_scheme():
     model = tiny_models.build(TINY)
     jaxllm.quantize(model, "int8", keep="down_proj")
@@ -385,6 +388,7 @@ def test_the_rest_of_a_packed_model_in_another_scheme():
     assert rest == {f"layers.{i}.mlp.down_proj": "int4" for i in range(TINY.num_hidden_layers)}
 
 
+@pytest.mark.slow
 def test_packing_twice_finds_nothing_to_pack():
     model = tiny_models.build(TINY)
     jaxllm.quantize(model, "int4", G)
@@ -399,6 +403,7 @@ def test_packing_twice_finds_nothing_to_pack():
         jaxllm.quantize(model, "int4", G, head="int8")
 
 
+@pytest.mark.slow
 def test_adapters_on_a_packed_base_train_and_the_base_stays():
     model = tiny_models.build(TINY)
     jaxllm.quantize(model, "int4", G)
@@ -419,6 +424,7 @@ def test_adapters_on_a_packed_base_train_and_the_base_stays():
         np.testing.assert_array_equal(state.frozen[name], weight)
 
 
+@pytest.mark.slow
 def test_what_stays_stays_below_an_adapter_too():
     def below_adapters(**options):
         model = tiny_models.build(TINY)

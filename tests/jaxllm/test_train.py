@@ -58,7 +58,7 @@ def test_a_step_is_the_gradient_of_the_mean_loss():
         total, count = ops.cross_entropy(logits, jnp.asarray(batch["targets"]))
         return total / count
 
-    loss, grads = jax.value_and_grad(mean_loss)(start)
+    loss, grads = jax.jit(jax.value_and_grad(mean_loss))(start)
     other = make_model()
     nnx.update(other, jax.tree.map(lambda p, g: p - rate * g, start, grads))
 
@@ -392,6 +392,7 @@ def compiled_bytes(rows: int, **kwargs) -> int:
     return step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_accumulation_needs_one_buffer_of_the_parameters_size():
     """Beside the parts' own temporaries, which a step of one part has too: sums in, sums out of the
     loop, with gradients that are added as soon as they are made.
@@ -477,6 +478,7 @@ def test_the_loss_falls_and_master_weights_stay_float32(runtime):
 BITNET = {"model_type": "bitnet", "hidden_act": "relu2", "sub_norms": True, "bit_linear": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "in_fp8", "trainable"),
     [

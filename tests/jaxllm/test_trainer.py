@@ -512,6 +512,7 @@ def test_steps_that_changed_nothing_are_said_and_count_for_no_schedule(tmp_path,
         trainer(tmp_path / "all", batches=Flagged(lambda step: True), **options).fit()
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nothing_changes_any_more_says_so_and_ends(tmp_path, said, monkeypatch):
     monkeypatch.setattr("jaxllm.trainer.IDLE_SAID", 3)
     monkeypatch.setattr("jaxllm.trainer.IDLE_ENDS", 8)

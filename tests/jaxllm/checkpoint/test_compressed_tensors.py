@@ -94,6 +94,7 @@ def test_several_kinds_and_layers_that_stay(tmp_path):
     np.testing.assert_array_equal(logits(again, TOKENS), logits(model, TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4", "fp8"])
 def test_fused_families_and_fused_models(tmp_path, scheme):
     """Three parts that a file has as one tensor; and one module that a file has as three."""
@@ -150,6 +151,7 @@ def test_a_plain_model_over_a_packed_one(tmp_path):
     assert_equal(again, plain)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_said(tmp_path):
     phi = dataclasses.replace(made.LLAMA, model_type="phi3")
     even = dataclasses.replace(made.LLAMA, vocab_size=64)

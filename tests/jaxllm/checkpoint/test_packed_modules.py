@@ -203,6 +203,7 @@ def test_what_cannot_spread_an_array_is_refused(tmp_path, kind, part):
             jaxllm.load(tmp_path / kind, sharding=lambda p, _, to=place: to if p == path else None)
 
 
+@pytest.mark.slow
 def test_progress_counts_packed_tensors_and_nothing_is_held_twice(tmp_path, monkeypatch):
     config = dataclasses.replace(
         made.LLAMA, hidden_size=256, intermediate_size=1024, num_hidden_layers=12, layer_types=()
@@ -410,6 +411,7 @@ def test_orders_that_differ_are_not_joined(tmp_path):
     np.testing.assert_allclose(logits(model, TOKENS), before, atol=2e-5 * np.abs(before).max())
 
 
+@pytest.mark.slow
 def test_a_head_with_an_order_and_an_adapter_above_one(tmp_path):
     packed, plain = made.write(tmp_path, "gptq asym order")
     model, twin = (jaxllm.load(folder, dtype="float32")[0] for folder in (packed, plain))

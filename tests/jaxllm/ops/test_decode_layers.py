@@ -41,6 +41,7 @@ def test_every_implementation(form: str, implementation: str):
     assert_right(arguments, run(arguments, implementation))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "phrase"),
     [
