@@ -41,7 +41,7 @@ def _why_not(marker: str) -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", type=int, default=1, metavar="N", help="of a file's tests one in N")
-    slow = "of a file's slow tests one in N, beside the others"
+    slow = "of a file's slow tests one in N, of the others all (times --every, if both are given)"
     parser.addoption("--slow-every", type=int, default=1, metavar="N", help=slow)
     first = "which of each N: K modulo N"
     parser.addoption("--first", type=int, default=0, metavar="K", help=first)

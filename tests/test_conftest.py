@@ -70,3 +70,11 @@ def test_of_slow_tests_alone_one_in_so_many(conftest: Any):
     for kept in both:
         assert sum(x.slow for x in kept) == 1
         assert sum(not x.slow for x in kept) == 3
+    assert {x.number for kept in both for x in kept} == set(range(12))
+
+
+@pytest.mark.parametrize("option", ["--every", "--slow-every"])
+def test_one_in_none_is_refused(conftest: Any, option: str):
+    given = {"--every": 1, "--slow-every": 1, option: 0}
+    with pytest.raises(pytest.UsageError, match=f"^{option} must be at least 1, got 0$"):
+        conftest.pytest_configure(SimpleNamespace(getoption=given.__getitem__))
