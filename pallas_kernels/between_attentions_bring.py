@@ -19,6 +19,7 @@ from pallas_kernels.lane_code import (
     all_or_nothing,
     asm,
     copy_ahead,
+    equal,
     further,
     less,
     long,
@@ -103,6 +104,20 @@ class Bring:
         for (name, group, _, to, inside), at in zip(self.groups, groups, strict=True):
             only_where(inside, self._ask_group, name, group, at, round_, further(stage, to))
         asm("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "", full, effects=True)
+
+    def ask_into_l2(self, begun: tuple[list[Any], list[Any]], round_: Any) -> None:
+        """Asks for a round's codes into the L2: who has a row's first access, for all of it."""
+        only_where(equal(self.column, word(0)), self._ask_rows, begun[0], round_)
+
+    def _ask_rows(self, halves: list[Any], round_: Any) -> None:
+        p, tiles = self.product, self.tiles
+        place = times(round_, p.chunk_bytes)
+        size = arith.minui(arith.subi(word(tiles.row_bytes), place), word(p.chunk_bytes))
+        sources = [further(at, place) for at in halves]
+        for row in range(0, p.config.tile_n, self.step):
+            half, down = divmod(row, tiles.out_rows)
+            text = f"cp.async.bulk.prefetch.L2.global [$0 + {down * tiles.pitch_bytes}], $1;"
+            asm(text, "", sources[half], size)
 
     def _ask_group(self, name: str, group: Any, at: Any, round_: Any, target: Any) -> None:
         p, tiles = self.product, self.tiles

@@ -144,6 +144,13 @@ class Chain:
         asm(text, "", barrier, phase, effects=True)
 
     @staticmethod
+    def _not_yet(barrier: Any, phase: Any) -> Any:
+        """Whether whoever waits for it now has to."""
+        text = """{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [$1], $2;
+            selp.u32 $0, 0, 1, done; }"""
+        return equal(asm(text, "r", barrier, phase, effects=True), word(1))
+
+    @staticmethod
     def nothing_brought() -> list[Any]:
         """What `bring` begins with: stage and phase."""
         return [word(0)] * 2
@@ -161,7 +168,10 @@ class Chain:
                 def each_round(round_, carry):
                     stage, phase = carry
                     asm(f"cp.async.wait_group {most};", "", effects=True)
-                    self._wait(self._empty(stage), arith.xori(phase, word(1)))
+                    room = self._empty(stage), arith.xori(phase, word(1))
+                    # Memory goes on, by one stage: more gained little
+                    only_where(self._not_yet(*room), codes.ask_into_l2, begun, round_)
+                    self._wait(*room)
                     codes.ask(begun, round_, self._stage_at(stage), self._full(stage))
                     asm("cp.async.commit_group;", "", effects=True)
                     return self._next(stage, phase)

@@ -74,6 +74,7 @@ class Blocks(Machine):
         ]
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.coming: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self.into_l2: set[tuple[int, int]] = set()  # which blocks asked for where, and not yet more
         self.asked: list[tuple[np.ndarray, np.ndarray]] = []
         self.block, self.at_once = 0, False
         self.turn = threading.Condition()
@@ -105,6 +106,7 @@ class Blocks(Machine):
             raise self.failed
         for block in range(len(self.pending)):
             self._settle(block)
+        assert not self.into_l2, "what was asked into the L2 is not brought on chip"
 
     def _run(self, number: int, part: Part) -> None:
         try:
@@ -183,9 +185,35 @@ class Blocks(Machine):
             self.until(lambda: True)  # others go on before it
             self._settle(self.block)
             return None
+        if "mbarrier.test_wait" in text:
+            registers = self._given(results, operands)
+            self._execute_all(text, registers)
+            return self._done(results, registers)
         if "mbarrier" in text:
             return self._mbarrier(text, operands)
         return super().asm(text, results, *operands, **how)
+
+    def _execute(self, op: list[str], arguments: list[str], registers: dict[str, Any]) -> None:
+        given = [registers.get(name.partition("+")[0].strip("[] ")) for name in arguments]
+        if op[:2] == ["mbarrier", "test_wait"]:
+            _, addresses, parities = given
+            done = np.zeros(self.threads, np.uint64)
+            for thread in np.flatnonzero(self.mask):
+                barrier = self.barriers[self.block, int(addresses[thread])]
+                done[thread] = barrier.phase % 2 != parities[thread]
+            registers[arguments[0]] = done
+        elif op[:4] == ["cp", "async", "bulk", "prefetch"]:
+            starts, sizes = given
+            starts = starts + np.uint64(arguments[0].partition("+")[2].strip("] "))
+            for thread in np.flatnonzero(self.mask):
+                size = int(sizes[thread])
+                assert size > 0, "a copy is of something"
+                assert size % 16 == 0, "a copy is of whole 16 bytes"
+                start = int(starts[thread])
+                self._slice("global", start, size)
+                self.into_l2 |= {(self.block, at) for at in range(start, start + size, 16)}
+        else:
+            super()._execute(op, arguments, registers)
 
     def _loop(self, text: str, operands: tuple[Value, ...]) -> None:
         """Of a thread that looks again and again."""
@@ -302,10 +330,12 @@ class Blocks(Machine):
             here = self._slice("shared", int(to[thread]))
             there = self._slice("global", int(source[thread]))
             here[:] = 0xFF
+            if size[thread]:
+                self.into_l2.discard((self.block, int(source[thread])))
             self.asked.append((here, there if size[thread] else np.zeros_like(there)))
 
     def _slice(self, space: str, address: int, size: int = 16) -> np.ndarray:
-        assert address % size == 0, "a copy is of whole 16 bytes"
+        assert address % 16 == 0, "a copy is of whole 16 bytes"
         for start, content in self.memory[space].values():
             if start <= address < start + len(content):
                 assert address + size <= start + len(content), "a copy leaves its array"

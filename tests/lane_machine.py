@@ -293,6 +293,7 @@ class Machine:
         functions |= {"xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift}
         functions |= {"mul": lambda a, b: a * b, "add": lambda a, b: a + b, "min": np.minimum}
         functions |= {"max": np.maximum, "setp": functools.partial(_compared, op)}
+        functions["selp"] = lambda a, b, there: np.where(there != 0, a, b)
         functions |= {"mad": lambda a, b, c: a * b + c, "lop3": _lop3, "prmt": _prmt}
         return functions[name](*x)
 

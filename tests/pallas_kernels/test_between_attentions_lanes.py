@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ from between_lanes import by_lanes
 
 from pallas_kernels import between_attentions_lanes
 from pallas_kernels.between_attentions import Config
+from pallas_kernels.between_attentions_bring import Bring
 from pallas_kernels.between_attentions_lanes import Chain
-from pallas_kernels.lane_code import word
+from pallas_kernels.lane_code import further, word
 from pallas_kernels.meeting import Meeting
 from pallas_kernels.packed import PLAIN
 
@@ -115,6 +116,11 @@ def without(awaited: str) -> Any:
     return staticmethod(some)
 
 
+def further_on(self: Bring, ask: Any, begun: Any, round_: Any) -> None:
+    halves, groups = begun
+    ask(self, ([further(at, word(16)) for at in halves], groups), round_)
+
+
 FAULTS: Any = {
     "a stage is read before it is full": (
         Chain,
@@ -132,6 +138,12 @@ FAULTS: Any = {
             chain.products[i].finish.operands(word(0), *each[2:]) for each in chain._results(i)
         ],
         "not finite",
+    ),
+    "other codes are asked into the L2": (
+        Bring,
+        "ask_into_l2",
+        partialmethod(further_on, Bring.ask_into_l2),
+        "is not brought on chip|leaves its array",
     ),
     "more are waited for": (between_attentions_lanes, "BRINGING", 160, "wait for ever"),
 }
