@@ -2,10 +2,11 @@
 
 A block stays, and has some tiles of each product. Four warps bring codes and scales of all of them
 on chip, as fast as stages are free again, and wait for nothing else: memory does not wait where
-blocks do. The others multiply, leave the sums of a product's tiles side by side on chip, and meet
-behind the last of them. Then all blocks of the launch meet, for each of the next product's results
-takes all of this one's. How much is on its way at a time is bounded: what blocks tell each other
-waits behind it, and memory is slower with more. As in lane_code.py, values are those of one thread.
+blocks do, and where no stage is free either, the next one's codes come into the L2. The others
+multiply, leave the sums of a product's tiles side by side on chip, and meet behind the last of
+them. Then all blocks of the launch meet, for each of the next product's results takes all of this
+one's. How much is on its way at a time is bounded: what blocks tell each other waits behind it, and
+memory is slower with more. As in lane_code.py, values are those of one thread.
 Imported only by between_attentions_kernel.py.
 """
 
@@ -169,7 +170,6 @@ class Chain:
                     stage, phase = carry
                     asm(f"cp.async.wait_group {most};", "", effects=True)
                     room = self._empty(stage), arith.xori(phase, word(1))
-                    # Memory goes on, by one stage: more gained little
                     only_where(self._not_yet(*room), codes.ask_into_l2, begun, round_)
                     self._wait(*room)
                     codes.ask(begun, round_, self._stage_at(stage), self._full(stage))
