@@ -1,4 +1,4 @@
-"""How a thread of the warps that bring codes asks for a stage of them.
+"""How a thread of the warps that bring codes asks for a stage of them, on chip or into the L2.
 
 What does not change from stage to stage is made before, once for a product or a tile; rows differ
 in the offsets of instructions.
@@ -106,7 +106,7 @@ class Bring:
         asm("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "", full, effects=True)
 
     def ask_into_l2(self, begun: tuple[list[Any], list[Any]], round_: Any) -> None:
-        """Asks for a round's codes into the L2: who has a row's first access, for all of it."""
+        """Asks a round's codes into the L2, a row's by the thread that has their first access."""
         only_where(equal(self.column, word(0)), self._ask_rows, begun[0], round_)
 
     def _ask_rows(self, halves: list[Any], round_: Any) -> None:

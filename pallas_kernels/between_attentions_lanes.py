@@ -146,7 +146,7 @@ class Chain:
 
     @staticmethod
     def _not_yet(barrier: Any, phase: Any) -> Any:
-        """Whether whoever waits for it now has to."""
+        """Whether `_wait` would have to wait now; other threads may see otherwise."""
         text = """{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [$1], $2;
             selp.u32 $0, 0, 1, done; }"""
         return equal(asm(text, "r", barrier, phase, effects=True), word(1))

@@ -74,7 +74,7 @@ class Blocks(Machine):
         ]
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.coming: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self.into_l2: set[tuple[int, int]] = set()  # which blocks asked for where, and not yet more
+        self.into_l2: set[tuple[int, int]] = set()  # block, address: not on chip yet
         self.asked: list[tuple[np.ndarray, np.ndarray]] = []
         self.block, self.at_once = 0, False
         self.turn = threading.Condition()
