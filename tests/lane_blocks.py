@@ -4,7 +4,8 @@ Each part of a block that has a way of its own (`Part`) runs in a thread of Pyth
 until it has to wait for what is not there yet; then the next one goes on. What is copied comes when
 somebody waits for it, and until then its place holds nothing (NaN). So that is seen here which
 `lane_machine` cannot: numbers read before they have come, a stage filled anew before it was read,
-who waits for ever, and what is told to others before they see it (`late`).
+who waits for ever, what is told to others before they see it (`late`), and what is asked into the
+L2 and not brought on chip behind it, or of a stage not all of an array, if any.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Blocks(Machine):
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.coming: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.into_l2: set[tuple[int, int]] = set()  # block, address: not on chip yet
+        self.ahead: dict[int, set[bool]] = {}  # of a stage, by array: whether that was in the L2
         self.asked: list[tuple[np.ndarray, np.ndarray]] = []
         self.block, self.at_once = 0, False
         self.turn = threading.Condition()
@@ -314,6 +316,8 @@ class Blocks(Machine):
     def _arrive_later(self, block: int, address: int) -> None:
         """A thread's copies come, and are counted, when somebody waits for the barrier."""
         copies, self.asked = self.asked, []
+        assert all(len(found) == 1 for found in self.ahead.values()), "half a stage was in the L2"
+        self.ahead = {}
 
         def bring() -> None:
             for here, there in copies:
@@ -331,7 +335,9 @@ class Blocks(Machine):
             there = self._slice("global", int(source[thread]))
             here[:] = 0xFF
             if size[thread]:
-                self.into_l2.discard((self.block, int(source[thread])))
+                piece, array = (self.block, int(source[thread])), id(there.base)
+                self.ahead.setdefault(array, set()).add(piece in self.into_l2)
+                self.into_l2.discard(piece)
             self.asked.append((here, there if size[thread] else np.zeros_like(there)))
 
     def _slice(self, space: str, address: int, size: int = 16) -> np.ndarray:

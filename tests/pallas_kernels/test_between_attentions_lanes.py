@@ -121,6 +121,25 @@ def further_on(self: Bring, ask: Any, begun: Any, round_: Any) -> None:
     ask(self, ([further(at, word(16)) for at in halves], groups), round_)
 
 
+def first_half(self: Bring, ask: Any, begun: Any, round_: Any) -> None:
+    halves, groups = begun
+    ask(self, (halves[:1] * len(halves), groups), round_)
+
+
+INTO_L2: Any = {
+    "other codes are asked into the L2": (
+        Bring,
+        "ask_into_l2",
+        partialmethod(further_on, Bring.ask_into_l2),
+        "is not brought on chip|leaves its array|half a stage",
+    ),
+    "half of the codes are asked into the L2": (
+        Bring,
+        "ask_into_l2",
+        partialmethod(first_half, Bring.ask_into_l2),
+        "half a stage",
+    ),
+}
 FAULTS: Any = {
     "a stage is read before it is full": (
         Chain,
@@ -139,13 +158,8 @@ FAULTS: Any = {
         ],
         "not finite",
     ),
-    "other codes are asked into the L2": (
-        Bring,
-        "ask_into_l2",
-        partialmethod(further_on, Bring.ask_into_l2),
-        "is not brought on chip|leaves its array",
-    ),
     "more are waited for": (between_attentions_lanes, "BRINGING", 160, "wait for ever"),
+    **INTO_L2,
 }
 
 
@@ -158,3 +172,14 @@ def test_faults_are_seen(fault: str, monkeypatch: Any):
     run = partial(by_lanes, monkeypatch, arguments, Config(4, 3, 2), 3, late=range(3))
     with pytest.raises(AssertionError, match=said):
         assert_right(arguments, run())
+
+
+@pytest.mark.parametrize("fault", INTO_L2)
+@pytest.mark.parametrize("name", ["folded", "folded int4", "ternary, half a part"])
+def test_faults_with_the_l2_are_seen(name: str, fault: str, monkeypatch: Any):
+    """In halves of K, in codes with scales, and where a row ends within a round."""
+    *what, said = INTO_L2[fault]
+    config, blocks, make = CALLS[name]
+    monkeypatch.setattr(*what)
+    with pytest.raises(AssertionError, match=said):
+        by_lanes(monkeypatch, make(), config, blocks)
