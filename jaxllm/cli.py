@@ -33,6 +33,7 @@ from jaxllm.quantize import on_host
 
 DEFAULT_PROMPT = "ROMEO:\n"
 SETTINGS = [field.name for field in dataclasses.fields(jaxllm.Sampling)]
+KV_DTYPE_HELP = "keep the keys and values of the text in 8 bits (default: in the dtype)"
 DRAWS = ("top_k", "top_p", "min_p", "seed")  # which say how to draw
 CUT_SHORT = {
     "length": "the answer ended at --max-new-tokens",
@@ -163,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "of the weights in memory; auto: bfloat16 on a GPU, float32 on a CPU"
     inspect.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help=text)
+    inspect.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), help=KV_DTYPE_HELP)
     cli_quantize.add_options(inspect)
     inspect.set_defaults(run=_inspect)
     cli_quantize.add_command(commands)
@@ -220,11 +222,7 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> No
         ("seed", int, "N", "of the random draws (default 0: the same text each time)"),
     ):
         group.add_argument(f"--{name}", type=kind, metavar=value, help=text)
-    group.add_argument(
-        "--kv-dtype",
-        choices=tuple(KV_DTYPES),
-        help="keep the keys and values of the text in 8 bits (default: in the dtype)",
-    )
+    group.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), help=KV_DTYPE_HELP)
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text"
     )

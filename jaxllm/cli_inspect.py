@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxllm import chain, cli_quantize, ops, train
-from jaxllm.cache import KVCache, LayerCache
+from jaxllm.cache import KV_DTYPES, KVCache, LayerCache
 from jaxllm.checkpoint.folder import find_folder, list_tensors, read_config, read_quantization
 from jaxllm.checkpoint.hf import pack_as_stored
 from jaxllm.config import ModelConfig, Runtime
@@ -67,7 +67,7 @@ def inspect(
     choice = Table(title=Text(f"on {device.device_kind}, {dtype}"), title_justify="left")
     for column in ("op", "call", "runs with"):
         choice.add_column(column)
-    rows = list(explained(model, dtype))
+    rows = list(explained(model, dtype, args.kv_dtype))
     for op, call, reasons in rows:
         choice.add_row(op, call, next(name for name, reason in reasons.items() if reason is None))
     out.print(choice)
@@ -127,9 +127,11 @@ def _facts(config: ModelConfig) -> dict[str, str]:
     return facts
 
 
-def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[str, str | None]]]:
+def explained(
+    model: Transformer, dtype: str, kv_dtype: str | None = None
+) -> Iterator[tuple[str, str, dict[str, str | None]]]:
     """The ops of prefill, decoding and the training loss as this model calls them, with the reasons
-    of `ops.explain`. The model may be of shapes alone.
+    of `ops.explain`. The model may be of shapes alone. kv_dtype: as `generate` takes it.
     """
     config = model.config
 
@@ -143,10 +145,10 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
         config.num_key_value_heads,
         config.head_dim,
     )
-    positions = config.max_position_embeddings
+    positions, kept = config.max_position_embeddings, KV_DTYPES.get(kv_dtype or "")
     t = min(512, positions)
     for call, queries in (("prefill", t), ("decode", 1)):
-        calls = KVCache.calls(config, 1, positions, queries, jnp.dtype(dtype))
+        calls = KVCache.calls(config, 1, positions, queries, jnp.dtype(dtype), kept)
         for kind, (q, keywords) in calls.items():
             reasons = ops.explain("attention", q, **keywords)
             yield "attention", f"{call}, {kind.removesuffix('_attention')}", reasons
@@ -162,7 +164,7 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
     alone = _weight(model.layers[-1].self_attn.o_proj) if gated else weight
     yield "linear", "prefill", ops.explain("linear", array(1, t, alone.shape[1]), alone)
     if model.layers[-1].why_not_fused(1) is None:
-        yield from _of_several_layers(model, row)
+        yield from _of_several_layers(model, row, kept)
         yield "linear", "decode, head", ops.explain("linear", row, head)
     else:
         yield "linear", "decode", ops.explain("linear", row, weight)
@@ -189,18 +191,18 @@ def explained(model: Transformer, dtype: str) -> Iterator[tuple[str, str, dict[s
 
 
 def _of_several_layers(
-    model: Transformer, row: Any
+    model: Transformer, row: Any, kv_dtype: Any
 ) -> Iterator[tuple[str, str, dict[str, str | None]]]:
     """As `explained`, a fused layer's products, and the ops that have a token in all layers
     together, or, where that one cannot, between two layers' attentions. In place of "xla" of those
     what `chain` does without them.
 
-    row: a token, of shapes alone.
+    row: a token, of shapes alone. kv_dtype: of the cache, if not the row's.
     """
     config, found = model.config, {}
     graph, state = nnx.split(model)
     capacity = min(CAPACITY, config.max_position_embeddings)
-    blank = functools.partial(KVCache.create, config, 1, capacity, row.dtype)
+    blank = functools.partial(KVCache.create, config, 1, capacity, kv_dtype or row.dtype)
 
     def look(state: Any, x: Any) -> None:
         blocks, cache = nnx.merge(graph, state).layers, blank()

@@ -558,6 +558,20 @@ def test_inspect_tells_what_decoding_has_in_one_launch(monkeypatch):
     assert said["another gate"] == {}
 
 
+def test_inspect_of_a_cache_in_8_bits(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(_compat, "WRITES_REFERENCES", True)
+    monkeypatch.setenv("COLUMNS", "300")
+    config = dataclasses.replace(TINY, hidden_size=128, intermediate_size=256, head_dim=32)
+    jaxllm.save(tiny_models.build(config), None, tmp_path / "wide")
+    why = "layer 0 has keys and values in int8, not bfloat16"
+    arguments = ["inspect", str(tmp_path / "wide"), "--dtype", "bfloat16"]
+    with absent():
+        assert main(arguments) == 0
+        assert "keys and values" not in capsys.readouterr().out
+        assert main([*arguments, "--kv-dtype", "int8"]) == 0
+    assert why in capsys.readouterr().out
+
+
 def test_inspect_asks_with_packed_tables():
     model = tiny_models.build(dataclasses.replace(TINY, tie_word_embeddings=True))
     jaxllm.quantize(model, "int8", head="int8")
