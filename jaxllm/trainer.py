@@ -248,11 +248,12 @@ class Trainer:
         """Raises ValueError unless a checkpoint belongs to a run like this one."""
         was = position.get("settings", {})
         for name in sorted(was.keys() | self.settings.keys()):
-            if was.get(name) != self.settings.get(name):
+            there, here = was.get(name), self.settings.get(name)
+            if there != here:
+                there, here = ("none" if each is None else each for each in (there, here))
                 raise ValueError(
-                    f"{self.out}: the run there has other {name}: {was.get(name)}, and not "
-                    f"{self.settings.get(name)}; resume it with what it began with, or give "
-                    "another folder"
+                    f"{self.out}: the run there has other {name}: {there}, and not {here}; resume "
+                    "it with what it began with, or give another folder"
                 )
 
     def _run(

@@ -559,6 +559,21 @@ def test_options_of_the_step_reach_it(tmp_path, monkeypatch):
     assert seen == [{"micro_batches": 2, "stochastic_rounding": True}]
 
 
+def test_what_is_not_trainable_is_neither_changed_nor_saved(tmp_path):
+    def of_the_mlp(name):
+        return ".mlp." in name
+
+    run = trainer(tmp_path, steps=2, trainable=of_the_mlp)
+    before = arrays(run.state.all_params)
+    fitted = run.fit()
+    changed = {name for name, x in arrays(fitted.params).items() if np.any(x != before[name])}
+    assert changed == set(filter(of_the_mlp, before)) < before.keys()
+    with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.parameters().keys() == changed
+    again = trainer(tmp_path, steps=2, trainable=of_the_mlp).fit(resume=True)
+    assert_same(arrays(again.params), arrays(fitted.params))
+
+
 def test_how_often_it_evaluates_and_saves(tmp_path):
     """Ten times in all, and a checkpoint each time, where nobody says otherwise."""
     for steps, given, wanted in (
@@ -610,6 +625,8 @@ def test_what_a_resumed_run_must_have_alike(tmp_path):
         ({**alike, "steps": 9}, "has other steps: 8, and not 9"),
         ({**alike, "seed": 1}, "has other base weights"),
         ({**alike, "held_out": HELD_OUT[:1]}, "has other held-out data"),
+        ({**alike, "held_out": ()}, r"has other held-out data: \w{16}, and not none;"),
+        ({}, "has other rows: 2, and not none;"),
         ({**alike, "config": narrow}, "has other base weights"),
     ):
         with pytest.raises(ValueError, match=words) as error:
