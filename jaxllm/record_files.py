@@ -96,7 +96,9 @@ def _json(text: str, where: Callable[[int], str]) -> Any:
         raise ValueError(f"data: {where(error.lineno)}: this is not JSON: {reason}") from None
     except ValueError:  # Python reads no whole number of more than 4300 digits
         outside = _STRING.sub('""', text)
-        long = re.search(rf"[0-9]{{{sys.get_int_max_str_digits() + 1},}}(?![0-9.eE])", outside)
+        many = rf"[0-9]{{{sys.get_int_max_str_digits() + 1},}}"
+        # Digits of a fraction or an exponent are no whole number's; behind a minus they may be
+        long = re.search(rf"(?<![0-9.eE])(?<![eE][+-]){many}(?![0-9.eE])", outside)
         if long is None:
             raise
         place = where(outside.count("\n", 0, long.start()) + 1)

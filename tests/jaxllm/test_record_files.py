@@ -54,6 +54,12 @@ def test_jsonl_and_arrays_hold_the_same_records(tmp_path):
         '[{"a": "' + 9000 * "9" + '\\""},\n{"a": 1' + 5000 * "0" + "}]": (
             "{}, line 2: a number of 5001 digits is too long"
         ),
+        **{
+            f'[{{"a": {start}{5000 * "9"}}},\n{{"a": -1{5000 * "0"}}}]': (
+                "{}, line 2: a number of 5001 digits is too long"
+            )
+            for start in ("0.", "1e", "1e-", "1E+")
+        },
         b"\x1f\x8b\x08\x00": "{} is compressed; decompress it first",
         b"PAR1\x15\x04\xff": "{} is parquet; JSONL files and JSON arrays are read",
         '\n{\n "a": [\n  1]\n}\n': (
