@@ -92,6 +92,8 @@ def test_examples_must_fit():
             data.pack(make_examples(*lengths), 12)
     with pytest.raises(ValueError, match="example 0 has 13 tokens, but a row takes from 1 to 12"):
         Loader(make_examples(13), rows=1, length=12, seed=0, pack=False)
+    with pytest.raises(ValueError, match="^data: 3 tokens do not fit into a row of 2$"):
+        data.row_batch(numbered(3), [[0, 1, 2]], 2)
 
 
 # A packed batch trains as its documents alone
@@ -319,6 +321,7 @@ def test_holding_out():
     assert (train, held) == data.hold_out(range(50), fraction=0.1, seed=1)
     assert held != data.hold_out(range(50), fraction=0.1, seed=2)[1]
     assert len(data.hold_out(range(3), fraction=0.01)[1]) == 1
+    assert len(data.hold_out(range(19), fraction=0.1)[1]) == 2  # 1.9, rounded
     with pytest.raises(ValueError, match="must be above 0 and below 1, got 1.5"):
         data.hold_out(range(3), fraction=1.5)
     with pytest.raises(ValueError, match="^data: too few records .*: 1; .* another file$"):

@@ -50,6 +50,20 @@ def test_rows_hold_any_sample_and_a_character_may_be_cut_off(tmp_path):
         assert rows.rows == [{"step": step, "sample": sample} for step in range(2)]
 
 
+def test_what_stands_behind_a_broken_row_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    assert metrics.read_rows(tmp_path / "metrics.jsonl") == [{"step": 0}]
+
+
+def test_a_run_that_resumes_none_begins_its_files_anew(tmp_path):
+    for loss in (1.0, 2.0):
+        with metrics.Rows(tmp_path) as rows:
+            rows.write({"step": 0, "loss": loss})
+    assert rows.rows == metrics.read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 2.0}]
+    with (tmp_path / "metrics.csv").open(newline="", encoding="utf-8") as stream:
+        assert [row["loss"] for row in csv.DictReader(stream)] == ["2.0"]
+
+
 def test_the_bar_says_loss_speed_mfu_and_memory():
     said = io.StringIO()
     row = {"loss": 2.5, "tokens_per_s": 12345.6, "mfu": 0.5, "memory_bytes": 2e9}

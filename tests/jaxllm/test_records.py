@@ -222,6 +222,11 @@ NO_FORM = "there is no 'messages', no 'prompt' with 'completion' and no 'text'; 
         ),
         ({"prompt": "a", "completion": ["b"]}, {}, "'completion' must be a text, not ['b']"),
         (
+            {"a": "x", "b": None, "completion": "y"},
+            {"prompt_key": "{a} {b}"},
+            "'b' must be a text, not None",
+        ),
+        (
             {"a": "x", "completion": "y"},
             {"prompt_key": "{a} {b}"},
             "there is no 'b'; the record has 'a', 'completion'",
@@ -364,6 +369,14 @@ def test_a_chat_that_another_ends_is_not_ended_as_an_answer(tokenizer):
     assert learnt(ended) == [*learnt(example), tokenizer.eos_id]
 
 
+def test_a_chat_may_end_with_another_token():
+    messages = chat("a", "b")
+    for record in ({"messages": messages}, {"prompt": messages[:1], "completion": messages[1:]}):
+        assert learnt(encode(record, TINY, stop_id=0))[-1] == 0
+    pair = encode_preference({"chosen": messages, "rejected": chat("a", "c")}, TINY, stop_id=0)
+    assert learnt(pair.chosen)[-1] == learnt(pair.rejected)[-1] == 0
+
+
 def test_a_template_that_ends_its_answers_gets_no_second_end():
     tokenizer = make(chat_template=CHAT.replace("}}\n", "}}</s>\n"))
     example = encode({"messages": chat("a", "b", "c", "d")}, tokenizer)
@@ -390,6 +403,8 @@ def test_the_tools_of_a_chat_are_in_its_template():
         assert whole(encode({"messages": messages, "tools": none}, tokenizer)) == whole(without)
     assert learnt(example) == learnt(without)
     assert len(example) > len(without)
+    halves = {"prompt": messages[:1], "completion": messages[1:], "tools": tools}
+    assert whole(encode(halves, tokenizer)) == whole(example)
     pair = encode_preference({"chosen": messages, "rejected": other, "tools": tools}, tokenizer)
     assert whole(pair.chosen) == whole(example)
     assert learnt(pair.rejected) == learnt(encode({"messages": other}, tokenizer))
@@ -470,6 +485,17 @@ def test_a_pair_of_texts():
         expected = encode({"prompt": "a", "completion": answer}, TINY)
         assert whole(side) == whole(expected)
         assert learnt(side) == learnt(expected)
+
+
+def test_a_pair_of_other_keys_with_another_end():
+    record = {"q": "a", "good": "b", "bad": "c", "chosen": "x", "rejected": "y"}
+    keys = {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad"}
+    pair = encode_preference(record, TINY, **keys, stop_id=0)
+    for side, answer in ((pair.chosen, "b"), (pair.rejected, "c")):
+        expected = encode({"prompt": "a", "completion": answer}, TINY, stop_id=0)
+        assert whole(side) == whole(expected)
+        assert learnt(side) == learnt(expected)
+        assert learnt(side)[-1] == 0
 
 
 def test_a_pair_of_chats_in_each_form():
