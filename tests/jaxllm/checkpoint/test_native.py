@@ -77,13 +77,15 @@ def test_the_best_and_the_latest_are_kept(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step is checkpoints.best_step is None
         for step, loss in losses.items():
-            state = dataclasses.replace(state, step=jnp.int32(step))
+            params = jax.tree.map(lambda x: x + 1, state.params)
+            state = dataclasses.replace(state, step=jnp.int32(step), params=params)
             checkpoints.save(state, key=key, loss=loss)
         checkpoints.save(state, key=key)  # the step is there: nothing happens
     with Checkpoints(tmp_path) as checkpoints:
         assert (checkpoints.latest_step, checkpoints.best_step) == (5, 2)
         best = checkpoints.restore(state, step=2)
         latest = checkpoints.restore(state)
+        assert_same(checkpoints.parameters(), best.state.params)
         with pytest.raises(FileNotFoundError, match="step 3 was not saved here; .* were: 2, 4, 5"):
             checkpoints.parameters(step=3)
         with pytest.raises(FileNotFoundError, match="step 3 was not saved here; .* were: 2, 4, 5"):

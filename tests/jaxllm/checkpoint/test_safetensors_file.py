@@ -200,6 +200,14 @@ def test_refuses_a_file_too_short_for_its_header(tmp_path, content):
         read_header(tmp_path / "x.safetensors")
 
 
+def test_refuses_a_header_beyond_the_limit(tmp_path, monkeypatch):
+    file = write_raw(tmp_path / "x.safetensors", b"{}" + b" " * 14)
+    assert read_header(file) == {}
+    monkeypatch.setattr(safetensors_file, "MAX_HEADER_BYTES", 10)
+    with pytest.raises(ValueError, match=r"its header would take 16 \(at most 10\)"):
+        read_header(file)
+
+
 @pytest.mark.parametrize("kept", [0, 4, 8, 30, 60, -1])
 def test_refuses_a_truncated_file(tmp_path, kept):
     file = tmp_path / "x.safetensors"

@@ -195,14 +195,15 @@ def test_the_gradient_is_scaled_by_what_stands_above():
 
 def test_small_probabilities_have_gradients_in_float16():
     """One of 1e-9 is far below float16's least number; a loss scale of 2**15 brings it back."""
-    head = jnp.asarray([[20.0], [0.0]], jnp.float16)  # p of the second word is exp(-20)
-    hidden, targets = jnp.ones((1, 1), jnp.float16), jnp.zeros(1, jnp.int32)
+    head = jnp.asarray([[20.0, 0.0], [0.0, 1.0]])  # p of the second word is exp(-20)
+    hidden, targets = jnp.asarray([[1, 0]], jnp.float16), jnp.zeros(1, jnp.int32)
 
-    def scaled(head):
+    def scaled(hidden, head):
         return 2.0**15 * linear_cross_entropy(hidden, head, targets)[0]
 
-    gradient = jax.jit(jax.grad(scaled))(head.astype(jnp.float32))
-    np.testing.assert_allclose(gradient[1, 0], 2.0**15 * np.exp(-20), rtol=0.01)  # 7 bits are left
+    d_hidden, d_head = jax.jit(jax.grad(scaled, (0, 1)))(hidden, head)
+    for gradient in (d_hidden[0, 1], d_head[1, 0]):  # 7 bits are left
+        np.testing.assert_allclose(gradient, 2.0**15 * np.exp(-20), rtol=0.01)
 
 
 @pytest.mark.parametrize("z_loss", [1e-2, 1.0, 300.0])

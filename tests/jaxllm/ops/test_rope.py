@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from absent_device import absent
 from kernels import interpreted
 from numerics import assert_as_accurate
 
+from jaxllm import ops
 from jaxllm.config import MAX_POSITIONS, Rope
 from jaxllm.ops.rope import cos_sin, frequencies, rope, turns
 
@@ -249,6 +251,17 @@ def test_the_kernel_turns_as_xla_does():
     kernel = interpreted(functools.partial(rope, implementation="pallas-interpret"), q, k, cos, sin)
     for ours, xla in zip(kernel, rope(q, k, cos, sin, implementation="xla"), strict=True):
         np.testing.assert_array_equal(ours, xla)
+
+
+def test_auto_leaves_slices_and_float32_to_xla():
+    def reason(dtype, **kwargs):
+        q, cos = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 128, 8, 128), (4, 128, 64)))
+        return ops.explain("rope", q, q, cos, cos, **kwargs)["pallas"]
+
+    with absent("NVIDIA H200"):
+        assert reason(jnp.bfloat16) is None
+        assert "copies of the slices" in str(reason(jnp.bfloat16, sliced=True))
+        assert reason(jnp.float32) == "in float32 XLA is as fast"
 
 
 @pytest.mark.own_errors

@@ -287,6 +287,21 @@ def test_auto_leaves_the_small_kernels_of_decoding_to_xla(op, arguments, kwargs)
         assert reason(512) is None
 
 
+def test_the_tokens_of_all_rows_count():
+    def reasons(rows, tokens):
+        q = jax.ShapeDtypeStruct((rows, tokens, 8, 128), jnp.bfloat16)
+        cos = jax.ShapeDtypeStruct((rows, tokens, 64), jnp.float32)
+        table = jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16)
+        ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+        calls = {"rope": (q, q, cos, cos), "embedding": (table, ids)}
+        return [ops.explain(op, *call)["pallas"] for op, call in calls.items()]
+
+    few = "a model decodes faster where XLA does it (16 tokens; from 512 on)"
+    with absent("NVIDIA H200"):
+        assert reasons(4, 128) == [None, None]
+        assert reasons(2, 8) == [few, few]
+
+
 @pytest.mark.parametrize(
     ("op", "shapes", "kwargs", "words"),
     [
