@@ -64,7 +64,9 @@ def inspect(
     out.print(facts)
 
     device = jax.devices()[0]
-    choice = Table(title=Text(f"on {device.device_kind}, {dtype}"), title_justify="left")
+    cache = "" if args.kv_dtype is None else f", keys and values in {args.kv_dtype}"
+    title = Text(f"on {device.device_kind}, {dtype}{cache}")
+    choice = Table(title=title, title_justify="left")
     for column in ("op", "call", "runs with"):
         choice.add_column(column)
     rows = list(explained(model, dtype, args.kv_dtype))
@@ -145,10 +147,11 @@ def explained(
         config.num_key_value_heads,
         config.head_dim,
     )
-    positions, kept = config.max_position_embeddings, KV_DTYPES.get(kv_dtype or "")
+    positions = config.max_position_embeddings
+    stored = jnp.dtype(dtype) if kv_dtype is None else KV_DTYPES[kv_dtype]
     t = min(512, positions)
     for call, queries in (("prefill", t), ("decode", 1)):
-        calls = KVCache.calls(config, 1, positions, queries, jnp.dtype(dtype), kept)
+        calls = KVCache.calls(config, 1, positions, queries, jnp.dtype(dtype), stored)
         for kind, (q, keywords) in calls.items():
             reasons = ops.explain("attention", q, **keywords)
             yield "attention", f"{call}, {kind.removesuffix('_attention')}", reasons
@@ -164,7 +167,7 @@ def explained(
     alone = _weight(model.layers[-1].self_attn.o_proj) if gated else weight
     yield "linear", "prefill", ops.explain("linear", array(1, t, alone.shape[1]), alone)
     if model.layers[-1].why_not_fused(1) is None:
-        yield from _of_several_layers(model, row, kept)
+        yield from _of_several_layers(model, row, stored)
         yield "linear", "decode, head", ops.explain("linear", row, head)
     else:
         yield "linear", "decode", ops.explain("linear", row, weight)
@@ -191,18 +194,18 @@ def explained(
 
 
 def _of_several_layers(
-    model: Transformer, row: Any, kv_dtype: Any
+    model: Transformer, row: Any, stored: Any
 ) -> Iterator[tuple[str, str, dict[str, str | None]]]:
     """As `explained`, a fused layer's products, and the ops that have a token in all layers
     together, or, where that one cannot, between two layers' attentions. In place of "xla" of those
     what `chain` does without them.
 
-    row: a token, of shapes alone. kv_dtype: of the cache, if not the row's.
+    row: a token, of shapes alone. stored: the cache's dtype.
     """
     config, found = model.config, {}
     graph, state = nnx.split(model)
     capacity = min(CAPACITY, config.max_position_embeddings)
-    blank = functools.partial(KVCache.create, config, 1, capacity, kv_dtype or row.dtype)
+    blank = functools.partial(KVCache.create, config, 1, capacity, stored)
 
     def look(state: Any, x: Any) -> None:
         blocks, cache = nnx.merge(graph, state).layers, blank()

@@ -94,7 +94,7 @@ class Rows:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, up to one that was cut off: what stands behind it is left out."""
+    """The rows of a `metrics.jsonl`, up to one that was cut off; what is behind it is left out."""
     rows = []
     # Bytes: what was cut off may end within a character, and a text has more ends of lines
     for line in file.read_bytes().splitlines():

@@ -97,7 +97,7 @@ def _json(text: str, where: Callable[[int], str]) -> Any:
     except ValueError:  # Python reads no whole number of more than 4300 digits
         outside = _STRING.sub('""', text)
         many = rf"[0-9]{{{sys.get_int_max_str_digits() + 1},}}"
-        # Digits of a fraction or an exponent are no whole number's; behind a minus they may be
+        # Digits of a fraction or an exponent are a float's; a whole number may have a minus
         long = re.search(rf"(?<![0-9.eE])(?<![eE][+-]){many}(?![0-9.eE])", outside)
         if long is None:
             raise

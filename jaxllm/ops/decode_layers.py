@@ -28,7 +28,7 @@ from pallas_kernels.measure import size_bytes
 # Of a layer's weights, and of the room that it has for keys and values, up to which "auto" has all
 # layers in one launch. H200, tokens a second in one launch and in two a layer, with room for 512
 # keys: Qwen2.5-0.5B (28 MiB of weights) 2232 and 1859, Llama-3.1-8B in ternary (52) 1044 and 946,
-# in int4 (107) 780 and 720, in int8 (208) 491 and 477, in bfloat16 (416) 264 and 267. With room for
+# in int4 (107) 796 and 720, in int8 (208) 498 and 477, in bfloat16 (416) 264 and 267. With room for
 # 4096 Llama-3.1-8B (16 MiB) makes 682 and 661 in int4, 454 and 441 to 449 in int8. Neither more of
 # these was timed, nor weights between int8's and bfloat16's, nor an H100: benchmarks/notes.md
 MOST_BYTES, MOST_CACHE_BYTES = 256 * 2**20, 16 * 2**20

@@ -281,7 +281,7 @@ def test_every_array_has_a_buffer_of_its_own():
     assert all(leaf.is_deleted() for leaf in leaves)
 
 
-def test_others_write_there_only_in_the_numbers_that_it_has():
+def test_there_is_no_place_for_another_dtype():
     layer = KVCache.create(TINY, 2, 8, jnp.float32).layer(0, jnp.ones(2, jnp.int32))
     assert layer.place(jnp.bfloat16) is None
     assert layer.place(jnp.float32) is not None

@@ -564,12 +564,21 @@ def test_inspect_of_a_cache_in_8_bits(tmp_path, capsys, monkeypatch):
     config = dataclasses.replace(TINY, hidden_size=128, intermediate_size=256, head_dim=32)
     jaxllm.save(tiny_models.build(config), None, tmp_path / "wide")
     why = "layer 0 has keys and values in int8, not bfloat16"
+    title = "bfloat16, keys and values in int8\n"
     arguments = ["inspect", str(tmp_path / "wide"), "--dtype", "bfloat16"]
     with absent():
         assert main(arguments) == 0
         assert "keys and values" not in capsys.readouterr().out
         assert main([*arguments, "--kv-dtype", "int8"]) == 0
-    assert why in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert why in out
+    assert title in re.sub(" +\n", "\n", out)
+    narrow = tiny_models.build(dataclasses.replace(TINY, head_dim=24), Runtime("bfloat16"))
+    for kind, wanted in ((None, None), ("int8", "head width 24 is not a multiple of 16 up to 256")):
+        with absent():
+            rows = list(cli_inspect.explained(narrow, "bfloat16", kind))
+        [reasons] = [reasons for _, call, reasons in rows if call == "decode, full"]
+        assert reasons["pallas"] == wanted
 
 
 def test_inspect_asks_with_packed_tables():

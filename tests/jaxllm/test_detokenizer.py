@@ -166,7 +166,7 @@ DECODERS = {
 }
 
 
-def words(decoder):
+def make_tokenizer(decoder):
     """A tokenizer of few words."""
     tokens = ["▁", "▁▁", "t", "▁t", "a", "##b", "c▁", ".", ""]
     tokenizer = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate(tokens)}, "t"))
@@ -179,23 +179,23 @@ def words(decoder):
 @given(ids=st.lists(st.integers(0, 8), max_size=12))
 @settings(deadline=None, max_examples=100)
 def test_every_kind_of_decoder(kind, ids):
-    tokenizer = words(DECODERS[kind])
+    tokenizer = make_tokenizer(DECODERS[kind])
     check(pieces(tokenizer, ids), tokenizer.decode(ids))
 
 
 @pytest.mark.parametrize("kind", ["none", "metaspace"])
 def test_of_what_goes_on_no_space_is_taken(kind):
-    tokenizer, a, t = words(DECODERS[kind]), 4, 3
+    tokenizer, a, space_t = make_tokenizer(DECODERS[kind]), 4, 3
     stream = StreamDecoder(tokenizer, begun=True)
-    more = tokenizer.decode([a, t]).removeprefix(tokenizer.decode([a]))
-    assert stream.push([t]) + stream.finish() == more
+    more = tokenizer.decode([a, space_t]).removeprefix(tokenizer.decode([a]))
+    assert stream.push([space_t]) + stream.finish() == more
     assert more.startswith(" ")
 
 
 def test_a_decoder_may_take_the_last_space_off():
     """Not one of `DECODERS`: the library panics where it strips the end of an empty text."""
     steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 0, 1)]
-    tokenizer, ids = words(decoders.Sequence(steps)), [4, 6]
+    tokenizer, ids = make_tokenizer(decoders.Sequence(steps)), [4, 6]
     assert tokenizer.decode(ids) == "ac"
     check(pieces(tokenizer, ids), "ac")
 
