@@ -27,10 +27,10 @@ from pallas_kernels.quantize import concatenate
 def fuse(model: nnx.Module) -> None:
     """Joins the projections of each layer that can be: beside the model, one layer's joined weight.
 
-    They can be where all of them are `Linear`s, or `PackedLinear`s of one scheme and one order of
-    inputs, and all or none have a bias. What was fused already is left as it is, and so are modules
-    of your own in a layer's place: only an `Attention` or `MLP` is changed, wherever it is held,
-    and none of a subclass that has methods in place of theirs.
+    They can be where all of them are `Linear`s, or `PackedLinear`s of one scheme, one dtype of
+    scales and one order of inputs, and all or none have a bias. What was fused already is left as
+    it is, and so are modules of your own in a layer's place: only an `Attention` or `MLP` is
+    changed, wherever it is held, and none of a subclass that has methods in place of theirs.
     Raises: ValueError if the model is no Flax module, or its blocks are stacked (by nnx.vmap); then
     nothing is changed.
     """
@@ -74,7 +74,8 @@ def _form(linear: Linear | PackedLinear) -> tuple[Any, ...] | None:
     if isinstance(linear, Linear):
         return None
     order = None if linear.order is None else np.asarray(linear.order[...]).tobytes()
-    return linear.scheme, linear.group_size, order
+    scales = (None if x is None else x.dtype for x in (linear.scale, linear.row_scale))
+    return linear.scheme, linear.group_size, order, *scales
 
 
 def _join(linears: list[Any]) -> Any:

@@ -16,6 +16,8 @@ from jaxllm import fusion, layers, lora, train
 from jaxllm.config import ModelConfig, Runtime
 from jaxllm.layers import Linear
 from jaxllm.ops.fused_linear import PACKED_ROWS
+from jaxllm.quantize import PackedLinear
+from pallas_kernels.quantize import quantize as pack
 
 CONFIGS = {
     "plain": TINY,
@@ -79,6 +81,45 @@ def test_packed_weights_are_joined(scheme):
     assert not {"q_proj", "v_proj", "up_proj"} & kinds(model)
     # Sums of float32 in another order at most
     np.testing.assert_allclose(logits(model, tokens(config)), before, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("most", "other"),
+    [
+        (("int8", None), ("fp8", None)),
+        (("int4", 16), ("int4", 8)),
+        (("int4", 16), ("int4", 16, "bfloat16")),
+        (("int4", 16), None),
+    ],
+)
+def test_packed_weights_that_differ_are_not_joined(most, other):
+    """In scheme, groups or dtype of scales; nor are packed ones with one that is not."""
+    config = dataclasses.replace(TINY, hidden_size=32, intermediate_size=64)
+    model = build(config)
+    jaxllm.quantize(model, *most, keep="layers.0.*.k_proj")
+    layer: Any = model.layers[0]
+    if other is not None:
+        scheme, size, *dtype = other
+        weight = layer.self_attn.k_proj.weight[...].astype(*dtype or ["float32"])
+        layer.self_attn.k_proj = PackedLinear(pack(weight, scheme, size), dtype="float32")
+    before = logits(model, tokens(config))
+    fusion.fuse(model)
+    assert layer.self_attn.qkv_proj is None
+    assert layer.mlp.gate_up_proj is not None
+    # Sums of float32 in another order at most
+    np.testing.assert_allclose(logits(model, tokens(config)), before, atol=2e-5)
+
+
+def test_a_ternary_projection_behind_joined_ones_stays_ternary():
+    """Its weight is no other's: the layer decodes module by module."""
+    names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+    config = dataclasses.replace(TINY, bit_linear=True, modules_to_not_convert=names)
+    model = build(config)
+    before = jaxllm.generate(model, None, [[1, 2]], max_new_tokens=4).tokens
+    fusion.fuse(model)
+    assert model.layers[0].self_attn.qkv_proj is not None
+    assert "another kind" in str(model.layers[0].why_not_fused(1))
+    assert jaxllm.generate(model, None, [[1, 2]], max_new_tokens=4).tokens == before
 
 
 def test_what_is_no_module_is_refused():
