@@ -14,6 +14,7 @@ import pytest
 from tiny_models import ALL, SLIDING, TINY, shapes
 
 from jaxllm.config import (
+    MAX_LAYERS,
     MAX_POSITIONS,
     Rope,
     Runtime,
@@ -351,6 +352,22 @@ def test_transformers_reads_the_same_in_a_multimodal_file(transformers, text):
             },
         ),
         ({**GEMMA2, "sliding_window_size": GEMMA2["sliding_window"]}, GEMMA2),
+        (
+            {**QWEN, "rope_scaling": {**YARN_ROPE, "beta_fast": 0, "beta_slow": 0}},
+            {**QWEN, "rope_scaling": YARN_ROPE},
+        ),
+        (
+            {**LLAMA, "rope_scaling": {**LLAMA3_ROPE, "type": "linear"}},
+            {**LLAMA, "rope_scaling": LLAMA3_ROPE},
+        ),
+        (
+            {
+                **GEMMA3,
+                "rope_scaling": LINEAR_ROPE,
+                "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            {**GEMMA3, "rope_scaling": LINEAR_ROPE},
+        ),
         ({**LLAMA, "hidden_act": "swish"}, LLAMA),
         ({**LLAMA, "hidden_act": "gelu_new"}, {**LLAMA, "hidden_act": "gelu_pytorch_tanh"}),
         (
@@ -417,6 +434,31 @@ def test_transformers_makes_the_same_of_the_scales_of_yarn(transformers, more, f
     rope = {**YARN_ROPE, "rope_theta": 1e4, **more}
     theirs = transformers.LlamaConfig(**{**LLAMA, "rope_parameters": rope})
     assert ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")[1] == pytest.approx(factor, rel=1e-12)
+
+
+LONGROPE_SCALES = (
+    ({}, 64, math.sqrt(1 + math.log(2) / math.log(32))),
+    ({"factor": 8.0}, 64, math.sqrt(1 + math.log(8) / math.log(32))),
+    ({}, 16, 1.0),  # shorter than it was trained
+    ({"factor": 8.0, "attention_factor": 1.5}, 64, 1.5),
+)
+
+
+@pytest.mark.parametrize(("more", "positions", "factor"), LONGROPE_SCALES)
+def test_what_longrope_multiplies_with(more, positions, factor):
+    hf = {**PHI, "max_position_embeddings": positions, "rope_scaling": {**PHI_ROPE, **more}}
+    assert from_hf(hf).rope.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("more", "positions", "factor"), LONGROPE_SCALES)
+def test_transformers_multiplies_longrope_with_the_same(transformers, more, positions, factor):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    hf = {**PHI, "max_position_embeddings": positions, "rope_scaling": {**PHI_ROPE, **more}}
+    theirs = transformers.Phi3Config(**hf, pad_token_id=0)
+    scale = ROPE_INIT_FUNCTIONS["longrope"](theirs, "cpu")[1]
+    assert scale == pytest.approx(factor, rel=1e-12)
 
 
 def test_an_unknown_key_stops_the_load():
@@ -704,6 +746,7 @@ def test_a_wrapped_gemma3_has_no_cap_of_logits():
             {**QWEN, "use_sliding_window": "no"},
             "use_sliding_window must be true or false, got 'no'",
         ),
+        ({**QWEN, "layer_types": [3] * 4}, r"layer_types must be a list of names, got \[3, 3"),
         ({**QWEN, "layer_types": 3}, "layer_types must be a list of names, got 3"),
         (
             {**MISTRAL, "sliding_window": True},
@@ -862,6 +905,10 @@ def test_key_heads_by_default_as_transformers(transformers, family):
             "config: modules_to_not_convert must be a tuple of names, got 'o_proj'",
         ),
         ({"modules_to_not_convert": [5]}, "config: modules_to_not_convert has 5; it must be names"),
+        (
+            {"modules_to_not_convert": ["layers.*"]},
+            r"modules_to_not_convert has 'layers.\*'; it must be names",
+        ),
         ({"rms_norm_eps": math.inf}, "rms_norm_eps must be positive and finite, got inf"),
         ({"rms_norm_eps": True}, "rms_norm_eps must be positive and finite, got True"),
         (
@@ -879,6 +926,12 @@ def test_key_heads_by_default_as_transformers(transformers, family):
 def test_a_config_that_cannot_be_a_model(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         dataclasses.replace(TINY, **change)
+
+
+def test_the_largest_sizes_are_taken():
+    changes = {"num_hidden_layers": MAX_LAYERS, "max_position_embeddings": MAX_POSITIONS}
+    config = dataclasses.replace(TINY, **changes, layer_types=())
+    assert len(config.layer_types) == MAX_LAYERS
 
 
 @pytest.mark.parametrize(

@@ -195,8 +195,9 @@ def test_moved_logits_would_show():
             assert_as_accurate(other, plain, truth)
 
 
-def test_dtypes_of_the_runtime():
+def test_a_runtime_by_default_and_its_dtypes():
     assert (Runtime().weight_dtype, Runtime().compute_dtype) == ("float32", "float32")
+    assert (Runtime().implementation, Runtime().remat) == ("auto", "none")
     half = Runtime(dtype="bfloat16")
     assert (half.weight_dtype, half.compute_dtype) == ("bfloat16", "bfloat16")
     stored = Runtime(param_dtype="bfloat16")
@@ -211,6 +212,10 @@ def test_configs_and_runtimes_are_hashable_by_value():
     assert one == two
     assert hash(one) == hash(two)
     assert one != Runtime(implementation={"attention": "xla"})
+    names = {"glu": "xla", "attention": "xla"}  # in another order
+    other = Runtime(implementation=names)
+    names["glu"] = "pallas"
+    assert (one, hash(one)) == (other, hash(other))
     assert hash(ALL) == hash(copy.deepcopy(ALL))
     rope = dataclasses.replace(LONGROPE, short_factor=list(LONGROPE.short_factor))
     lists = dataclasses.replace(ALL, layer_types=list(ALL.layer_types), modules_to_not_convert=[])
