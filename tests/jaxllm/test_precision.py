@@ -1,5 +1,6 @@
 """Loss scales by the script of the specs; half precision trains as float32 does."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -60,6 +61,14 @@ def test_growth_needs_good_steps_in_a_row_and_is_bounded_both_ways():
     assert run_script(DynamicScale(scale=4.0, min_scale=2.0), "xxx") == [2, 2, 2]
     assert run_script(DynamicScale(scale=4.0, max_scale=8.0, interval=1), "...") == [8, 8, 8]
     assert run_script(DynamicScale(scale=1.0, growth=4.0, backoff=0.25, interval=1), ".x") == [4, 1]
+    assert run_script(DynamicScale(scale=1.0, interval=2), "....") == [1, 2, 2, 4]
+
+
+def test_a_scale_begins_with_what_float16_trains_with():
+    """It grows after 2000 steps and stays within 1 and 2 ** 24."""
+    assert run_script(DynamicScale(), 2000 * ".")[-2:] == [2.0**15, 2.0**16]
+    assert run_script(DynamicScale(scale=1.0), "x") == [1]
+    assert run_script(DynamicScale(scale=2.0**24, interval=1), ".") == [2.0**24]
 
 
 @pytest.mark.own_errors
@@ -72,6 +81,7 @@ def test_growth_needs_good_steps_in_a_row_and_is_bounded_both_ways():
         (DynamicScale(math.nan), "scale of a DynamicScale must be above 0 and finite, got nan"),
         (DynamicScale(growth=1.0), "growth of a DynamicScale must be above 1 and finite, got 1"),
         (DynamicScale(backoff=1.0), "backoff of a DynamicScale must be above 0 and below 1, got "),
+        (DynamicScale(good=-5), "good of a DynamicScale must be above -1 and finite, got -5"),
         (DynamicScale(interval=0), "interval of a DynamicScale must be above 0 and finite, got "),
         (
             DynamicScale(min_scale=8.0, max_scale=4.0),
@@ -83,6 +93,22 @@ def test_numbers_that_cannot_be_a_scales(scale, words):
     model = make_model("fp32")
     with pytest.raises(ValueError, match=f"^precision: {words}"):
         train.init_state(model, optax.sgd(0.1), scale=scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted(NoScale):
+    """A scale of one's own, whose numbers mean what it likes."""
+
+    shift: float = 0.0
+
+
+jax.tree_util.register_dataclass(Shifted)
+
+
+@pytest.mark.parametrize("scale", [DynamicScale(1.0), DynamicScale(2.0**24), Shifted()])
+def test_a_scale_at_a_bound_or_of_ones_own_is_taken(scale):
+    state = train.init_state(make_model("fp32"), optax.sgd(0.1), scale=scale)
+    assert float(state.scale.value) == float(scale.value)
 
 
 def test_a_tree_of_sizes_has_the_scales_classes():

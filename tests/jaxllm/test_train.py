@@ -169,7 +169,7 @@ def test_what_cannot_be_trained_is_named():
         train.init_state(model, optax.sgd(1), trainable=["norm.weight"])
     with pytest.raises(ValueError, match=r"the optimizer must have init and update, .*, got 0.1"):
         train.init_state(model, 0.1)
-    for scale in (None, 2.0):
+    for scale in (None, 2.0, NoScale):
         with pytest.raises(ValueError, match=rf"^precision: a scale is one of .*, got {scale}$"):
             train.init_state(model, optax.sgd(1), scale=scale)
     with pytest.raises(ValueError, match="^train: loss must be a function of a .*, got None$"):
