@@ -533,6 +533,7 @@ def test_int4_beside_adapters_has_groups_that_divide():
     for width, size in wide.items():
         config = dataclasses.replace(CONFIG, intermediate_size=width)
         assert qlora_group_size(config) == size
+    assert qlora_group_size(dataclasses.replace(CONFIG, head_dim=24)) == 32  # four heads
 
 
 def test_a_missing_package_is_said_before_the_model_is_read(tune, tmp_path, monkeypatch):

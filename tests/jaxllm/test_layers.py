@@ -15,7 +15,16 @@ from tiny_models import ALL, LONGROPE, SLIDING, TINY
 
 from jaxllm.cache import KVCache
 from jaxllm.config import Rope, Runtime
-from jaxllm.layers import MLP, Attention, Block, Embedding, Linear, RMSNorm, rotary_tables
+from jaxllm.layers import (
+    MLP,
+    Attention,
+    BitLinear,
+    Block,
+    Embedding,
+    Linear,
+    RMSNorm,
+    rotary_tables,
+)
 
 D = TINY.hidden_size
 
@@ -53,8 +62,10 @@ def foreign() -> tuple[Foreign, jax.Array, jax.Array]:
 
 
 def test_a_layer_that_the_config_has_not_is_refused():
-    with pytest.raises(ValueError, match="^layers: the config has layers 0 to 1, got 99$"):
-        Block(TINY, 99, rngs=nnx.Rngs(0))
+    for layer in (99, 2, -1):
+        found = f"^layers: the config has layers 0 to 1, got {layer}$"
+        with pytest.raises(ValueError, match=found):
+            Block(TINY, layer, rngs=nnx.Rngs(0))
 
 
 def test_in_a_foreign_module(foreign):
@@ -193,6 +204,9 @@ def test_linear():
     half = Linear(5, 3, runtime=Runtime(dtype="bfloat16"), rngs=nnx.Rngs(0))
     assert half(jnp.asarray(x)).dtype == jnp.bfloat16
     assert half(jnp.asarray(x), out_dtype=jnp.dtype("float32")).dtype == jnp.float32
+    ternary = BitLinear(8, 3, runtime=Runtime(dtype="bfloat16"), rngs=nnx.Rngs(0))
+    assert ternary(jnp.ones((2, 8))).dtype == jnp.bfloat16
+    assert ternary(jnp.ones((2, 8)), out_dtype=jnp.dtype("float32")).dtype == jnp.float32
 
 
 @strict
@@ -214,6 +228,8 @@ def test_embedding_and_its_head():
     np.testing.assert_array_equal(out[0], 2 * table[[6, 2]])
     x = jnp.asarray(np.eye(4), jnp.float32)
     np.testing.assert_array_equal(layer.attend(x), table.T)  # which the scale does not touch
+    half = Embedding(7, 4, runtime=Runtime(dtype="bfloat16"), rngs=nnx.Rngs(0))
+    assert half.attend(x).dtype == jnp.bfloat16
 
 
 @strict

@@ -1,5 +1,7 @@
+import contextlib
 import dataclasses
 import importlib
+import types
 import weakref
 from typing import Any
 
@@ -251,6 +253,33 @@ def test_what_is_packed_and_what_stays():
     assert not any(name.endswith(("zero", "row_scale")) for name in names)
     packed: Any = model.layers[1].self_attn.q_proj
     assert packed.group_size == G
+
+
+def test_the_head_has_its_schemes_own_groups():
+    jaxllm.quantize(model := tiny_models.build(EVEN), "int4", G, head="int4")
+    sizes = {name: packed.group_size for name, packed in packed_weights(model).items()}
+    assert sizes.pop("lm_head") == 32
+    assert set(sizes.values()) == {G}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_modules_keep_the_implementation(tied):
+    config = dataclasses.replace(EVEN, tie_word_embeddings=tied)
+    model = tiny_models.build(config, Runtime(implementation="xla"))
+    jaxllm.quantize(model, "int8", head="int8")
+    jaxllm.fuse(model)
+    kinds = (PackedLinear, PackedEmbedding)
+    found = [module for _, module in nnx.iter_modules(model) if isinstance(module, kinds)]
+    assert len(found) == 4 * TINY.num_hidden_layers + 1
+    assert {module.implementation for module in found} == {"xla"}
+
+
+@pytest.mark.parametrize(
+    ("platforms", "there"), [("cuda", False), ("cuda,cpu", True), (None, True)]
+)
+def test_the_hosts_memory_is_asked_for_where_it_is(monkeypatch, platforms, there):
+    monkeypatch.setattr(MODULE.jax, "config", types.SimpleNamespace(jax_platforms=platforms))
+    assert isinstance(MODULE.on_host(), contextlib.nullcontext) is not there
 
 
 def test_one_name_is_kept_without_a_list():

@@ -270,6 +270,27 @@ def test_parameters_go_to_the_default_device_and_stay_free(tmp_path):
     run_python(AT_ANOTHER, folder, XLA_FLAGS="--xla_force_host_platform_device_count=2")
 
 
+FROM_ANOTHER = """
+import sys, jax
+from flax import nnx
+from jaxllm.checkpoint import load
+from jaxllm.quantize import quantize
+
+with jax.default_device(jax.devices()[1]):
+    model, _ = load(sys.argv[1])
+quantize(model, "int8", from_host=True)
+arrays = jax.tree.leaves(nnx.state(model, nnx.Param))
+assert {device for x in arrays for device in x.devices()} == {jax.devices()[0]}
+assert not any(x.committed for x in arrays)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_packed_from_the_host_comes_to_the_default_device(tmp_path):
+    folder = write_checkpoint(tmp_path, read_golden("llama"))
+    run_python(FROM_ANOTHER, folder, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+
+
 def test_what_progress_raises_ends_the_load(tmp_path):
     folder = write_checkpoint(tmp_path, read_golden("llama"))
     calls = []
