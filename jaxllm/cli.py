@@ -33,8 +33,8 @@ from jaxllm.quantize import on_host
 
 DEFAULT_PROMPT = "ROMEO:\n"
 SETTINGS = [field.name for field in dataclasses.fields(jaxllm.Sampling)]
-KV_DTYPE_HELP = "keys and values of the text in 8 bits (default: in the dtype)"
 DRAWS = ("top_k", "top_p", "min_p", "seed")  # which say how to draw
+KV_DTYPE_HELP = "keys and values of the text in 8 bits (default: in the dtype)"
 CUT_SHORT = {
     "length": "the answer ended at --max-new-tokens",
     "context": "the answer ended at the model's last position; /reset begins anew",

@@ -573,6 +573,9 @@ def test_inspect_of_a_cache_in_8_bits(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert why in out
     assert title in re.sub(" +\n", "\n", out)
+
+
+def test_inspect_asks_attention_over_a_cache_in_8_bits():
     narrow = tiny_models.build(dataclasses.replace(TINY, head_dim=24), Runtime("bfloat16"))
     for kind, wanted in ((None, None), ("int8", "head width 24 is not a multiple of 16 up to 256")):
         with absent():
