@@ -63,7 +63,7 @@ def tile_config(
     else:
         # A tile of 128 x 256 reads least from shared memory a product (two of 64 x 256); smaller
         # ones waste less of the last wave but feed the tensor cores worse by about this much.
-        tiles = [(128, 256, 2, 1.0), (256, 128, 2, 1.0)] * (not blocks)
+        tiles = [(128, 256, 2, 1.0), *([] if blocks else [(256, 128, 2, 1.0)])]
         tiles += [(128, 128, 2, 1.2), (64, 128, 1, 1.6)]
         tiles += [] if gated else [(128, 64, 2, 1.6), (64, 64, 1, 2.2)]
 
@@ -123,9 +123,14 @@ def config_problem(
         "tile_n must be 32 at least, for a result of 8 bits": wide.itemsize == 1 and c.tile_n < 32,
         f"tile_k must be a multiple of {step}": c.tile_k < 1 or c.tile_k % step,
         "a consumer can hold 64 x 256 sums": c.tile_m * c.tile_n > c.consumers * 64 * 256,
-        "a consumer takes 64 rows and a tile 128 of K and 128 columns, for scales of blocks": (
+        "a consumer takes 64 rows, and a tile 128 of K and 256 columns or no more than 128, for "
+        "scales of blocks": (
             blocks
-            and (c.tile_m != WGMMA_ROWS * c.consumers or c.tile_k != BLOCK or c.tile_n > BLOCK)
+            and (
+                c.tile_m != WGMMA_ROWS * c.consumers
+                or c.tile_k != BLOCK
+                or c.tile_n not in (16, 32, 64, BLOCK, 2 * BLOCK)
+            )
         ),
         "stages must be 2 at least, snake 1": c.stages < 2 or c.snake < 1,
         "cluster must be 1: it is for 'split'": c.cluster != 1,

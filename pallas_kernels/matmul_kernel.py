@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -76,7 +77,7 @@ def shared_bytes(config: Config, dtype, vectors: int) -> int:
     c = config
     stage = (c.tile_m + c.tile_n) * c.tile_k * dtype.itemsize
     slices = 2 * c.consumers * WGMMA_ROWS * LINE_BYTES
-    barriers = 8 * (2 * c.stages + 2 * c.consumers + 2)
+    barriers = 8 * (3 * c.stages + 2 * c.consumers + 2)
     return c.stages * stage + slices + max(vectors, 1) * VECTOR_BYTES + barriers
 
 
@@ -86,6 +87,8 @@ def product(
     """One product of two matrices; a is [K, M] with transpose_a.
 
     With block scales, a_scale [M, K / 128] and b_scale [N / 128, K / 128], a stage is a block.
+    Columns beyond 128 are multiplied when the sums of those before them have been added up, and
+    lie behind a barrier of their own: without it ptxas would do both at once, and lacks registers.
     """
     c, gated, out_dtype = static.config, static.gated, jnp.dtype(static.out_dtype)
     m, k = a.shape[::-1] if static.transpose_a else a.shape
@@ -99,7 +102,10 @@ def product(
     k_steps = -(-k // c.tile_k)
     step = LINE_BYTES // a.dtype.itemsize
     chunks = c.tile_k // step
-    slice_width = min(tile_width, LINE_BYTES // out_dtype.itemsize)
+    part = min(c.tile_n, BLOCK) if blocks else c.tile_n  # columns that wgmma multiplies at a time
+    piece = math.gcd(tile_width, BLOCK, width if gated else 0)  # columns that share a block scale
+    b_rows = min(tile_width, part)  # brought by one copy
+    slice_width = min(piece if blocks else tile_width, LINE_BYTES // out_dtype.itemsize)
     slices = [
         (row, column)
         for row in range(0, rows, WGMMA_ROWS)
@@ -155,15 +161,16 @@ def product(
                 few = min(c.tile_m, -(-m // 8) * 8)
                 target = rows_as_copied(a_stages, to, 0, few, static.interpret)
                 plgpu.copy_gmem_to_smem(a_ref.at[pl.ds(row, few), inner], target, barrier)
-            for half in range(halves):
-                outer = pl.ds(column + half * width, tile_width)
-                start = half * tile_width
+            for start in range(0, c.tile_n, b_rows):
+                half, within = divmod(start, tile_width)
+                outer = pl.ds(column + half * width + within, b_rows)
                 if static.transpose_b:
                     source = b_ref.at[outer, inner]
-                    target = rows_as_copied(b_stages, to, start, tile_width, static.interpret)
+                    target = rows_as_copied(b_stages, to, start, b_rows, static.interpret)
                 else:
                     source, target = b_ref.at[inner, outer], b_stages.at[to]
-                plgpu.copy_gmem_to_smem(source, target, barrier)
+                arrives = barrier if start < part else scratch["full_beyond"].at[to[0]]
+                plgpu.copy_gmem_to_smem(source, target, arrives)
 
         def produce():
             if c.consumers > 1:
@@ -235,40 +242,55 @@ def product(
                 return total
 
             def multiply_blocks(at, row, column):
-                """The sums of each half of the columns; those of a stage are scaled and added."""
-                places = [
-                    lax.div(column + half * width, jnp.int32(BLOCK)) for half in range(halves)
-                ]
+                """The sums of each piece of the columns; those of a stage are scaled and added."""
+                places = []
+                for start in range(0, c.tile_n, piece):
+                    half, within = divmod(start, tile_width)
+                    place = lax.div(column + half * width + within, jnp.int32(BLOCK))
+                    places.append(jnp.minimum(place, b_scale_ref.shape[0] - 1))  # not beyond N
+
+                def issue(slot, start):
+                    _compat.wgmma_ready(interpret=static.interpret)
+                    return _compat.wgmma(
+                        None,
+                        a_stages.at[slot, 0].at[mine],
+                        b_stages.at[slot, 0].at[pl.ds(start, part)],
+                        transpose_b=True,
+                        interpret=static.interpret,
+                    )
+
+                def add(totals, sums, scales):
+                    for n, (total, scale) in enumerate(zip(totals, scales, strict=True)):
+                        scale = lax.broadcast_in_dim(scale, (rows, piece), (0,))
+                        scale = plgpu.layout_cast(scale, plgpu.Layout.WGMMA)
+                        yield total + sums[:, n * piece : (n + 1) * piece] * scale
 
                 def next_stage(i, carry):
-                    at, *totals = carry
-                    # asked for before the product, which takes longer than they
+                    at, totals = carry
+                    slot = ring.wait(at)
+                    sums = issue(slot, 0)
+                    # asked for before the product, it would wait for them
                     of_rows = _compat.load(
-                        a_scale_ref.at[i, pl.ds(row, rows)],
+                        a_scale_ref.at[pl.ds(row, rows), i],
                         plgpu.Layout.WGMMA.reduce(1),
                         optimized=False,
                     )
-                    of_columns = [b_scale_ref[place, i] for place in places]
-                    slot = ring.wait(at)
+                    scales = [of_rows * b_scale_ref[place, i] for place in places]
+                    added = []
+                    for start in range(0, c.tile_n, part):
+                        if start:
+                            plgpu.barrier_wait(scratch["full_beyond"].at[slot])
+                            sums = issue(slot, start)
+                        sums = _compat.wgmma_wait(0, sums)
+                        if start + part == c.tile_n:
+                            ring.give_back(at)
+                        some = slice(start // piece, (start + part) // piece)
+                        added += add(totals[some], sums, scales[some])
+                    return at + 1, added
 
-                    def multiply(acc):
-                        left, right = a_stages.at[slot, 0], b_stages.at[slot, 0]
-                        plgpu.wgmma(acc, left.at[mine], right.T)
-                        return acc[...]
-
-                    acc = plgpu.WGMMAAccumulatorRef((rows, c.tile_n), jnp.float32)
-                    part = pl.run_scoped(multiply, acc)
-                    ring.give_back(at)
-                    for half, of_column in enumerate(of_columns):
-                        scale = lax.broadcast_in_dim(of_rows * of_column, (rows, tile_width), (0,))
-                        scale = plgpu.layout_cast(scale, plgpu.Layout.WGMMA)
-                        columns = slice(half * tile_width, (half + 1) * tile_width)
-                        totals[half] = totals[half] + part[:, columns] * scale
-                    return at + 1, *totals
-
-                zeros = jnp.zeros((rows, tile_width), jnp.float32)
+                zeros = jnp.zeros((rows, piece), jnp.float32)
                 zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-                return lax.fori_loop(0, k_steps, next_stage, (at, *[zeros] * halves))[1:]
+                return lax.fori_loop(0, k_steps, next_stage, (at, [zeros] * len(places)))[1]
 
             def times(y, name, dimension, row, column, by=jnp.multiply):
                 """A slice of the result with a scale, or with the bias."""
@@ -283,8 +305,8 @@ def product(
 
             def scaled(total, row, column):
                 if blocks:
-                    half, start = divmod(column, tile_width)
-                    y = total[half][:, start : start + slice_width]
+                    n, start = divmod(column, piece)
+                    y = total[n][:, start : start + slice_width]
                 else:
                     y = total[row : row + WGMMA_ROWS, column : column + slice_width]
                 if out_dtype == jnp.int32:
@@ -372,16 +394,18 @@ def product(
             out_dtype,
             transforms=wgmma_transforms(slice_width, out_dtype),
         ),
-        "full": plgpu.Barrier(num_arrivals=chunks * (1 + halves), num_barriers=c.stages),
+        "full": plgpu.Barrier(num_arrivals=chunks * (1 + part // b_rows), num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
     }
     for name, count in vectors.items():
         dtype = given[name].dtype
         size = _whole_lines(count * tile_width or c.tile_m, dtype)
         scratch[name] = plgpu.SMEM((size,), dtype)
-    if blocks:  # whole tiles, rows side by side
+    if part < c.tile_n:
+        scratch["full_beyond"] = plgpu.Barrier(num_barriers=c.stages)
+    if blocks:  # whole tiles
         assert a_scale is not None
-        a_scale = jnp.pad(a_scale, ((0, -m % c.tile_m), (0, 0))).T
+        a_scale = jnp.pad(a_scale, ((0, -m % c.tile_m), (0, 0)))
     if vectors:
         arrivals = sum(count or 1 for count in vectors.values())
         scratch["vectors_full"] = plgpu.Barrier(num_arrivals=arrivals)

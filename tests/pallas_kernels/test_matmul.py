@@ -519,7 +519,7 @@ SIZES = [(1, 16, 64), (64, 28672, 4096), (65, 896, 896), (8192, 28672, 4096)]
     ("config", "keywords", "sentence"),
     [
         (Config(64, 16, 128, 1), {"out_dtype": I8, "out_scale": ONE}, "tile_n must be 32 at least"),
-        (Config(128, 256, 128), BLOCKS, "for scales of blocks"),
+        (Config(128, 192, 128), BLOCKS, "for scales of blocks"),
         (Config(128, 128, 256), BLOCKS, "for scales of blocks"),
         (Config(128, 128, 128, consumers=1), BLOCKS, "for scales of blocks"),
     ],

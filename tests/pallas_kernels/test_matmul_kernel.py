@@ -28,6 +28,7 @@ pytestmark = [
 BF16, F16, F32, FP8, I8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.int8
 ROWS = (1, 2, 7, 16, 64, 300)
 WIDE = Config(128, 128, 128, consumers=2, stages=2)
+WIDEST = Config(128, 256, 128, consumers=2, stages=2)  # with block scales, in two parts
 NARROW = Config(64, 64, 128, consumers=1, stages=2)
 
 
@@ -186,6 +187,14 @@ BLOCKS: Any = {
     "bias, residual": ((67, 160, 144), {}, NARROW, "bias residual"),
     "two tiles of rows": ((200, 136, 272), {}, Config(128, 64, 128, 2, 2), ""),
     "swiglu": ((67, 128, 272), {"epilogue": "swiglu"}, WIDE, "bias"),
+    "256 columns of a tile, some beyond N": ((200, 320, 400), {}, WIDEST, "residual"),
+    "swiglu, 256 columns": ((67, 256, 272), {"epilogue": "swiglu"}, WIDEST, ""),
+    "swiglu, 256 columns, up begins within a block": (
+        (67, 192, 144),
+        {"epilogue": "swiglu"},
+        WIDEST,
+        "bias",
+    ),
     "swiglu, gate and up in one block": ((5, 64, 272), {"epilogue": "swiglu"}, None, ""),
     "gelu, the default tile": ((130, 72, 144), {"epilogue": "gelu"}, None, "bias"),
 }
@@ -277,11 +286,16 @@ def test_blocks_on_the_device(m: int, sizes: tuple[int, int]):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("epilogue", [None, "swiglu", "gelu", "gelu_pytorch_tanh"])
-def test_what_follows_blocks_on_the_device(epilogue: str | None):
-    arrays = of_blocks(1111, 4864, 896, "bias residual", gated=epilogue == "swiglu")
+@pytest.mark.parametrize("config", [None, WIDEST], ids=str)
+@pytest.mark.parametrize(
+    ("n", "epilogue"),
+    [(4864, None), (4864, "swiglu"), (4864, "gelu"), (896, "gelu_pytorch_tanh"), (960, "swiglu")],
+)
+def test_what_follows_blocks_on_the_device(n: int, epilogue: str | None, config: Config | None):
+    """Of 896 columns the last tile of 256 has half, and of 960 up begins within a block."""
+    arrays = of_blocks(1111, n, 896, "bias residual", gated=epilogue == "swiglu")
     keywords: Any = {"transpose_b": True, "epilogue": epilogue}
-    y = jax.jit(lambda x: matmul(**x, **keywords))(arrays)
+    y = jax.jit(lambda x: matmul(**x, **keywords, config=config))(arrays)
     exact: Any = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
     truth = oracles.matmul(**exact, **keywords)
     ours = np.asarray(y).astype(np.float64)
