@@ -26,6 +26,7 @@ from jaxllm.model import Transformer
 from jaxllm.programs import (
     RUNNING,
     STOP,
+    Decoded,
     DecodeState,
     Weights,
     decode,
@@ -136,6 +137,9 @@ class Run:
         ropes = [r for r in config.ropes.values() if r.rope_type == "longrope"]
         # A row that grows beyond this many tokens turns by longrope's other list.
         self.crossing = min((r.original_max_position_embeddings or 0 for r in ropes), default=None)
+        # Whether a dispatch may begin before the tokens of the last one are taken. Not where these
+        # say what follows; nor on several devices, for whose loops the host waits.
+        self.ahead = not stop and self.crossing is None and self.sharding.num_devices == 1
         self.state: DecodeState | None = None
         self.constants: tuple[Sampling, jax.Array] | None = (
             None  # on the device: settings, stop ids
@@ -266,9 +270,8 @@ class Run:
             for size in sizes:
                 self._append(np.zeros((self.batch, size), np.int32), np.zeros(self.batch, np.int32))
             for _ in range(times):
-                self.dispatch(0)
+                jax.block_until_ready(self._begin(0))
         self.state = self.constants = None
-        self.decode_s, self.dispatch_count = 0.0, 0
 
     def read_rows(self) -> None:
         """Every row's tokens so far into a new cache, chunk by chunk."""
@@ -288,9 +291,8 @@ class Run:
         jax.block_until_ready(self.state.logits)
         self.prefill_s += time.perf_counter() - start
 
-    def dispatch(self, steps: int) -> None:
-        """Up to `steps` tokens for every row that runs."""
-        start = time.perf_counter()
+    def _begin(self, steps: int) -> Decoded:
+        """Up to `steps` tokens for every row that runs, which the device makes from now on."""
         assert self.state is not None
         assert self.constants is not None
         halted = np.ones(self.batch, bool)  # the rows that only fill up the batch have ended too
@@ -307,6 +309,10 @@ class Run:
             top=self.top_logprobs,
             vocab_size=self.vocab_size,
         )
+        return out
+
+    def _take(self, out: Decoded) -> None:
+        """The tokens of a dispatch, as soon as they are there."""
         out = jax.device_get(out)
         self.dispatch_count += 1
         for i, row in enumerate(self.rows):
@@ -325,17 +331,31 @@ class Run:
                     )
                 row.push(int(out.tokens[i, j]), logprob, list(top), last)
             row.finish(int(out.ended[i]))
-        self.decode_s += time.perf_counter() - start
 
     def dispatches(self) -> Iterator[None]:
-        """Read the prompts, then decode until every row has ended; yields after each dispatch."""
+        """Read the prompts, then decode until every row has ended; yields after each dispatch.
+
+        With `ahead` the next one is under way by then: the device does not wait for the host.
+        """
         try:
             self.read_rows()
+            following = None
+            since = time.perf_counter()
             while running := [row for row in self.rows if row.reason is None]:
                 # The token that takes a row over longrope's boundary turns all its keys: a
                 # dispatch ends with it, and the cache is made again with the other list.
                 to_cross = [row for row in running if self._to_crossing(row)]
-                self.dispatch(min([self.steps, *map(self._to_crossing, to_cross)]))
+                steps = min([self.steps, *map(self._to_crossing, to_cross)])
+                if following is None:
+                    since = time.perf_counter()
+                    following = self._begin(steps)
+                out, following = following, None
+                if self.ahead and any(row.budget - len(row.tokens) > steps for row in running):
+                    following = self._begin(self.steps)
+                self._take(out)
+                now = time.perf_counter()
+                self.decode_s += now - since
+                since = now
                 yield
                 if any(row.reason is None and not self._to_crossing(row) for row in to_cross):
                     self.read_rows()
