@@ -2,6 +2,8 @@
 
 import dataclasses
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from flax import nnx
 from tiny_models import LONGROPE, TINY, build
 
 import jaxllm
+from jaxllm import run as run_module
 from jaxllm import train
 from jaxllm.config import Runtime
 from jaxllm.run import Run, bucket
@@ -58,6 +61,96 @@ def test_a_row_at_the_models_last_position_shortens_no_dispatch():
     run = make_run(build(TINY, FP32), [[1] * 62, [1]], max_new_tokens=16)
     assert len(list(run.dispatches())) == 1
     assert [len(tokens) for tokens in run.result().tokens] == [2, 16]
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, run: Run) -> list[str]:
+    """What `run` does, in order: begin a dispatch, take its tokens, hand them on."""
+    seen: list[str] = []
+    decode, device_get = run_module.decode, jax.device_get
+
+    def begin(*arguments: Any, **keywords: Any) -> Any:
+        seen.append("begin")
+        return decode(*arguments, **keywords)
+
+    def take(x: Any) -> Any:
+        seen.append("take")
+        return device_get(x)
+
+    monkeypatch.setattr(run_module, "decode", begin)
+    monkeypatch.setattr(run_module.jax, "device_get", take)
+    for _ in run.dispatches():
+        seen.append("hand on")
+    return seen
+
+
+def test_a_dispatch_begins_before_the_tokens_of_the_last_one_are_taken(monkeypatch):
+    run = make_run(build(TINY, FP32), [[1, 2], [3]], max_new_tokens=[4, 10], steps_per_dispatch=4)
+    assert watched(monkeypatch, run) == [
+        *("begin", "begin", "take", "hand on"),
+        *("begin", "take", "hand on", "take", "hand on"),
+    ]
+    assert [len(tokens) for tokens in run.result().tokens] == [4, 10]
+    assert run.result().timings.dispatches == 3
+
+
+@pytest.mark.parametrize("why", ["a stop string", "longrope"])
+def test_where_the_tokens_say_what_follows_they_are_taken_first(monkeypatch, why):
+    config = dataclasses.replace(TINY, rope=LONGROPE) if why == "longrope" else TINY
+    if why == "a stop string":
+        monkeypatch.setattr(run_module, "_stop_strings", lambda *_: ("never",))
+    run = make_run(build(config, FP32), [[1, 2]], max_new_tokens=6, steps_per_dispatch=3)
+    assert watched(monkeypatch, run) == ["begin", "take", "hand on"] * 2
+
+
+def test_on_several_devices_no_dispatch_begins_ahead(monkeypatch):
+    model, one = build(TINY, FP32), run_module._sharding
+
+    class Several(jax.sharding.SingleDeviceSharding):
+        num_devices = 2
+
+    assert make_run(model, [[1]]).ahead
+    devices = lambda weights: Several(*one(weights).device_set)  # noqa: E731
+    monkeypatch.setattr(run_module, "_sharding", devices)
+    assert not make_run(model, [[1]]).ahead
+
+
+def test_a_row_that_stops_while_the_next_dispatch_is_under_way():
+    model = build(TINY, FP32)
+    call = {"prompts": [[1, 2, 3], [4]], "max_new_tokens": 24, "temperature": 1.0, "seed": [5, 6]}
+    whole = jaxllm.generate(model, None, **call, stop_ids=[])
+    stop_ids = [whole.tokens[0][2], whole.tokens[1][9]]
+    ended = jaxllm.generate(model, None, **call, stop_ids=stop_ids)
+    several = jaxllm.generate(model, None, **call, stop_ids=stop_ids, steps_per_dispatch=2)
+    assert several.tokens == ended.tokens
+    assert several.logprobs == ended.logprobs
+    assert several.finish_reasons == ended.finish_reasons == ["stop", "stop"]
+    longest = max(len(tokens) for tokens in ended.tokens)
+    assert several.timings.dispatches == -(-longest // 2) < 12
+
+
+@pytest.mark.parametrize(("ahead", "seconds"), [(True, 20.0), (False, 0.0)])
+def test_the_time_of_who_takes_the_tokens_counts_while_the_device_goes_on(
+    monkeypatch, ahead, seconds
+):
+    run = make_run(build(TINY, FP32), [[1, 2]], max_new_tokens=6, steps_per_dispatch=2)
+    run.ahead = ahead
+    now = [0.0]
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for _ in run.dispatches():
+        now[0] += 10
+    assert run.result().timings.decode_s == seconds
+
+
+def test_who_leaves_early_leaves_nothing_behind():
+    model = build(TINY, FP32)
+    gc.collect()
+    before = len(jax.live_arrays())
+    run = make_run(model, [[1, 2]], max_new_tokens=40, steps_per_dispatch=4)
+    dispatches = run.dispatches()
+    next(dispatches)
+    dispatches.close()
+    assert run.state is None
+    assert len(jax.live_arrays()) == before
 
 
 def test_it_is_no_part_of_a_compiled_function():
