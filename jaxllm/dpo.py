@@ -12,6 +12,7 @@ over tokens as TRL has it (no code taken).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -138,8 +139,8 @@ def cache_reference(
 def _check(beta: float, kind: str, label_smoothing: float) -> None:
     if kind not in KINDS:
         raise ValueError(f"dpo: kind {kind!r} is not one of {', '.join(KINDS)}")
-    if not is_number(beta) or not beta > 0:
-        raise ValueError(f"dpo: beta must be positive, got {beta!r}")
+    if not is_number(beta) or not 0 < beta < math.inf:
+        raise ValueError(f"dpo: beta must be positive and finite, got {beta!r}")
     if not is_number(label_smoothing) or not 0 <= label_smoothing < 0.5:
         raise ValueError(f"dpo: label_smoothing must be in [0, 0.5), got {label_smoothing!r}")
     if kind == "ipo" and label_smoothing:

@@ -45,9 +45,9 @@ def generate(
     `stop_ids` end a row (None: the checkpoint's own; []: none), and so do the texts of `stop`,
     a special token among them (one inside of a longer text is not found).
     `top_logprobs` alternatives are returned for every token. `steps_per_dispatch` tokens are made
-    on the device between two looks from the host, which sees stop strings only then; without these
-    the next are begun before the last are looked at. Prompts longer than `prefill_chunk` go in by
-    chunks. `progress` is called with the tokens made and the most there can be.
+    on the device between two looks from the host, which sees stop strings only then; where none are
+    given it may look when the next are already on their way. Prompts longer than `prefill_chunk` go
+    in by chunks. `progress` is called with the tokens made and the most there can be.
     `kv_dtype` "int8" or "fp8" keeps keys and values in 8 bits with a scale for each token and head:
     half the cache of 16 bits, or a quarter of 32, and other numbers than without it.
     Raises: ValueError for a prompt that is empty or longer than the model's positions, ids outside
@@ -86,7 +86,9 @@ def generate(
 
 
 class TextStream(Iterator[str]):
-    """The pieces of a text as they become certain. Closing it, or its end, frees the cache."""
+    """The pieces of a text as they become certain. Closing it, or its end, frees the cache, as soon
+    as the device has made the tokens that are on their way.
+    """
 
     def __init__(self, run: Run):
         self._run = run

@@ -235,7 +235,7 @@ def _match(targets: str | Sequence[str], linears: Mapping[str, Any], *, tied: bo
         expression = pattern if isinstance(targets, str) else fnmatch.translate(pattern)
         try:
             re.compile(expression)  # alone: a place in it is told, and `)(` is refused
-            compiled = re.compile(rf"(.*\.)?({expression})")
+            compiled = re.compile(rf"(?:.*\.)?(?:{expression})")
         except re.error as error:
             raise ValueError(
                 f"lora: {pattern!r} is no regular expression ({error}); a list is read as names "

@@ -16,8 +16,8 @@ class Timings:
 
     `warmup` and `TextStream.compile` do it before. prefill_tokens are those that were read, padding
     left out (twice where longrope's boundary was crossed); decode_tokens those that came back.
-    decode_s is while the device makes tokens, or they are on their way: with what is done with
-    pieces of `stream` meanwhile, unless it has stop strings.
+    decode_s is from the start of a dispatch until its tokens are there; what the caller does with a
+    piece, or in `progress`, is in it where the next dispatch is under way meanwhile.
     """
 
     prefill_s: float

@@ -135,11 +135,13 @@ class Run:
         capacity = max(len(row.prompt) + row.budget for row in self.rows)
         self.capacity = min(bucket(capacity, SMALLEST_CACHE), max(limit, SMALLEST_CACHE))
         ropes = [r for r in config.ropes.values() if r.rope_type == "longrope"]
-        # A row that grows beyond this many tokens turns by longrope's other list.
-        self.crossing = min((r.original_max_position_embeddings or 0 for r in ropes), default=None)
-        # Whether a dispatch may begin before the tokens of the last one are taken. Not where these
-        # say what follows; nor on several devices, for whose loops the host waits.
-        self.ahead = not stop and self.crossing is None and self.sharding.num_devices == 1
+        # A row that grows beyond this many tokens, and some will, turns by longrope's other list.
+        crossing = min((r.original_max_position_embeddings or 0 for r in ropes), default=capacity)
+        self.crossing = crossing if crossing < capacity else None
+        # Whether a dispatch begins before the tokens of the last one are taken. Not where these say
+        # what it does (a stop string, longrope's boundary), nor where to begin it takes as long as
+        # to make its tokens, as the loop then asks the host about each.
+        self.ahead = not (stop or self.crossing is not None or self._loop_asks_host())
         self.state: DecodeState | None = None
         self.constants: tuple[Sampling, jax.Array] | None = (
             None  # on the device: settings, stop ids
@@ -147,6 +149,18 @@ class Run:
         self.prefill_s = self.decode_s = 0.0
         self.prefill_tokens = self.dispatch_count = 0
         self._check_memory()
+
+    def _loop_asks_host(self) -> bool:
+        """On several devices, or if it samples by XLA, which skips a search by a conditional."""
+        if self.sharding.num_devices > 1 or self.greedy:
+            return self.sharding.num_devices > 1
+        filtered = [
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape in ((self.batch, self.config.vocab_size), (self.batch,))
+            for dtype in (jnp.int32, jnp.float32)
+        ]
+        how = self.implementation
+        return ops.chosen("sampling_threshold", *filtered, implementation=how) == "xla"
 
     def _check_memory(self) -> None:
         wanted = self.size_bytes()
@@ -251,7 +265,7 @@ class Run:
         longest = max(len(row.prompt) for row in self.rows)
         end = max(len(row.prompt) + row.budget for row in self.rows)
         lengths = {longest}
-        if self.crossing is not None and self.crossing < end:
+        if self.crossing is not None:
             # Where a row crosses, all are read again: one that is alone with one token over the
             # boundary; of several the longest may have any length, and sizes repeat every chunk.
             first = max(longest, self.crossing + 1)
@@ -339,8 +353,7 @@ class Run:
         """
         try:
             self.read_rows()
-            following = None
-            since = time.perf_counter()
+            following, since = None, 0.0
             while running := [row for row in self.rows if row.reason is None]:
                 # The token that takes a row over longrope's boundary turns all its keys: a
                 # dispatch ends with it, and the cache is made again with the other list.

@@ -544,10 +544,9 @@ def cover_windows(tokens: Sequence[int], *, rows: int, length: int, stride: int)
     the earlier one, and only context in the later: a target sees `length - stride` tokens at least,
     or all there are. The last batch is filled up with windows without targets.
     """
-    if not 1 <= stride <= length:
-        raise ValueError(f"train: stride must be in [1, {length}], got {stride}")
-    if rows < 1:
-        raise ValueError(f"train: rows must be at least 1, got {rows}")
+    length = integer("length", length, 1, who="train")
+    stride = integer("stride", stride, 1, length, who="train")
+    rows = integer("rows", rows, 1, who="train")
     ids = np.asarray(tokens, np.int32)
     if len(ids) < 2:
         raise ValueError(f"train: a text of {len(ids)} tokens holds no target; give 2 or more")

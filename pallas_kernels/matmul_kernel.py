@@ -102,10 +102,10 @@ def product(
     k_steps = -(-k // c.tile_k)
     step = LINE_BYTES // a.dtype.itemsize
     chunks = c.tile_k // step
-    part = min(c.tile_n, BLOCK) if blocks else c.tile_n  # columns that wgmma multiplies at a time
-    piece = math.gcd(tile_width, BLOCK, width if gated else 0)  # columns that share a block scale
-    b_rows = min(tile_width, part)  # brought by one copy
-    slice_width = min(piece if blocks else tile_width, LINE_BYTES // out_dtype.itemsize)
+    wgmma_columns = min(c.tile_n, BLOCK) if blocks else c.tile_n  # multiplied at a time
+    scale_columns = math.gcd(tile_width, BLOCK, width if gated else 0)  # that share a block scale
+    b_rows = min(tile_width, wgmma_columns)  # brought by one copy
+    slice_width = min(scale_columns if blocks else tile_width, LINE_BYTES // out_dtype.itemsize)
     slices = [
         (row, column)
         for row in range(0, rows, WGMMA_ROWS)
@@ -169,7 +169,7 @@ def product(
                     target = rows_as_copied(b_stages, to, start, b_rows, static.interpret)
                 else:
                     source, target = b_ref.at[inner, outer], b_stages.at[to]
-                arrives = barrier if start < part else scratch["full_beyond"].at[to[0]]
+                arrives = barrier if start < wgmma_columns else scratch["full_beyond"].at[to[0]]
                 plgpu.copy_gmem_to_smem(source, target, arrives)
 
         def produce():
@@ -242,9 +242,9 @@ def product(
                 return total
 
             def multiply_blocks(at, row, column):
-                """The sums of each piece of the columns; those of a stage are scaled and added."""
+                """Sums of each `scale_columns` columns; a stage's products are scaled and added."""
                 places = []
-                for start in range(0, c.tile_n, piece):
+                for start in range(0, c.tile_n, scale_columns):
                     half, within = divmod(start, tile_width)
                     place = lax.div(column + half * width + within, jnp.int32(BLOCK))
                     places.append(jnp.minimum(place, b_scale_ref.shape[0] - 1))  # not beyond N
@@ -254,21 +254,22 @@ def product(
                     return _compat.wgmma(
                         None,
                         a_stages.at[slot, 0].at[mine],
-                        b_stages.at[slot, 0].at[pl.ds(start, part)],
+                        b_stages.at[slot, 0].at[pl.ds(start, wgmma_columns)],
                         transpose_b=True,
                         interpret=static.interpret,
                     )
 
-                def add(totals, sums, scales):
-                    for n, (total, scale) in enumerate(zip(totals, scales, strict=True)):
-                        scale = lax.broadcast_in_dim(scale, (rows, piece), (0,))
+                def add(totals, products, scales):
+                    for which, (total, scale) in enumerate(zip(totals, scales, strict=True)):
+                        start = which * scale_columns
+                        scale = lax.broadcast_in_dim(scale, (rows, scale_columns), (0,))
                         scale = plgpu.layout_cast(scale, plgpu.Layout.WGMMA)
-                        yield total + sums[:, n * piece : (n + 1) * piece] * scale
+                        yield total + products[:, start : start + scale_columns] * scale
 
                 def next_stage(i, carry):
                     at, totals = carry
                     slot = ring.wait(at)
-                    sums = issue(slot, 0)
+                    products = issue(slot, 0)
                     # asked for before the product, it would wait for them
                     of_rows = _compat.load(
                         a_scale_ref.at[pl.ds(row, rows), i],
@@ -277,18 +278,19 @@ def product(
                     )
                     scales = [of_rows * b_scale_ref[place, i] for place in places]
                     added = []
-                    for start in range(0, c.tile_n, part):
+                    for start in range(0, c.tile_n, wgmma_columns):
                         if start:
                             plgpu.barrier_wait(scratch["full_beyond"].at[slot])
-                            sums = issue(slot, start)
-                        sums = _compat.wgmma_wait(0, sums)
-                        if start + part == c.tile_n:
+                            products = issue(slot, start)
+                        products = _compat.wgmma_wait(0, products)
+                        end = start + wgmma_columns
+                        if end == c.tile_n:
                             ring.give_back(at)
-                        some = slice(start // piece, (start + part) // piece)
-                        added += add(totals[some], sums, scales[some])
+                        some = slice(start // scale_columns, end // scale_columns)
+                        added += add(totals[some], products, scales[some])
                     return at + 1, added
 
-                zeros = jnp.zeros((rows, piece), jnp.float32)
+                zeros = jnp.zeros((rows, scale_columns), jnp.float32)
                 zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
                 return lax.fori_loop(0, k_steps, next_stage, (at, [zeros] * len(places)))[1]
 
@@ -305,8 +307,8 @@ def product(
 
             def scaled(total, row, column):
                 if blocks:
-                    n, start = divmod(column, piece)
-                    y = total[n][:, start : start + slice_width]
+                    which, start = divmod(column, scale_columns)
+                    y = total[which][:, start : start + slice_width]
                 else:
                     y = total[row : row + WGMMA_ROWS, column : column + slice_width]
                 if out_dtype == jnp.int32:
@@ -394,14 +396,16 @@ def product(
             out_dtype,
             transforms=wgmma_transforms(slice_width, out_dtype),
         ),
-        "full": plgpu.Barrier(num_arrivals=chunks * (1 + part // b_rows), num_barriers=c.stages),
+        "full": plgpu.Barrier(
+            num_arrivals=chunks * (1 + wgmma_columns // b_rows), num_barriers=c.stages
+        ),
         "empty": plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
     }
     for name, count in vectors.items():
         dtype = given[name].dtype
         size = _whole_lines(count * tile_width or c.tile_m, dtype)
         scratch[name] = plgpu.SMEM((size,), dtype)
-    if part < c.tile_n:
+    if wgmma_columns < c.tile_n:
         scratch["full_beyond"] = plgpu.Barrier(num_barriers=c.stages)
     if blocks:  # whole tiles
         assert a_scale is not None

@@ -11,6 +11,7 @@ from flax import nnx
 from tiny_models import TINY, build, logits
 
 from jaxllm import dpo, fp8, lora, train
+from jaxllm.config import Runtime
 from jaxllm.data import Example, PreferenceExample, PreferenceLoader, preference_batch
 from jaxllm.model import Transformer
 from jaxllm.quantize import quantize
@@ -110,6 +111,21 @@ def test_padding_pairs_are_not_counted():
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_answers_that_are_alike_win_nothing():
+    pairs = [PreferenceExample(pair.chosen, pair.chosen) for pair in make_pairs()]
+    batch = preference_batch(pairs, LENGTH, np.zeros((4, 2), np.float32))
+    assert measure(dpo.make_accuracy(), build(SMALL), batch) == (0, 4)
+
+
+def test_log_probs_are_of_capped_logits():
+    model = build(dataclasses.replace(SMALL, final_logit_softcapping=2.0))
+    batch = preference_batch(make_pairs(), LENGTH)
+    ours = nnx.jit(dpo.log_probs)(model, batch)
+    np.testing.assert_allclose(ours, oracle_sums(model, batch)[0], rtol=1e-5)
+    plain = oracle_sums(build(SMALL), batch)[0]
+    assert np.max(np.abs(plain - ours)) > 1
+
+
 @KINDS
 def test_the_base_below_the_adapter_is_the_reference(kind):
     pairs, model, told = make_pairs(), build(SMALL), []
@@ -183,8 +199,9 @@ def test_the_loader_carries_the_reference():
     ("options", "words"),
     [
         ({"kind": "hinge"}, "dpo: kind 'hinge' is not one of sigmoid, ipo"),
-        ({"beta": 0}, "dpo: beta must be positive, got 0"),
-        ({"beta": "a"}, "dpo: beta must be positive, got 'a'"),
+        ({"beta": 0}, "dpo: beta must be positive and finite, got 0"),
+        ({"beta": float("inf")}, "dpo: beta must be positive and finite, got inf"),
+        ({"beta": "a"}, "dpo: beta must be positive and finite, got 'a'"),
         ({"label_smoothing": None}, "dpo: label_smoothing must be in [0, 0.5), got None"),
         ({"label_smoothing": 0.5}, "dpo: label_smoothing must be in [0, 0.5), got 0.5"),
         ({"kind": "ipo", "label_smoothing": 0.1}, "dpo: label_smoothing is for kind 'sigmoid'"),
@@ -224,6 +241,19 @@ def test_of_a_packed_head_no_array_of_all_logits_is_made(tied, monkeypatch):
     monkeypatch.setattr(Transformer, "head", None)  # which makes them
     ours = nnx.jit(dpo.log_probs)(model, batch)
     np.testing.assert_allclose(ours, sums, rtol=1e-4)  # as below
+
+
+def test_log_probs_run_as_the_runtime_says(monkeypatch):
+    seen = []
+
+    def watched(hidden, head, targets, *, implementation, **options):
+        seen.append(implementation)
+        return jnp.zeros(targets.shape)
+
+    monkeypatch.setattr(dpo.ops, "linear_log_probs", watched)
+    runtime = Runtime(implementation={"linear": "xla"})
+    dpo.log_probs(build(SMALL, runtime), preference_batch(make_pairs(), LENGTH))
+    assert seen == [runtime.implementation]
 
 
 @pytest.mark.parametrize("head", ["fp8", "adapter"])

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import jaxllm
-from jaxllm import finetune, fp8, lora
+from jaxllm import data, finetune, fp8, lora
 from jaxllm.precision import DynamicScale, NoScale
 from jaxllm.recipe import Recipe
 from jaxllm.trainer import StoppedError
@@ -86,3 +86,60 @@ def test_gradients_are_clipped_to_a_norm_of_one(handed, name, size, left):
     moment = optax.tree.get(state, "mu")
     # The first is a tenth of what came
     assert float(optax.tree.norm(jax.tree.map(lambda x: 10 * x, moment))) == pytest.approx(left)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({"precision": "bf16"}, "bfloat16"),
+        ({"precision": "fp32"}, "float32"),
+        ({"precision": "bf16", "method": "full", "rank": 16}, "float32"),
+    ],
+)
+def test_what_is_frozen_is_stored_as_it_is_computed_and_what_is_trained_in_float32(
+    handed, fields, dtype
+):
+    layer = handed(**fields)["model"].layers[0].mlp.up_proj
+    assert getattr(layer, "base", layer).weight.dtype == dtype
+
+
+def write_texts(file, *counts):
+    """Records of as many tokens."""
+    file.write_text("".join(json.dumps({"text": "a" * count}) + "\n" for count in counts))
+
+
+def test_rows_are_as_long_as_the_longest_record_needs(handed, tmp_path, monkeypatch):
+    """A power of two from `SHORTEST` on, and no more than `LONGEST`; also of what is held out."""
+    monkeypatch.setattr(finetune, "LONGEST", 300)
+    few, many = tmp_path / "records.jsonl", tmp_path / "held.jsonl"
+    lengths = []
+    for here, there in ((100, 100), (128, 128), (129, 128), (128, 129), (256, 256), (257, 1)):
+        write_texts(few, *8 * [here])
+        write_texts(many, there)
+        lengths.append(handed(held_out=str(many))["place"]["length"])
+    assert lengths == [128, 128, 256, 256, 256, 300]
+
+
+def test_what_is_held_out_where_nobody_says(handed, tmp_path, monkeypatch):
+    """A tenth, and no more than `HELD_OUT` records."""
+    monkeypatch.setattr(finetune, "HELD_OUT", 5)
+    file, seen, split = tmp_path / "records.jsonl", [], finetune._split
+
+    def watched(recipe, records):
+        found = split(recipe, records)
+        seen.append(tuple(map(len, found)))
+        return found
+
+    monkeypatch.setattr(finetune, "_split", watched)
+    for count in (20, 100):
+        write_texts(file, *count * [9])
+        handed()
+    assert seen == [(18, 2), (95, 5)]
+
+
+def test_the_prompt_of_a_sample_is_what_stands_before_the_answer():
+    tokens, ignored = np.arange(1, 21, dtype=np.int32), data.IGNORE
+    targets = np.arange(2, 22, dtype=np.int32)
+    assert finetune.prompt_tokens(data.Example(tokens, targets)) == list(range(1, 9))
+    answer = np.where(np.arange(20) < 3, ignored, targets)
+    assert finetune.prompt_tokens(data.Example(tokens, answer)) == [1, 2, 3, 4]

@@ -204,6 +204,8 @@ MLP = {f"layers.{i}.mlp.{p}_proj" for i in (0, 1) for p in ("gate", "up", "down"
         ("(q|v)_proj", {f"layers.{i}.self_attn.{p}_proj" for i in (0, 1) for p in "qv"}),
         (["o_proj", "layers.0.mlp.*"],
          {n for n in ATTENTION | MLP if "o_proj" in n or "0.mlp" in n}),
+        ("q_proj|v_proj", {f"layers.{i}.self_attn.{p}_proj" for i in (0, 1) for p in "qv"}),
+        (r"self_a(t)\1n\.q_proj", {f"layers.{i}.self_attn.q_proj" for i in (0, 1)}),
         (["?_proj"], ATTENTION),
     ],
 )  # fmt: skip
@@ -320,6 +322,19 @@ def test_an_adapter_at_the_head():
 
 
 @TWO_KINDS
+def test_the_adapter_of_a_head_leaves_logits_in_float32(kind):
+    """Of a model in bfloat16, in which they would be rounded to 8 bits."""
+    runtime = Runtime("bfloat16", "float32")
+    model, text = adapted(kind, runtime, targets="lm_head"), tokens(1, 5)
+    stir(model)
+    model.lm_head.base.weight.set_value(jnp.zeros_like(model.lm_head.base.weight[...]))
+    assert build(SMALL, runtime)(text).dtype == jnp.float32
+    found = model(text)
+    assert found.dtype == jnp.float32
+    assert np.any(found != found.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@TWO_KINDS
 def test_disabled_is_the_base(kind):
     model, text = adapted(kind), tokens(2, 7)
     stir(model)
@@ -384,6 +399,16 @@ def test_a_set_must_fit():
         lora.set_adapters(model, {k: v for k, v in arrays.items() if k != first})
     with pytest.raises(ValueError, match=r"lora_a has shape \(2, 2\), the model's \(3, 24\)"):
         lora.set_adapters(model, arrays | {first: np.zeros((2, 2))})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_set_of_another_dtype_becomes_float32(dtype):
+    model = adapted(targets="q_proj")
+    arrays = {name: np.asarray(x).astype(dtype) for name, x in lora.adapters(model).items()}
+    lora.set_adapters(model, arrays)
+    for name, x in lora.adapters(model).items():
+        assert x.dtype == jnp.float32
+        np.testing.assert_array_equal(x, arrays[name].astype(np.float32))
 
 
 def test_only_adapters_are_trained():

@@ -66,6 +66,16 @@ def test_limits_of_old_control_groups_in_a_container_count(machine):
     assert memory.host_free_bytes() == 1000000 - 800000 + 1000
 
 
+def test_an_old_control_group_may_be_of_several_controllers(machine):
+    machine(proc__meminfo=MEMINFO, proc__self__cgroup="4:cpu,memory:/job\n")
+    machine(
+        cgroup__memory__job__memory_dot_limit_in_bytes="1000000\n",
+        cgroup__memory__job__memory_dot_usage_in_bytes="800000\n",
+        cgroup__memory__job__memory_dot_stat="total_inactive_file 1000\n",
+    )
+    assert memory.host_free_bytes() == 1000000 - 800000 + 1000
+
+
 def test_the_least_that_anything_leaves_is_free(machine):
     """A group, one above it, or the machine; a group beyond its limit leaves nothing."""
     machine(proc__meminfo=MEMINFO, proc__self__cgroup="0::/slice/job\n")

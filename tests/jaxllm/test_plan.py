@@ -127,7 +127,8 @@ def test_a_packed_checkpoint_weighs_what_it_loads(layout, tmp_path):
         assert model.layers[0].mlp.up_proj.packed.zero is None
     ours = plan(LLAMA, **ON_CPU, lora=4, checkpoint=packed)
     assert ours.packed == stored
-    assert plan(LLAMA, **ON_CPU, lora=4, checkpoint=plain).packed == 0
+    whole = plan(LLAMA, **ON_CPU, lora=4, checkpoint=plain)
+    assert (whole.packed, whole.parameters) == (0, ours.parameters)
     adapters = 4 * 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96))
     others = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert ours.weights == others + adapters
@@ -234,6 +235,10 @@ def test_what_is_printed():
     within = str(dataclasses.replace(ours, gradients=0, card="h200", card_bytes=card_size("h200")))
     assert "gradients               0 (in the space of activations that are done)" in within
     assert "The step fits on h200 (139 GiB, of which CUDA itself takes 1)." in within
+    too_large = str(dataclasses.replace(ours, peak=22 * gib))
+    assert not any("JAX takes three quarters" in said for said in (within, too_large))
+    offloaded = str(dataclasses.replace(ours, host=5 * gib)).splitlines()
+    assert offloaded[6:9] == ["peak            19.00 GiB", "on the host      5.00 GiB", ""]
     small = dataclasses.replace(ours, weights=gib // 10, moments=gib // 10 + 1, parameters=87654321)
     lines = str(small).splitlines()
     assert lines[:2] == ["weights        102.40 MiB", "moments          0.10 GiB"]
@@ -249,6 +254,7 @@ def test_what_is_printed():
         ({"target": "h300"}, "^aot: no target is named 'h300'; there are h200$"),
         ({"batch": 2.0}, "^plan: batch must be an integer of at least 1, got 2.0$"),
         ({"seq": 64.0}, "^plan: seq must be an integer of at least 1, got 64.0$"),
+        ({"seq": 65}, "^plan: 65 tokens a row are more than the model's 64 positions$"),
         ({"micro_batches": True}, "^plan: micro_batches must be an integer of at least 1, got Tr"),
         ({"micro_batch": 4}, "^plan: there is no argument 'micro_batch'; those of adapters are al"),
         ({"lora": 4, "rngs": None}, "^plan: there is no argument 'rngs'; those of adapters are al"),
@@ -317,3 +323,10 @@ def test_packing_counts_where_it_takes_more_than_the_step(monkeypatch):
     largest = 64 * 128 * (2 + 2)  # up_proj in bfloat16, codes, and parts of them
     assert ours.peak == ours.weights + largest
     assert sum(size for kind, size in ours.rows() if kind != "peak") >= ours.peak
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_adapters_beside_a_packed_base_have_the_rank_that_is_told_or_the_usual_one():
+    found = {rank: plan(WIDE, **ON_CPU, qlora=True, lora=rank).trained for rank in (4, 8, None)}
+    assert found[8] == 2 * found[4]
+    assert found[None] == found[4] * lora.RANK // 4

@@ -93,13 +93,28 @@ def test_a_dispatch_begins_before_the_tokens_of_the_last_one_are_taken(monkeypat
     assert run.result().timings.dispatches == 3
 
 
-@pytest.mark.parametrize("why", ["a stop string", "longrope"])
-def test_where_the_tokens_say_what_follows_they_are_taken_first(monkeypatch, why):
-    config = dataclasses.replace(TINY, rope=LONGROPE) if why == "longrope" else TINY
-    if why == "a stop string":
-        monkeypatch.setattr(run_module, "_stop_strings", lambda *_: ("never",))
-    run = make_run(build(config, FP32), [[1, 2]], max_new_tokens=6, steps_per_dispatch=3)
+def test_with_a_stop_string_the_tokens_are_taken_first(monkeypatch):
+    monkeypatch.setattr(run_module, "_stop_strings", lambda *_: ("never",))
+    run = make_run(build(TINY, FP32), [[1, 2]], max_new_tokens=6, steps_per_dispatch=3)
     assert watched(monkeypatch, run) == ["begin", "take", "hand on"] * 2
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_a_row_that_crosses_longropes_boundary_takes_its_tokens_first(monkeypatch, crosses):
+    """The boundary is behind nine tokens, of which two are given."""
+    model = build(dataclasses.replace(TINY, rope=LONGROPE), FP32)
+    run = make_run(model, [[1, 2]], max_new_tokens=7 + crosses, steps_per_dispatch=4)
+    ahead = ["begin", "begin", "take", "hand on", "take", "hand on"]
+    assert watched(monkeypatch, run) == (["begin", "take", "hand on"] * 2 if crosses else ahead)
+
+
+def test_where_the_loop_asks_the_host_no_dispatch_begins_ahead(monkeypatch):
+    """XLA's search for the threshold of a sampled token is a conditional, the kernel has none."""
+    model = build(TINY, FP32)
+    assert make_run(model, [[1]]).ahead
+    assert not make_run(model, [[1]], settings={"temperature": 1.0}).ahead
+    monkeypatch.setattr(run_module.ops, "chosen", lambda op, *_, **__: f"the kernel of {op}")
+    assert make_run(model, [[1]], settings={"temperature": 1.0}).ahead
 
 
 def test_on_several_devices_no_dispatch_begins_ahead(monkeypatch):
@@ -116,7 +131,7 @@ def test_on_several_devices_no_dispatch_begins_ahead(monkeypatch):
 
 def test_a_row_that_stops_while_the_next_dispatch_is_under_way():
     model = build(TINY, FP32)
-    call = {"prompts": [[1, 2, 3], [4]], "max_new_tokens": 24, "temperature": 1.0, "seed": [5, 6]}
+    call = {"prompts": [[1, 2, 3], [4]], "max_new_tokens": 24}
     whole = jaxllm.generate(model, None, **call, stop_ids=[])
     stop_ids = [whole.tokens[0][2], whole.tokens[1][9]]
     ended = jaxllm.generate(model, None, **call, stop_ids=stop_ids)

@@ -181,6 +181,13 @@ def test_what_cannot_be_trained_is_named():
         train.init_state(model, optax.sgd(0.5))
 
 
+def test_of_a_packed_layer_the_bias_alone_can_be_trained():
+    model, optimizer = make_model(qkv_bias=True), optax.sgd(0.1)
+    jaxllm.quantize(model, "int8")
+    state = train.init_state(model, optimizer, trainable=lambda name: name.endswith(".bias"))
+    assert len(state.params) == 2 * 3
+
+
 ON_FOUR_DEVICES = """
 import sys, numpy as np, jax, optax
 from flax import nnx
@@ -379,6 +386,37 @@ def test_the_gradient_of_a_row_that_many_tokens_share_is_summed_in_float32():
     before = float(state.params["embed_tokens.weight"][7, 0])
     state, _ = train.make_train_step(model, optax.sgd(1.0), first_number)(state, batch)
     assert float(state.params["embed_tokens.weight"][7, 0]) == pytest.approx(before - 1.0)
+
+
+def test_gradients_of_parts_are_summed_in_float32():
+    """In bfloat16 a sum of 512 equal terms stops growing at the 256th."""
+    runtime, name = Runtime(dtype="bfloat16", param_dtype="float32"), "layers.0.mlp.up_proj.weight"
+
+    def first_number(model, batch):
+        number = model.layers[0].mlp.up_proj.weight[0, 0].astype(jnp.float32)
+        return number * np.float32(len(batch["tokens"])), jnp.int32(len(batch["tokens"]))
+
+    model, optimizer = make_model(runtime), optax.sgd(1.0)
+    state = train.init_state(model, optimizer)
+    before = float(state.params[name][0, 0])
+    step = train.make_train_step(model, optimizer, first_number, micro_batches=512)
+    state, _ = step(state, {"tokens": np.zeros((512, 1), np.int32)})
+    assert float(state.params[name][0, 0]) == pytest.approx(before - 1.0)
+
+
+def test_a_step_casts_matrices_of_blocks_alone():
+    seen = {}
+
+    def noted(model, batch):
+        seen.update({name: str(x.dtype) for name, x in train.parameters(model).items()})
+        return train.token_loss(model, batch)
+
+    model, optimizer = make_model(Runtime("bfloat16", "float32"), qkv_bias=True), optax.sgd(0.1)
+    state = train.init_state(model, optimizer)
+    train.make_train_step(model, optimizer, noted).lower(state, make_batch())
+    narrow = {name for name, dtype in seen.items() if dtype == "bfloat16"}
+    assert narrow == {name for name in seen if in_blocks(name) and state.params[name].ndim == 2}
+    assert set(seen.values()) == {"bfloat16", "float32"}
 
 
 def compiled_bytes(rows: int, **kwargs) -> int:
@@ -737,10 +775,17 @@ def test_the_loss_over_windows_is_that_of_the_text():
 
 
 def test_windows_are_refused_that_cannot_be():
-    with pytest.raises(ValueError, match=r"stride must be in \[1, 8\], got 9"):
-        train.cover_windows([1, 2, 3], rows=1, length=8, stride=9)
-    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
-        train.cover_windows([1, 2, 3], rows=0, length=8, stride=8)
+    for name, value, allowed in (
+        ("stride", 9, "from 1 to 8"),
+        ("stride", True, "from 1 to 8"),
+        ("rows", 0, "of at least 1"),
+        ("rows", 1.5, "of at least 1"),
+        ("length", 8.0, "of at least 1"),
+    ):
+        sizes = {"rows": 1, "length": 8, "stride": 8, name: value}
+        sentence = f"^train: {name} must be an integer {allowed}, got {value}$"
+        with pytest.raises(ValueError, match=sentence):
+            train.cover_windows([1, 2, 3], **sizes)
     with pytest.raises(ValueError, match="a text of 1 tokens holds no target"):
         train.cover_windows([1], rows=1, length=8, stride=8)
     for count in (0, 1, 8):

@@ -987,3 +987,67 @@ def test_what_is_held_out_is_batches(tmp_path):
     assert trainer(tmp_path / "one", held_out=HELD_OUT[0]).held_out == [HELD_OUT[0]]
     with pytest.raises(ValueError, match="^trainer: held_out must be batches, .*, got a str$"):
         trainer(tmp_path / "two", held_out=["tokens"])
+
+
+def test_mfu_counts_no_gradients_of_weights_that_are_frozen(tmp_path, monkeypatch):
+    seen = []
+
+    def speed(*of, trains_all):
+        seen.append(trains_all)
+        raise StoppedError(None)
+
+    monkeypatch.setattr(trainer_module, "_Speed", speed)
+    for trainable in (None, lambda name: ".mlp." in name):
+        with pytest.raises(StoppedError):
+            trainer(tmp_path / str(len(seen)), trainable=trainable).fit()
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("steps", "profile", "traced"), [(2, 2, "2 to 2"), (3, 2, "3 to 3"), (8, 2, "7 to 8")]
+)
+def test_a_profile_lies_within_the_steps_of_its_run(
+    tmp_path, said, monkeypatch, steps, profile, traced
+):
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    monkeypatch.setattr(trace, "longest", lambda folder: [])
+    if resumed := steps == 8:
+
+        class Stopping(Counting):
+            def __next__(self):
+                if self.at == 3:
+                    signal.raise_signal(signal.SIGINT)
+                return super().__next__()
+
+        with pytest.raises(StoppedError, match="saved at step 4"):
+            trainer(tmp_path, batches=Stopping()).fit()
+    trainer(tmp_path, steps=steps, said=said, profile=profile).fit(resume=resumed)
+    sentence = f"{tmp_path}/profile: steps {traced}; the profile holds no kernels"
+    assert sentence in said.text.splitlines()
+
+
+def test_ctrl_c_in_the_last_step_ends_the_run_as_it_would_end(tmp_path, whole):
+    class Interrupting(Counting):
+        def __next__(self):
+            if self.at == 7:
+                signal.raise_signal(signal.SIGINT)
+            return super().__next__()
+
+    fitted = trainer(tmp_path, batches=Interrupting()).fit()
+    assert fitted.step == 8
+    assert_same(arrays(fitted.params), whole[1])
+
+
+def test_samples_and_losses_of_a_run_are_those_of_its_steps(tmp_path, said):
+    count = iter(range(9))
+    run = trainer(tmp_path, said=said, sample=lambda model: f"sample {next(count)}")
+    fitted = run.fit()
+    assert (fitted.step, fitted.before, fitted.after) == (8, "sample 0", "sample 2")
+    assert said.text.splitlines() == [
+        f"step {row['step']}: held-out loss {row['held_out_loss']:.4f}"
+        for row in rows_of(tmp_path)
+        if "held_out_loss" in row
+    ]
+    assert [row["epoch"] for row in rows_of(tmp_path)[1:]] == [step / 4 for step in range(1, 9)]
+    assert all(row["memory_bytes"] > 5e7 for row in rows_of(tmp_path)[1:])  # Python and JAX alone

@@ -506,6 +506,13 @@ def test_why_not(a: Any, b: Any, keywords: dict[str, Any], device: Any, phrase: 
     assert reason is None if phrase is None else phrase in str(reason)
 
 
+def test_large_products_with_block_scales_have_tiles_of_256_columns():
+    a, b = (jax.ShapeDtypeStruct((size, 4096), FP8) for size in (8192, 4096))
+    a_scale, b_scale = (jax.ShapeDtypeStruct((size, 32), F32) for size in (8192, 32))
+    config = default_config(a, b, transpose_b=True, a_scale=a_scale, b_scale=b_scale, device=H200)
+    assert (config.tile_m, config.tile_n, config.tile_k, config.stages) == (128, 256, 128, 4)
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 def test_without_a_gpu_the_call_says_so():
     with pytest.raises(NotImplementedError, match="^matmul: cannot run this call: needs an NVIDIA"):
