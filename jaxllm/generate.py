@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
-from jaxllm.integers import integer
+from jaxllm.integers import integer, is_list
 from jaxllm.model import Transformer
 from jaxllm.prompts import Prompt, several
 from jaxllm.results import GenerationResult
@@ -199,7 +199,7 @@ def warmup(
     if prompt_lengths is None:
         most = max(per_row("max_new_tokens", max_new_tokens, batch_size, who="warmup"))
         prompt_lengths = (max(1, min(512, model.config.max_position_embeddings - most)),)
-    if not isinstance(prompt_lengths, Iterable):
+    if not is_list(prompt_lengths):
         raise ValueError(
             f"warmup: prompt_lengths must be a list of lengths or None, got {prompt_lengths!r}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -18,3 +19,9 @@ def integer(
     if number is None or number < low or (high is not None and number > high):
         raise ValueError(f"{who}: {name} must be an integer {allowed}, got {value!r}")
     return number
+
+
+def is_list(value: Any) -> bool:
+    """Whether it holds values one after the other: no text, no mapping, no array of one number."""
+    single = isinstance(value, str | bytes | Mapping) or getattr(value, "ndim", 1) == 0
+    return isinstance(value, Iterable) and not single

@@ -20,7 +20,7 @@ from rich.filesize import decimal
 
 from jaxllm import memory, ops
 from jaxllm.cache import KV_DTYPES, KVCache
-from jaxllm.integers import integer
+from jaxllm.integers import integer, is_list
 from jaxllm.meshes import mesh_problem
 from jaxllm.model import Transformer
 from jaxllm.programs import (
@@ -431,7 +431,7 @@ def per_row(name: str, value: Any, rows: int, *, who: str = "generate") -> list[
 
 
 def _ids(name: str, value: Any, vocab_size: int) -> list[int]:
-    if isinstance(value, str | Mapping) or not hasattr(value, "__iter__"):
+    if not is_list(value):
         raise ValueError(f"generate: {name} must be a list of token ids or None, got {value!r}")
     return [integer(name, x, 0, vocab_size - 1) for x in value]
 

@@ -18,6 +18,7 @@ import jaxllm
 from jaxllm.cache import KV_DTYPES
 from jaxllm.config import GenerationDefaults, Runtime
 from jaxllm.programs import MOST_COMPARED
+from jaxllm.prompts import encode_prompts
 from jaxllm.tokenizer import Tokenizer
 
 FP32 = Runtime(dtype="float32")
@@ -164,6 +165,7 @@ def test_a_warm_up_fits_the_model(tiny):
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
         ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, got 2.5"),
         ({"prompt_lengths": 5}, "prompt_lengths must be a list of lengths or None, got 5"),
+        ({"prompt_lengths": np.array(5)}, r"prompt_lengths must be a list .*, got array\(5\)"),
         ({"prompt_lengths": [0]}, "a prompt's length must be an integer from 1 to 511, got 0"),
         ({"prompt_lengths": [512]}, "a prompt's length must be an integer from 1 to 511, got 512"),
         ({"max_new_tokens": "4"}, "max_new_tokens must be an integer of at least 1, got '4'"),
@@ -454,6 +456,11 @@ def test_logits_that_are_not_finite_are_said(settings):
         ([[1]], {"steps_per_dispatch": True}, "steps_per_dispatch"),
         ([[1]], {"stop_ids": ["</s>"]}, "stop_ids must be an integer from 0"),
         ([[1]], {"stop_ids": 5}, "stop_ids must be a list of token ids or None, got 5"),
+        (
+            [[1]],
+            {"stop_ids": np.array(5)},
+            "stop_ids must be a list of token ids or None, got array(5)",
+        ),
         ([[1]], {"stop_ids": [2.7]}, "stop_ids"),
         ([[1]], {"stop_ids": [3, 61]}, "stop_ids must be an integer from 0 to 60, got 61"),
         ([[1]], {"stop_ids": [-1]}, "stop_ids must be an integer from 0 to 60, got -1"),
@@ -512,3 +519,87 @@ def test_prompts_of_which_no_token_is_made(tiny, prompt):
     tokenizer = Tokenizer(tiny_tokenizers.files(library, chat_template="{{ '' }}"))
     with pytest.raises(ValueError, match=r"^generate: the tokenizer makes no token of prompt 1, "):
         jaxllm.generate(tiny, tokenizer, [[1, 2], prompt], max_new_tokens=2)
+
+
+def test_progress_is_of_all_rows(tiny):
+    told = []
+    jaxllm.generate(
+        tiny,
+        None,
+        PROMPTS[:2],
+        max_new_tokens=[3, 5],
+        stop_ids=[],
+        steps_per_dispatch=2,
+        progress=lambda made, most: told.append((made, most)),
+    )
+    assert told == [(4, 8), (7, 8), (8, 8)]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be"),
+        ({"stop_ids": 5}, "stop_ids must be"),
+        ({"stop": 5}, "stop strings must be"),
+        ({"top_logprobs": -1}, "top_logprobs must be"),
+        ({"steps_per_dispatch": 0}, "steps_per_dispatch must be"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be"),
+        ({"kv_dtype": "int4"}, "kv_dtype 'int4' is not one of"),
+        ({"temperature": -1}, "temperature must be"),
+    ],
+)
+def test_streams_and_warm_ups_hand_on_every_option(tiny, option, words):
+    tokenizer = Tokenizer(tiny_tokenizers.files(tiny_tokenizers.byte_level()))
+    for call in (
+        functools.partial(jaxllm.stream, tiny, tokenizer, [1]),
+        functools.partial(jaxllm.warmup, tiny, tokenizer, prompt_lengths=[1]),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(**option)
+
+
+def test_an_end_that_the_models_positions_just_allow_is_no_end_of_them():
+    model = build(TINY, FP32)
+    prompt = [1] * (TINY.max_position_embeddings - 4)
+    result = jaxllm.generate(model, None, prompt, max_new_tokens=4, stop_ids=[])
+    assert (len(result.tokens[0]), result.finish_reasons) == (4, ["length"])
+
+
+def test_a_stop_id_as_the_last_token_there_may_be_is_why_the_row_ended(tiny):
+    tokens = jaxllm.generate(tiny, None, PROMPTS[0], max_new_tokens=1, stop_ids=[]).tokens[0]
+    result = jaxllm.generate(tiny, None, PROMPTS[0], max_new_tokens=1, stop_ids=tokens)
+    assert (result.tokens, result.finish_reasons) == ([tokens], ["stop"])
+
+
+def test_a_sampled_row_does_not_depend_on_the_steps_of_a_dispatch(tiny):
+    options = {"max_new_tokens": 12, "temperature": 3.0, "seed": 4, "stop_ids": []}
+    expected = jaxllm.generate(tiny, None, PROMPTS[0], **options).tokens
+    for steps in (1, 5):
+        found = jaxllm.generate(tiny, None, PROMPTS[0], steps_per_dispatch=steps, **options)
+        assert found.tokens == expected
+
+
+def test_logprobs_of_sampled_tokens_are_of_the_raw_logits(tiny):
+    """Before temperature, filters and penalties."""
+    settings = {"temperature": 2.0, "top_k": 9, "frequency_penalty": 0.5, "seed": 3}
+    result = jaxllm.generate(tiny, None, PROMPTS[0], max_new_tokens=6, stop_ids=[], **settings)
+    text, tokens = PROMPTS[0] + result.tokens[0], np.asarray(result.tokens[0])
+    logits = forward(tiny, jnp.asarray([text[:-1]], jnp.int32))[0, len(PROMPTS[0]) - 1 :]
+    expected = jax.nn.log_softmax(logits)[np.arange(6), tokens]
+    np.testing.assert_allclose(result.logprobs[0], expected, atol=1e-5)
+
+
+def test_the_answer_in_a_chat_begins_without_the_space_that_a_continuation_keeps():
+    files = tiny_tokenizers.files(
+        tiny_tokenizers.byte_fallback(), chat_template="{{ messages[0].content }}"
+    )
+    tokenizer = Tokenizer(files)
+    chat = [{"role": "user", "content": "the"}]
+    found = encode_prompts([chat, "the"], tokenizer, tokenizer.vocab_size)
+    word = tokenizer.encode("the")[-1:]
+    assert [prompt.decoder.push(word) for prompt in found] == ["the", " the"]
+
+
+def test_none_is_no_stop_string(tiny):
+    expected = jaxllm.generate(tiny, None, [5], max_new_tokens=3, stop=()).tokens
+    assert jaxllm.generate(tiny, None, [5], max_new_tokens=3, stop=None).tokens == expected

@@ -176,6 +176,10 @@ def test_parameters_that_were_put_back_as_numpy_arrays(tiny):
         ({"cache": None}, "it takes what KVCache.create returns, got NoneType"),
         ({"tokens": [[1, 2]]}, "tokens must be an array, got list"),
         ({"tokens": np.ones(2, int)}, r"tokens must be integers \[B, T\] of the cache's 2 rows"),
+        (
+            {"tokens": np.ones((2, 0), int)},
+            r"tokens must be .* one or more in each, got .*\[2, 0\]",
+        ),
         ({"counts": np.ones((), int)}, r"counts must be integers \[B\] of .*, got int32\[\]"),
         ({"counts": np.ones(3, int)}, r"counts must be integers \[B\] of .*, got int32\[3\]"),
         ({"counts": np.ones(2, np.float32)}, r"counts must be integers .*, got float32\[2\]"),
@@ -480,3 +484,42 @@ def test_warmup_compiles_for_the_caches_that_xla_spreads(tmp_path):
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
         check=True,
     )
+
+
+def test_a_dispatch_takes_no_more_steps_than_it_has_places_for(tiny):
+    state = jaxllm.DecodeState(
+        jaxllm.KVCache.create(tiny.config, 1, 128, jnp.float32),
+        jnp.zeros((1, 61)),
+        jnp.full(1, 9, jnp.int32),
+        jnp.zeros(1, jnp.int32),
+    )
+    stop, halted = jnp.full(8, -1, jnp.int32), jnp.zeros(1, bool)
+    state, out = jaxllm.decode(
+        jaxllm.flatten(tiny),
+        state,
+        jaxllm.Sampling.of(1),
+        stop,
+        jnp.int32(5),
+        halted,
+        size=2,
+        greedy=True,
+    )
+    assert out.tokens.shape == (1, 2)
+    assert (state.cache.lengths.tolist(), state.left.tolist()) == ([2], [7])
+
+
+def test_only_rows_that_run_are_halted(tiny):
+    ended = jnp.asarray([programs.LENGTH, programs.RUNNING], jnp.int32)
+    state = jaxllm.DecodeState(
+        jaxllm.KVCache.create(tiny.config, 2, 128, jnp.float32),
+        jnp.zeros((2, 61)),
+        jnp.full(2, 9, jnp.int32),
+        ended,
+    )
+    stop, halted = jnp.full(8, -1, jnp.int32), jnp.ones(2, bool)
+    settings = jaxllm.Sampling.of(2)
+    _, out = jaxllm.decode(
+        jaxllm.flatten(tiny), state, settings, stop, jnp.int32(2), halted, size=2, greedy=True
+    )
+    assert out.ended.tolist() == [programs.LENGTH, programs.STOP]
+    assert out.tokens.tolist() == [[-1, -1]] * 2

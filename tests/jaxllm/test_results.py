@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from jaxllm.programs import LENGTH, STOP
 from jaxllm.prompts import Encoded
 from jaxllm.results import Row, Timings
 
@@ -58,3 +59,42 @@ def test_no_time_has_no_speed():
     timings = Timings(2.0, 0.0, 6, 0, 0)
     assert timings.prefill_tokens_per_s == 3
     assert math.isnan(timings.decode_tokens_per_s)
+
+
+def test_a_stop_string_that_comes_in_several_tokens():
+    row = row_of(["abc"], "xa", "b", "cd")
+    for token in range(3):
+        assert row.reason is None
+        push(row, token)
+    assert (row.text, row.reason) == ("x", "stop")
+
+
+def test_one_character_that_may_begin_a_stop_string_is_held_back():
+    row = row_of(["da"], "a land", "s")
+    push(row, 0)
+    assert row.piece() == "a lan"
+    push(row, 1)
+    assert row.piece() == "ds"
+
+
+@pytest.mark.parametrize(
+    ("ended", "capped", "reason"),
+    [(LENGTH, False, "length"), (LENGTH, True, "context"), (STOP, False, "stop")],
+)
+def test_nothing_is_held_back_of_a_row_that_has_ended(ended: int, capped: bool, reason: str):
+    row = Row(Encoded([0], Words("a land")), 1, capped, ["da"])
+    push(row, 0, last=True)
+    row.finish(ended)
+    assert (row.piece(), row.reason) == ("a land", reason)
+
+
+def test_a_stop_string_in_the_last_token_there_may_be_is_why_the_row_ended():
+    row = row_of(["nd"], "a land")
+    push(row, 0, last=True)
+    row.finish(LENGTH)
+    assert (row.text, row.reason) == ("a la", "stop")
+
+
+def test_speeds():
+    timings = Timings(prefill_s=2, decode_s=4, prefill_tokens=6, decode_tokens=20, dispatches=1)
+    assert (timings.prefill_tokens_per_s, timings.decode_tokens_per_s) == (3, 5)

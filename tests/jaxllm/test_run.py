@@ -2,11 +2,13 @@
 
 import dataclasses
 import gc
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from absent_device import absent
@@ -287,3 +289,41 @@ def test_what_codes_save_and_cost():
 def test_buckets():
     assert [bucket(n) for n in (1, 2, 3, 5, 2048, 2049, 5000)] == [1, 2, 4, 8, 2048, 4096, 6144]
     assert bucket(3, 16) == 16
+
+
+def test_text_that_was_held_back_comes_once_behind_the_last_token():
+    class Marks:
+        def push(self, ids):
+            return "." * len(ids)
+
+        def finish(self):
+            return "!"
+
+    run = make_run(build(TINY, FP32), [[1, 2], [3]], max_new_tokens=[3, 20])
+    for row in run.rows:
+        row.decoder = Marks()
+    for _ in run.dispatches():
+        pass
+    assert run.result().texts == ["...!", "." * 20 + "!"]
+
+
+def test_timings_are_of_all_dispatches_and_of_nothing_compiled_before(monkeypatch):
+    """A clock that ticks whenever it is read; the row is read again where it crosses."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    monkeypatch.setattr(run_module, "time", clock)
+    model = build(dataclasses.replace(TINY, rope=LONGROPE), FP32)
+    run = make_run(model, [[1, 2, 3]], max_new_tokens=20, steps_per_dispatch=5)
+    run.compile()
+    dispatches = len(list(run.dispatches()))
+    timings = run.result().timings
+    assert (timings.prefill_s, timings.decode_s, timings.dispatches) == (2, dispatches, 5)
+
+
+def test_penalties_count_on_where_a_row_crosses_longropes_boundary():
+    model = build(dataclasses.replace(TINY, rope=LONGROPE), FP32)
+    settings = {"frequency_penalty": 0.5}
+    run = make_run(model, [[1, 2, 3]], max_new_tokens=12, steps_per_dispatch=4, settings=settings)
+    for _ in run.dispatches():
+        expected = np.bincount(run.rows[0].tokens, minlength=TINY.vocab_size)
+        np.testing.assert_array_equal(run.state.counts[0], expected)

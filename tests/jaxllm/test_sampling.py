@@ -904,3 +904,19 @@ def test_a_number_that_int32_does_not_hold_is_no_id(dtype):
 def test_counts_may_be_numpys():
     counts, tokens = np.zeros((2, 3), np.int32), np.asarray([0, 2])
     assert sampling.add_counts(counts, tokens).tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.own_errors
+def test_a_number_of_64_bits_below_0_is_no_id():
+    tokens, scores = np.asarray([-1, -(2**32)]), np.zeros((2, 3), np.float32)
+    assert np.isnan(sampling.log_probs(scores, tokens)).all()
+    assert not sampling.token_mask(tokens[:, None], None, 3).any()
+    assert not sampling.add_counts(jnp.zeros((2, 3), jnp.int32), tokens).any()
+
+
+def test_draws_are_the_same_whatever_jaxs_default_generator_is():
+    scores = jnp.broadcast_to(jnp.asarray(TWENTY), (12, 20))
+    seed, position = jnp.arange(12, dtype=jnp.uint32), jnp.arange(12, dtype=jnp.int32)
+    expected = draw(scores, seed, position)
+    with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(draw(scores, seed, position), expected)

@@ -24,6 +24,7 @@ from tiny_models import TINY, build
 
 from jaxllm import metrics, trace, train
 from jaxllm import trainer as trainer_module
+from jaxllm.batches import check_batch, digest_of
 from jaxllm.checkpoint.native import Checkpoints
 from jaxllm.config import Runtime
 from jaxllm.flops import flops_a_token, peak_flops
@@ -1051,3 +1052,27 @@ def test_samples_and_losses_of_a_run_are_those_of_its_steps(tmp_path, said):
     ]
     assert [row["epoch"] for row in rows_of(tmp_path)[1:]] == [step / 4 for step in range(1, 9)]
     assert all(row["memory_bytes"] > 5e7 for row in rows_of(tmp_path)[1:])  # Python and JAX alone
+
+
+def test_a_batch_none_of_whose_targets_counts_is_within_the_model():
+    batch = next(Counting())
+    batch["targets"] = np.full_like(batch["targets"], train.IGNORE)
+    check_batch(batch, "batch", build(ONE_LAYER), train.token_loss)
+
+
+def test_the_digest_of_held_out_batches_tells_them_apart():
+    zeros, ones = np.zeros((2, 3), np.int32), np.ones((2, 3), np.int32)
+    kinds = [
+        [{"tokens": zeros, "targets": ones}],
+        [{"tokens": ones, "targets": zeros}],
+        [{"targets": ones}, {"tokens": zeros}],
+        [{"tokens": zeros, "positions": ones}],
+        [{"tokens": zeros, "segment_ids": ones}],
+        [{"tokens": zeros, "mask": ones.astype(bool)}],
+        [{"tokens": zeros, "mask": zeros.astype(bool)}],
+        [{"tokens": zeros}],
+        [{"tokens": zeros.T}],
+        [{"tokens": zeros.astype(np.uint32)}],
+    ]
+    assert len({digest_of(batches) for batches in kinds}) == len(kinds)
+    assert digest_of([]) is None
