@@ -1,4 +1,4 @@
-"""Arguments that count something."""
+"""Arguments that count something, or are lists of what does."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def integer(
 
 
 def is_list(value: Any) -> bool:
-    """Whether it holds values one after the other: no text, no mapping, no array of one number."""
+    """Whether it holds values in a row: no text, no mapping, no array without an axis."""
     single = isinstance(value, str | bytes | Mapping) or getattr(value, "ndim", 1) == 0
     return isinstance(value, Iterable) and not single

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -135,13 +135,14 @@ class Run:
         capacity = max(len(row.prompt) + row.budget for row in self.rows)
         self.capacity = min(bucket(capacity, SMALLEST_CACHE), max(limit, SMALLEST_CACHE))
         ropes = [r for r in config.ropes.values() if r.rope_type == "longrope"]
-        # A row that grows beyond this many tokens, and some will, turns by longrope's other list.
+        # A row that grows beyond this many tokens turns by longrope's other list; None: no row can.
         crossing = min((r.original_max_position_embeddings or 0 for r in ropes), default=capacity)
         self.crossing = crossing if crossing < capacity else None
         # Whether a dispatch begins before the tokens of the last one are taken. Not where these say
         # what it does (a stop string, longrope's boundary), nor where to begin it takes as long as
-        # to make its tokens, as the loop then asks the host about each.
-        self.ahead = not (stop or self.crossing is not None or self._loop_asks_host())
+        # to make its tokens, as a GPU's loop then asks the host about each.
+        asks_host = self._loop_asks_host()
+        self.ahead = not (asks_host or stop or any(map(self._to_crossing, self.rows)))
         self.state: DecodeState | None = None
         self.constants: tuple[Sampling, jax.Array] | None = (
             None  # on the device: settings, stop ids
@@ -437,8 +438,8 @@ def _ids(name: str, value: Any, vocab_size: int) -> list[int]:
 
 
 def _stop_strings(stop: Any, tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    one = isinstance(stop, str) or not isinstance(stop, Iterable | None)
-    several: tuple[Any, ...] = (stop,) if one else tuple(stop or ())
+    stop = () if stop is None else stop
+    several: tuple[Any, ...] = tuple(stop) if is_list(stop) else (stop,)
     if several and tokenizer is None:
         raise ValueError("generate: stop strings need a tokenizer")
     if not all(isinstance(s, str) and s for s in several):

@@ -62,9 +62,10 @@ def tile_config(
         choice = Config(WGMMA_ROWS, width, tile_k if blocks else 2 * tile_k, consumers=1)
     else:
         # A tile of 128 x 256 reads least from shared memory a product (two of 64 x 256; with block
-        # scales, four of 64 x 128, least from the L2); smaller ones waste less of the last wave but
-        # feed the tensor cores worse by about this much.
-        tiles = [(128, 256, 2, 1.0)] + [(256, 128, 2, 1.0)] * (not blocks)
+        # scales four of 64 x 128), and least from the L2; smaller ones waste less of the last wave
+        # but feed the tensor cores worse by about this much.
+        tiles = [(128, 256, 2, 1.0)]
+        tiles += [] if blocks else [(256, 128, 2, 1.0)]
         tiles += [(128, 128, 2, 1.2), (64, 128, 1, 1.6)]
         tiles += [] if gated else [(128, 64, 2, 1.6), (64, 64, 1, 2.2)]
 

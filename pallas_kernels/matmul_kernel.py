@@ -242,7 +242,7 @@ def product(
                 return total
 
             def multiply_blocks(at, row, column):
-                """Sums of each `scale_columns` columns; a stage's products are scaled and added."""
+                """Sums for every `scale_columns` columns; those of a stage are scaled and added."""
                 places = []
                 for start in range(0, c.tile_n, scale_columns):
                     half, within = divmod(start, tile_width)

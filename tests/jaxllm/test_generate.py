@@ -600,6 +600,14 @@ def test_the_answer_in_a_chat_begins_without_the_space_that_a_continuation_keeps
     assert [prompt.decoder.push(word) for prompt in found] == ["the", " the"]
 
 
+@pytest.mark.parametrize("stop", [{"a": 1}, np.array("a"), ["a", ""]], ids=str)
+def test_what_is_no_stop_string(tiny, stop):
+    tokenizer = Tokenizer(tiny_tokenizers.files(tiny_tokenizers.byte_level()))
+    sentence = "^generate: stop strings must be texts of at least one character, got "
+    with pytest.raises(ValueError, match=sentence):
+        jaxllm.generate(tiny, tokenizer, [5], stop=stop)
+
+
 def test_none_is_no_stop_string(tiny):
     expected = jaxllm.generate(tiny, None, [5], max_new_tokens=3, stop=()).tokens
     assert jaxllm.generate(tiny, None, [5], max_new_tokens=3, stop=None).tokens == expected

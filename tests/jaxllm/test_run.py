@@ -101,22 +101,42 @@ def test_with_a_stop_string_the_tokens_are_taken_first(monkeypatch):
     assert watched(monkeypatch, run) == ["begin", "take", "hand on"] * 2
 
 
-@pytest.mark.parametrize("crosses", [False, True])
-def test_a_row_that_crosses_longropes_boundary_takes_its_tokens_first(monkeypatch, crosses):
-    """The boundary is behind nine tokens, of which two are given."""
+@pytest.mark.parametrize(("given", "crosses"), [(1, False), (2, True), (9, True), (10, False)])
+def test_a_row_that_may_cross_longropes_boundary_has_its_tokens_taken_first(
+    monkeypatch, given, crosses
+):
+    """The boundary is behind nine tokens, of which some are given and eight are made."""
     model = build(dataclasses.replace(TINY, rope=LONGROPE), FP32)
-    run = make_run(model, [[1, 2]], max_new_tokens=7 + crosses, steps_per_dispatch=4)
-    ahead = ["begin", "begin", "take", "hand on", "take", "hand on"]
-    assert watched(monkeypatch, run) == (["begin", "take", "hand on"] * 2 if crosses else ahead)
+    run = make_run(model, [[1] * given], max_new_tokens=8, steps_per_dispatch=4)
+    seen = watched(monkeypatch, run)
+    if crosses:
+        assert seen == ["begin", "take", "hand on"] * (len(seen) // 3)
+    else:
+        assert seen == ["begin", "begin", "take", "hand on", "take", "hand on"]
 
 
-def test_where_the_loop_asks_the_host_no_dispatch_begins_ahead(monkeypatch):
+def test_where_the_loop_asks_the_host_no_dispatch_begins_ahead():
     """XLA's search for the threshold of a sampled token is a conditional, the kernel has none."""
-    model = build(TINY, FP32)
-    assert make_run(model, [[1]]).ahead
-    assert not make_run(model, [[1]], settings={"temperature": 1.0}).ahead
-    monkeypatch.setattr(run_module.ops, "chosen", lambda op, *_, **__: f"the kernel of {op}")
-    assert make_run(model, [[1]], settings={"temperature": 1.0}).ahead
+    wide = dataclasses.replace(TINY, vocab_size=2**15)
+    model = build(wide, FP32)
+    by_xla = build(wide, Runtime(dtype="float32", implementation={"sampling_threshold": "xla"}))
+    sampled = {"settings": {"temperature": 1.0}}
+    with absent("NVIDIA H200"):
+        assert make_run(model, [[1]], **sampled).ahead
+        assert not make_run(by_xla, [[1]], **sampled).ahead
+    with absent("NVIDIA A100-SXM4-80GB", 108):
+        assert not make_run(model, [[1]], **sampled).ahead
+        assert make_run(model, [[1]]).ahead
+
+
+def test_a_sampler_that_cannot_run_is_refused_before_the_prompts_are_read(monkeypatch):
+    by_name = Runtime(dtype="float32", implementation={"sampling_threshold": "pallas"})
+    model = build(TINY, by_name)
+    monkeypatch.setattr(run_module, "_stop_strings", lambda *_: ("never",))
+    with absent("NVIDIA A100-SXM4-80GB", 108):
+        with pytest.raises(NotImplementedError, match="^sampling_threshold: "):
+            make_run(model, [[1]], settings={"temperature": 1.0})
+        make_run(model, [[1]])
 
 
 def test_on_several_devices_no_dispatch_begins_ahead(monkeypatch):

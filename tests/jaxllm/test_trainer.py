@@ -58,6 +58,19 @@ class Counting:
         self.at = state["at"]
 
 
+class Interrupting(Counting):
+    """Presses Ctrl-C where it is asked for the batch behind `place` of them."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def __next__(self):
+        if self.at == self.place:
+            signal.raise_signal(signal.SIGINT)
+        return super().__next__()
+
+
 HELD_OUT = [next(Counting(1000 + i)) for i in range(2)]
 
 
@@ -270,14 +283,8 @@ def test_behind_a_failed_save_what_is_better_than_what_is_saved_is_saved(tmp_pat
 
 
 def test_a_run_whose_rows_are_lost_still_knows_its_best(tmp_path):
-    class Stopping(Counting):
-        def __next__(self):
-            if self.at == 4:
-                signal.raise_signal(signal.SIGINT)
-            return super().__next__()
-
     with pytest.raises(StoppedError):
-        measuring(trainer(tmp_path, batches=Stopping()), 3.0, 1.0).fit()
+        measuring(trainer(tmp_path, batches=Interrupting(4)), 3.0, 1.0).fit()
     (tmp_path / "metrics.jsonl").unlink()
     fitted = measuring(trainer(tmp_path), 2.0).fit(resume=True)
     assert (fitted.step, fitted.loss, fitted.base_loss) == (4, 1.0, None)
@@ -317,15 +324,9 @@ def test_no_number_is_read_before_the_next_steps_are_dispatched(tmp_path, monkey
 
 @pytest.mark.parametrize("at", [1, 4, 6])
 def test_ctrl_c_saves_and_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, whole, at):
-    class Interrupting(Counting):
-        def __next__(self):
-            if self.at + 1 == at:
-                signal.raise_signal(signal.SIGINT)
-            return super().__next__()
-
     out = tmp_path / "cut"
     with pytest.raises(StoppedError, match=f"saved at step {at}"):
-        trainer(out, batches=Interrupting()).fit()
+        trainer(out, batches=Interrupting(at - 1)).fit()
     assert len(rows_of(out)) == at + 1
     run = trainer(out)
     at_first = jax.tree.leaves((run.state.params, run.state.opt_state))
@@ -1014,28 +1015,15 @@ def test_a_profile_lies_within_the_steps_of_its_run(
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
     monkeypatch.setattr(trace, "longest", lambda folder: [])
     if resumed := steps == 8:
-
-        class Stopping(Counting):
-            def __next__(self):
-                if self.at == 3:
-                    signal.raise_signal(signal.SIGINT)
-                return super().__next__()
-
         with pytest.raises(StoppedError, match="saved at step 4"):
-            trainer(tmp_path, batches=Stopping()).fit()
+            trainer(tmp_path, batches=Interrupting(3)).fit()
     trainer(tmp_path, steps=steps, said=said, profile=profile).fit(resume=resumed)
     sentence = f"{tmp_path}/profile: steps {traced}; the profile holds no kernels"
     assert sentence in said.text.splitlines()
 
 
 def test_ctrl_c_in_the_last_step_ends_the_run_as_it_would_end(tmp_path, whole):
-    class Interrupting(Counting):
-        def __next__(self):
-            if self.at == 7:
-                signal.raise_signal(signal.SIGINT)
-            return super().__next__()
-
-    fitted = trainer(tmp_path, batches=Interrupting()).fit()
+    fitted = trainer(tmp_path, batches=Interrupting(7)).fit()
     assert fitted.step == 8
     assert_same(arrays(fitted.params), whole[1])
 
@@ -1051,7 +1039,8 @@ def test_samples_and_losses_of_a_run_are_those_of_its_steps(tmp_path, said):
         if "held_out_loss" in row
     ]
     assert [row["epoch"] for row in rows_of(tmp_path)[1:]] == [step / 4 for step in range(1, 9)]
-    assert all(row["memory_bytes"] > 5e7 for row in rows_of(tmp_path)[1:])  # Python and JAX alone
+    least = 5e7 if jax.default_backend() == "cpu" else 0  # Python and JAX alone; else of arrays
+    assert all(row["memory_bytes"] > least for row in rows_of(tmp_path)[1:])
 
 
 def test_a_batch_none_of_whose_targets_counts_is_within_the_model():
