@@ -86,8 +86,8 @@ def generate(
 
 
 class TextStream(Iterator[str]):
-    """The pieces of a text as they become certain. Closing it, or its end, frees the cache, as soon
-    as the device has made the tokens that are on their way.
+    """The pieces of a text as they become certain. Closing it, or its end, frees the cache; that
+    waits for the tokens that are on their way.
     """
 
     def __init__(self, run: Run):

@@ -352,9 +352,9 @@ class Run:
 
         With `ahead` the next one is under way by then: the device does not wait for the host.
         """
+        following, since = None, 0.0
         try:
             self.read_rows()
-            following, since = None, 0.0
             while running := [row for row in self.rows if row.reason is None]:
                 # The token that takes a row over longrope's boundary turns all its keys: a
                 # dispatch ends with it, and the cache is made again with the other list.
@@ -374,7 +374,9 @@ class Run:
                 if any(row.reason is None and not self._to_crossing(row) for row in to_cross):
                     self.read_rows()
         finally:
-            self.state = self.constants = None  # the caller may stop early: free the cache then too
+            # The caller may stop early: then, too, the cache is free for others behind this.
+            self.state = self.constants = None
+            jax.block_until_ready(following)
 
     def _to_crossing(self, row: Row) -> int:
         """How many tokens more take the row over longrope's boundary; 0 if none does."""
