@@ -153,8 +153,10 @@ class Run:
 
     def _loop_asks_host(self) -> bool:
         """On several devices, or if it samples by XLA, which skips a search by a conditional."""
-        if self.sharding.num_devices > 1 or self.greedy:
-            return self.sharding.num_devices > 1
+        if self.sharding.num_devices > 1:
+            return True
+        if self.greedy:
+            return False
         filtered = [
             jax.ShapeDtypeStruct(shape, dtype)
             for shape in ((self.batch, self.config.vocab_size), (self.batch,))

@@ -56,23 +56,22 @@ def test_limits_of_control_groups_count(machine):
     assert memory.host_free_bytes() == 1000000 - 800000 + 300000
 
 
-def test_limits_of_old_control_groups_in_a_container_count(machine):
-    machine(proc__meminfo=MEMINFO, proc__self__cgroup="4:memory:/only/on/the/host\n")
-    machine(
-        cgroup__memory__memory_dot_limit_in_bytes="1000000\n",
-        cgroup__memory__memory_dot_usage_in_bytes="800000\n",
-        cgroup__memory__memory_dot_stat="total_inactive_file 1000\n",
-    )
-    assert memory.host_free_bytes() == 1000000 - 800000 + 1000
-
-
-def test_an_old_control_group_may_be_of_several_controllers(machine):
-    machine(proc__meminfo=MEMINFO, proc__self__cgroup="4:cpu,memory:/job\n")
-    machine(
-        cgroup__memory__job__memory_dot_limit_in_bytes="1000000\n",
-        cgroup__memory__job__memory_dot_usage_in_bytes="800000\n",
-        cgroup__memory__job__memory_dot_stat="total_inactive_file 1000\n",
-    )
+@pytest.mark.parametrize(
+    ("group", "folder"),
+    [
+        ("4:memory:/only/on/the/host", "cgroup__memory"),
+        ("4:cpu,memory:/job", "cgroup__memory__job"),
+    ],
+    ids=["in a container", "of several controllers"],
+)
+def test_limits_of_old_control_groups_count(machine, group, folder):
+    texts = {
+        "limit_in_bytes": "1000000\n",
+        "usage_in_bytes": "800000\n",
+        "stat": "total_inactive_file 1000\n",
+    }
+    machine(proc__meminfo=MEMINFO, proc__self__cgroup=f"{group}\n")
+    machine(**{f"{folder}__memory_dot_{name}": text for name, text in texts.items()})
     assert memory.host_free_bytes() == 1000000 - 800000 + 1000
 
 

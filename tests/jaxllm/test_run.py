@@ -109,6 +109,7 @@ def test_a_row_that_may_cross_longropes_boundary_has_its_tokens_taken_first(
     model = build(dataclasses.replace(TINY, rope=LONGROPE), FP32)
     run = make_run(model, [[1] * given], max_new_tokens=8, steps_per_dispatch=4)
     seen = watched(monkeypatch, run)
+    assert len(run.result().tokens[0]) == 8
     if crosses:
         assert seen == ["begin", "take", "hand on"] * (len(seen) // 3)
     else:
